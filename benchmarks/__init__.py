@@ -1,1 +1,2 @@
-"""Measurements: comparisons, a cost model, wall clock, and the tables and figures made from them."""
+"""Measurements: comparisons, a cost model, wall clock, and the tables and figures made from
+them."""

@@ -1,5 +1,6 @@
-"""A minimal decoding loop for the target `dynamic`, in sixty lines; `benchmarks.turns` times it beside `generate`:
-``python -m benchmarks.turns --batches 1 --targets dynamic --states bare alone --dtype float64``.
+"""A minimal decoding loop for the target `dynamic`, in sixty lines; `benchmarks.turns` times it
+beside `generate`: ``python -m benchmarks.turns --batches 1 --targets dynamic --states bare alone
+--dtype float64``.
 """
 
 from collections.abc import Sequence
@@ -13,14 +14,17 @@ from modeling_mrp.model.compat import CACHE_NAME
 
 @torch.inference_mode()
 def decoded(model: Any, prompt: Sequence[int], new_tokens: int, tau: float) -> list[int]:
-    """Decode a prompt; a step reveals the positions above `tau`, at least one. Return the ids, the prompt's included."""
+    """Decode a prompt; a step reveals the positions above `tau`, at least one. Return the ids, the
+    prompt's included."""
     config, cache, ids = model.config, DynamicCache(), list(prompt)
     block, mask_id, limit = config.block_size, config.mask_token_id, len(prompt) + new_tokens
     eos = model.generation_config.eos_ids()
 
     def forward(tokens: list[int], begin: int, keep: bool) -> torch.Tensor:
         positions = torch.arange(begin, begin + len(tokens))
-        seen = (torch.arange(begin + len(tokens)) // block <= positions[:, None] // block)[None, None]
+        seen = (torch.arange(begin + len(tokens)) // block <= positions[:, None] // block)[
+            None, None
+        ]
         out = model.model(
             input_ids=torch.tensor([tokens]),
             position_ids=positions[None],

@@ -1,4 +1,5 @@
-"""Shared parts of the benchmark commands: writing and reading of measurements, and decodes by other loops than `generate`'s."""
+"""Shared parts of the benchmark commands: writing and reading of measurements, and decodes by other
+loops than `generate`'s."""
 
 import json
 import sys
@@ -31,18 +32,27 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def parser_of(name: str, doc: str) -> ArgumentParser:
-    """Make the argument parser of `python -m benchmarks.NAME`, with the module's docstring as its description."""
-    return ArgumentParser(prog=f"python -m benchmarks.{name}", description=doc, formatter_class=RawDescriptionHelpFormatter)
+    """Make the argument parser of `python -m benchmarks.NAME`, with the module's docstring as its
+    description."""
+    return ArgumentParser(
+        prog=f"python -m benchmarks.{name}",
+        description=doc,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
 
 
 PRINTED = Path("/proc/self/fd/1")
 
 
-def header(benchmark: str, options: Any, model: MRPForCausalLM | None = None, printed: Path = PRINTED) -> dict[str, Any]:
-    """Make the header of a benchmark's output (`provenance.header`), the file `options.output` or else `printed` (stdout).
+def header(
+    benchmark: str, options: Any, model: MRPForCausalLM | None = None, printed: Path = PRINTED
+) -> dict[str, Any]:
+    """Make the header of a benchmark's output (`provenance.header`), the file `options.output` or
+    else `printed` (stdout).
 
     Raises:
-        ValueError: if the output is a file of `benchmarks/results` and the code has uncommitted changes.
+        ValueError: if the output is a file of `benchmarks/results` and the code has uncommitted
+            changes.
     """
     made = provenance.header(benchmark, options, model)
     check_clean(getattr(options, "output", None) or printed, made)
@@ -50,7 +60,8 @@ def header(benchmark: str, options: Any, model: MRPForCausalLM | None = None, pr
 
 
 def emit(line: dict[str, Any], file: TextIO | None = None) -> None:
-    """Print a measurement as a JSON line, write it to `file` if given, and flush both: an interrupted run keeps its lines."""
+    """Print a measurement as a JSON line, write it to `file` if given, and flush both: an
+    interrupted run keeps its lines."""
     for target in filter(None, (sys.stdout, file)):
         print(json.dumps(line), file=target, flush=True)
 
@@ -64,28 +75,40 @@ def embedded_weights() -> dict[str, str | None]:
 def read_lines(path: Path, embedded: bool = True) -> list[dict[str, Any]]:
     """Read the measurements in a file of results, without the headers.
 
-    Lines measured with other weights than the embedded checkpoint's, or with older decoding code, are left out if the file ends
-    with lines of today's weights and code. Lines under an older header, which has no digest of the decoding code, are kept:
-    that header names a commit.
+    Lines measured with other weights than the embedded checkpoint's, or with older decoding code,
+    are left out if the file ends with lines of today's weights and code. Lines under an older
+    header, which has no digest of the decoding code, are kept: that header names a commit.
 
     Args:
         path: The file.
-        embedded: If False, read the lines of the checkpoint that the last header names, whose weights are not in the
-            repository, whatever the decoding code was: measuring again would need training again.
+        embedded: If False, read the lines of the checkpoint that the last header names, whose
+            weights are not in the repository, whatever the decoding code was: measuring again would
+            need training again.
 
     Raises:
         ValueError: if the file ends with lines of other weights or code.
     """
     measured = list(with_headers(map(json.loads, path.read_text().splitlines())))
-    weights = {**embedded_weights(), "deciding": deciding()} if embedded else {**measured[-1][0], "deciding": None}
-    others = {place: other_weights(header, line, weights) for place, (header, line) in enumerate(measured)}
+    weights = (
+        {**embedded_weights(), "deciding": deciding()}
+        if embedded
+        else {**measured[-1][0], "deciding": None}
+    )
+    others = {
+        place: other_weights(header, line, weights) for place, (header, line) in enumerate(measured)
+    }
     stale = [place for place, part in others.items() if part is not None]
     if stale and other_weights(measured[-1][0], {}, weights):
         first, part = measured[stale[0]][0], str(others[stale[0]])
         whose = "today's" if part == "deciding" else f"that of {TINY.name}"
         what = "deciding code" if part == "deciding" else part
-        told = f"{path}: measured with the {what} {first.get(part, 'unknown')}, and {whose} is {weights[part]}"
-        raise ValueError(f"{told}: measure again with {first['benchmark']} and {first.get('options')}")
+        told = (
+            f"{path}: measured with the {what} {first.get(part, 'unknown')}, and {whose} is "
+            f"{weights[part]}"
+        )
+        raise ValueError(
+            f"{told}: measure again with {first['benchmark']} and {first.get('options')}"
+        )
     return [line for place, (_, line) in enumerate(measured) if others[place] is None]
 
 
@@ -98,13 +121,21 @@ def now(device: torch.device) -> float:
 
 def load(folder: str | Path) -> tuple[MRPForCausalLM, PreTrainedTokenizerFast]:
     """Load a checkpoint from a folder; return its model, in evaluation mode, and its tokenizer."""
-    return MRPForCausalLM.from_pretrained(folder).eval(), PreTrainedTokenizerFast.from_pretrained(folder)
+    return MRPForCausalLM.from_pretrained(folder).eval(), PreTrainedTokenizerFast.from_pretrained(
+        folder
+    )
 
 
 def greedy_decode(
-    model: MRPForCausalLM, mode: Mode, prompts: list[list[int]], new_tokens: int, eos: list[int], width: int
+    model: MRPForCausalLM,
+    mode: Mode,
+    prompts: list[list[int]],
+    new_tokens: int,
+    eos: list[int],
+    width: int,
 ) -> tuple[Networks, list[Row]]:
-    """Set up a greedy decode of a batch on a CPU; return networks and rows for a `Decoder` or for a benchmark's own loop.
+    """Set up a greedy decode of a batch on a CPU; return networks and rows for a `Decoder` or for a
+    benchmark's own loop.
 
     Args:
         model: The model, in evaluation mode.
@@ -120,7 +151,12 @@ def greedy_decode(
     rows = laid_out(given, None, new_tokens, options, 0, config, None)
     for row in rows:
         row.counts = Counts(width, mode.drafting is not None)
-    picker = Picker(model.lm_head.weight, config.mask_token_id, entropy=mode.rule.needs_entropy, dispatch=PYTORCH)
+    picker = Picker(
+        model.lm_head.weight,
+        config.mask_token_id,
+        entropy=mode.rule.needs_entropy,
+        dispatch=PYTORCH,
+    )
     capacity = max(len(row.text) for row in rows)
     cache = model.block_cache(len(rows), capacity, width * config.block_size, mode.uses_head)
     plans = plan_layers(model, mode.uses_head, PYTORCH)

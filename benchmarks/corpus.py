@@ -1,7 +1,7 @@
 """Documentation and source texts of the installed Python packages, divided into splits by package.
 
-The texts belong to their authors, under the packages' licences. They are read from the installed packages, for training and
-measuring; no file of this repository contains any of them.
+The texts belong to their authors, under the packages' licences. They are read from the installed
+packages, for training and measuring; no file of this repository contains any of them.
 """
 
 import hashlib
@@ -20,14 +20,23 @@ from .common import TINY
 Packages = dict[str, list[str]]
 
 ENDINGS = (".py", ".md", ".rst")
-# In characters: the longest text (longer files are mostly tables), the most text of one package, and the shortest text.
+# In characters: the longest text (longer files are mostly tables), the most text of one package,
+# and the shortest text.
 _LARGEST, _SHARE, _SHORTEST = 100_000, 3_000_000, 200
 # Paths of copies of other packages, and of licences and lists of authors.
-_ASIDE = re.compile(r"(^|/)(_?vendor|_?third_?party|_?extern)|(^|/)(licen[cs]e|copying|notice|authors)", re.IGNORECASE)
-_FIRST_COMMENT, _LEGAL = re.compile(r"\A(?:[ \t]*#.*\n|\s*\n)+"), re.compile("licen[cs]e|copyright", re.IGNORECASE)
-_ODD = re.compile("<\\||\N{REPLACEMENT CHARACTER}")  # what looks like a special token, or is not UTF-8
+_ASIDE = re.compile(
+    r"(^|/)(_?vendor|_?third_?party|_?extern)|(^|/)(licen[cs]e|copying|notice|authors)",
+    re.IGNORECASE,
+)
+_FIRST_COMMENT, _LEGAL = (
+    re.compile(r"\A(?:[ \t]*#.*\n|\s*\n)+"),
+    re.compile("licen[cs]e|copyright", re.IGNORECASE),
+)
+# what looks like a special token, or is not UTF-8
+_ODD = re.compile("<\\||\N{REPLACEMENT CHARACTER}")
 _OURS = "modeling-mrp"
-# A text is a copy if more than a share `_COPIED` of its lines of `_TELLING` characters or more occurs in another split.
+# A text is a copy if more than a share `_COPIED` of its lines of `_TELLING` characters or more
+# occurs in another split.
 _TELLING, _COPIED = 40, 0.2
 
 PAD, END, MASK = "<|endoftext|>", "<|im_end|>", "<|MASK|>"
@@ -36,8 +45,9 @@ PAD, END, MASK = "<|endoftext|>", "<|im_end|>", "<|MASK|>"
 def installed(path: Sequence[str] | None = None) -> Packages:
     """Read the texts of installed packages; return them by package name.
 
-    A package's texts are its description and its files of `ENDINGS`, by hash of the path, up to `_SHARE` characters. Left out
-    are copies of other packages, licences, opening comments that are licences, and texts that seem to contain special tokens.
+    A package's texts are its description and its files of `ENDINGS`, by hash of the path, up to
+    `_SHARE` characters. Left out are copies of other packages, licences, opening comments that are
+    licences, and texts that seem to contain special tokens.
 
     Args:
         path: Folders in which packages are searched; by default `sys.path`.
@@ -54,7 +64,11 @@ def _texts(files: Sequence[PackagePath]) -> Iterator[str]:
     room = _SHARE
     for file in sorted(files, key=lambda file: hashlib.sha256(str(file).encode()).digest()):
         path = Path(str(file.locate()))
-        if (file.suffix not in ENDINGS and file.name != "METADATA") or _ASIDE.search(str(file)) or not path.is_file():
+        if (
+            (file.suffix not in ENDINGS and file.name != "METADATA")
+            or _ASIDE.search(str(file))
+            or not path.is_file()
+        ):
             continue
         text = path.read_text(encoding="utf-8", errors="replace")
         if file.name == "METADATA":
@@ -67,8 +81,12 @@ def _texts(files: Sequence[PackagePath]) -> Iterator[str]:
 
 
 def split_packages(packages: Packages) -> dict[Split, Packages]:
-    """Return the packages of each split, by hash of their names; "train" lacks the texts that are copies of other splits'."""
-    split = {part: {name: texts for name, texts in packages.items() if belongs(name, part)} for part in SPLITS}
+    """Return the packages of each split, by hash of their names; "train" lacks the texts that are
+    copies of other splits'."""
+    split = {
+        part: {name: texts for name, texts in packages.items() if belongs(name, part)}
+        for part in SPLITS
+    }
     elsewhere = {
         line
         for part in SPLITS
@@ -82,7 +100,10 @@ def split_packages(packages: Packages) -> dict[Split, Packages]:
         lines = _telling(text)
         return sum(line in elsewhere for line in lines) > _COPIED * len(lines)
 
-    split["train"] = {name: [text for text in texts if not is_copy(text)] for name, texts in split["train"].items()}
+    split["train"] = {
+        name: [text for text in texts if not is_copy(text)]
+        for name, texts in split["train"].items()
+    }
     return split
 
 
@@ -91,23 +112,29 @@ def _telling(text: str) -> list[str]:
 
 
 def cut(text: str, tokenizer: PreTrainedTokenizerBase, length: int) -> tuple[list[int], list[str]]:
-    """Encode a text; return its ids, and its pieces of `length` tokens as text. All pieces but the last have a few tokens more,
-    so that training truncates them and does not take their ends for the end of the text."""
+    """Encode a text; return its ids, and its pieces of `length` tokens as text. All pieces but the
+    last have a few tokens more, so that training truncates them and does not take their ends for
+    the end of the text."""
     made = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     ids, at = made["input_ids"], made["offset_mapping"]
     begins = range(0, len(ids), length)
-    return ids, [text[at[begin][0] : at[min(begin + length + 8, len(ids)) - 1][1]] for begin in begins]
+    return ids, [
+        text[at[begin][0] : at[min(begin + length + 8, len(ids)) - 1][1]] for begin in begins
+    ]
 
 
 def new_tokenizer(texts: Iterator[str], size: int, length: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer of `size` tokens with `model_max_length` `length`; equal texts give equal tokenizers.
+    """Train a byte-level BPE tokenizer of `size` tokens with `model_max_length` `length`; equal
+    texts give equal tokenizers.
 
     Words, numbers and punctuation are split as by the embedded checkpoint's tokenizer.
     """
     tokenizer, embedded = Tokenizer(models.BPE()), Tokenizer.from_file(str(TINY / "tokenizer.json"))
     tokenizer.pre_tokenizer, tokenizer.decoder = embedded.pre_tokenizer, embedded.decoder
     special, alphabet = [PAD, END, MASK], pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

@@ -2,16 +2,18 @@
 
     python -m benchmarks.cost_model --device H200 --batch 1 2 4 --states 4 8
 
-Prints the best mode and its speed over `static` at each shape, batch size and K; `static` where no draft pays. Tokens per
-forward, states per forward and head passes per round come from `results/tiny_sweep.jsonl`, measured by commit 8fadb4d with the
-embedded toy checkpoint; the bandwidth is ideal. So predictions hold for a model whose drafts are accepted as often, on a device
-that never waits. `--shape 30b-a3b` is SDAR-30B-A3B; a round reads only the experts that some token chooses
-(`Shape.experts_read`).
+Prints the best mode and its speed over `static` at each shape, batch size and K; `static` where no
+draft pays. Tokens per forward, states per forward and head passes per round come from
+`results/tiny_sweep.jsonl`, measured by commit 8fadb4d with the embedded toy checkpoint; the
+bandwidth is ideal. So predictions hold for a model whose drafts are accepted as often, on a device
+that never waits. `--shape 30b-a3b` is SDAR-30B-A3B; a round reads only the experts that some token
+chooses (`Shape.experts_read`).
 
     python -m benchmarks.cost_model --memory
 
-prints what the published shapes take in memory instead: weights of backbone and head in bfloat16, or with the matrices of all
-layers in int8 or 4 bits (`WEIGHT_BYTES`) and embedding and `lm_head` in bfloat16, and the cache of a row of 1,000 tokens.
+prints what the published shapes take in memory instead: weights of backbone and head in bfloat16,
+or with the matrices of all layers in int8 or 4 bits (`WEIGHT_BYTES`) and embedding and `lm_head` in
+bfloat16, and the cache of a row of 1,000 tokens.
 """
 
 import json
@@ -20,12 +22,20 @@ from itertools import product
 from typing import Any
 
 from mrp_trainer.data.tasks import FAMILIES
-from mrp_trainer.evaluate.roofline import PUBLISHED, WEIGHT_BYTES, Counts, Device, Shape, round_seconds
+from mrp_trainer.evaluate.roofline import (
+    PUBLISHED,
+    WEIGHT_BYTES,
+    Counts,
+    Device,
+    Shape,
+    round_seconds,
+)
 from mrp_trainer.publish.card import markdown_table
 
 from .common import RESULTS, parser_of
 
-# The H200's bandwidth was measured with a large copy; the other bandwidths and all peaks (dense bf16) are the makers' numbers.
+# The H200's bandwidth was measured with a large copy; the other bandwidths and all peaks (dense
+# bf16) are the makers' numbers.
 DEVICES = {
     "H200": Device("H200", 4.3e12, 989e12),
     "A100-80G": Device("A100-80G", 2.04e12, 312e12),
@@ -34,32 +44,68 @@ DEVICES = {
 SHAPES = (*map(str.lower, PUBLISHED), "30b-a3b")
 # SDAR-30B-A3B with the block size of the measured counts, 16, and a head of three dense layers.
 EXPERTS = Shape(
-    "30B-A3B", 2048, 6144, 48, 32, 4, 128, 151936, 16, 3, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768
+    "30B-A3B",
+    2048,
+    6144,
+    48,
+    32,
+    4,
+    128,
+    151936,
+    16,
+    3,
+    num_experts=128,
+    num_experts_per_tok=8,
+    moe_intermediate_size=768,
 )
 SPECULATING = ("self_spec", "mrp_spec")
 COUNTS = RESULTS / "tiny_sweep.jsonl"
 Line = dict[str, Any]
 
 
-def counts_at(lines: Sequence[Line], family: str, mode: str, states: int, batch: int, block_size: int) -> Counts:
-    """Return the counts of a mode with K = `states`, as measured at the largest batch size up to `batch` (`static`: at 1).
+def counts_at(
+    lines: Sequence[Line], family: str, mode: str, states: int, batch: int, block_size: int
+) -> Counts:
+    """Return the counts of a mode with K = `states`, as measured at the largest batch size up to
+    `batch` (`static`: at 1).
 
-    `static` scores one state a forward and, at the end of a block, the next block's first state as well.
+    `static` scores one state a forward and, at the end of a block, the next block's first state as
+    well.
     """
     alone = mode == "static"
     wanted = {"family": family, "mode": mode, **({} if alone else {"states": states})}
-    fitting = [line for line in lines if all(line.get(name) == value for name, value in wanted.items())]
-    fitting = [line for line in fitting if line.get("axis") != "prompt" and line["batch_size"] <= (1 if alone else batch)]
+    fitting = [
+        line for line in lines if all(line.get(name) == value for name, value in wanted.items())
+    ]
+    fitting = [
+        line
+        for line in fitting
+        if line.get("axis") != "prompt" and line["batch_size"] <= (1 if alone else batch)
+    ]
     line = max(fitting, key=lambda line: line["batch_size"])
     if alone:
         return Counts(line["tokens_per_forward"], 1 + 1 / block_size)
     packed = max(1.0, line["states_per_head_pass"])
-    return Counts(line["tokens_per_forward"], line["states_per_forward"], line["head_passes_per_round"], packed)
+    return Counts(
+        line["tokens_per_forward"],
+        line["states_per_forward"],
+        line["head_passes_per_round"],
+        packed,
+    )
 
 
-def table(device: Sequence[str], shape: Sequence[str], batch: Sequence[int], states: Sequence[int], prefix: int) -> str:
-    """Tabulate the best mode and its predicted speed over `static` after `prefix` tokens, as Markdown; columns are by K."""
-    lines = [line for line in map(json.loads, COUNTS.read_text().splitlines()) if "benchmark" not in line]
+def table(
+    device: Sequence[str],
+    shape: Sequence[str],
+    batch: Sequence[int],
+    states: Sequence[int],
+    prefix: int,
+) -> str:
+    """Tabulate the best mode and its predicted speed over `static` after `prefix` tokens, as
+    Markdown; columns are by K."""
+    lines = [
+        line for line in map(json.loads, COUNTS.read_text().splitlines()) if "benchmark" not in line
+    ]
     columns = list(product(FAMILIES, states))
     choices = list[list[str]]()
     for of, size in product(map(DEVICES.__getitem__, device), shape):
@@ -67,15 +113,21 @@ def table(device: Sequence[str], shape: Sequence[str], batch: Sequence[int], sta
         for rows in batch:
             cells = []
             for family, k in columns:
-                known = {mode: counts_at(lines, family, mode, k, rows, sizes.block_size) for mode in ("static", *SPECULATING)}
+                known = {
+                    mode: counts_at(lines, family, mode, k, rows, sizes.block_size)
+                    for mode in ("static", *SPECULATING)
+                }
                 speed = {
-                    mode: one.tokens_per_forward / round_seconds(sizes, of, one, rows, prefix) for mode, one in known.items()
+                    mode: one.tokens_per_forward / round_seconds(sizes, of, one, rows, prefix)
+                    for mode, one in known.items()
                 }
                 over = {mode: round(one / speed["static"], 3) for mode, one in speed.items()}
                 best = max(over, key=over.__getitem__)
                 cells.append(f"{best} {over[best]:.2f}x")
             choices.append([of.name, sizes.name, str(rows), *cells])
-    return markdown_table(["device", "shape", "batch", *(f"{family} K={k}" for family, k in columns)], choices)
+    return markdown_table(
+        ["device", "shape", "batch", *(f"{family} K={k}" for family, k in columns)], choices
+    )
 
 
 def memory() -> str:
@@ -83,12 +135,17 @@ def memory() -> str:
     rows = [
         [
             shape.name,
-            *(f"{shape.weight_bytes(per_weight) / 2**30:.1f}" for per_weight in WEIGHT_BYTES.values()),
+            *(
+                f"{shape.weight_bytes(per_weight) / 2**30:.1f}"
+                for per_weight in WEIGHT_BYTES.values()
+            ),
             f"{1000 * shape.cache_bytes / 2**20:.0f}",
         ]
         for shape in PUBLISHED.values()
     ]
-    return markdown_table(["shape", *(f"{name}, GiB" for name in WEIGHT_BYTES), "cache of 1,000 tokens, MiB"], rows)
+    return markdown_table(
+        ["shape", *(f"{name}, GiB" for name in WEIGHT_BYTES), "cache of 1,000 tokens, MiB"], rows
+    )
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -97,7 +154,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device", nargs="+", default=["H200"], choices=[*DEVICES])
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["4b"])
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 2, 3, 4, 6, 8])
-    parser.add_argument("--states", nargs="+", type=int, choices=(4, 8), default=[4, 8], help="values of K")
+    parser.add_argument(
+        "--states", nargs="+", type=int, choices=(4, 8), default=[4, 8], help="values of K"
+    )
     parser.add_argument("--prefix", type=int, default=512, help="committed tokens of a row")
     parser.add_argument("--memory", action="store_true", help="print memory in place of speed")
     options = vars(parser.parse_args(arguments))

@@ -1,18 +1,24 @@
-"""Draft graphs in the manner of Spiffy (arXiv 2509.18085): lossless drafts without a head, for any target.
+"""Draft graphs in the manner of Spiffy (arXiv 2509.18085): lossless drafts without a head, for any
+target.
 
-Written from descriptions of the paper, which comes without code. A *pick* (i, j) names the i-th position, in the target's order
-of preference, and its j-th likeliest token, both by the model's scores at the last accepted state. A *node* is a set of picks:
-it stands for the row's next state with these picks revealed. Reveals come in any order, so a node may have several parents.
+Written from descriptions of the paper, which comes without code. A *pick* (i, j) names the i-th
+position, in the target's order of preference, and its j-th likeliest token, both by the model's
+scores at the last accepted state. A *node* is a set of picks: it stands for the row's next state
+with these picks revealed. Reveals come in any order, so a node may have several parents.
 
-- **Calibrated** offline: tuning problems are decoded with the target, and the nodes that it passes are counted. The graph grows
-  by the node that most recorded paths reach next from within it, and so stays connected.
-- **Pruned** at run time: stale predictions turn nodes into states. A node's score is the geometric mean of its tokens'
-  probabilities, averaged with its children's mean score if it has children; the best connected K - 1 are scored by the model
-  together with the row's next state. Without pruning, these are the first K - 1 of the calibration.
-- **Tuned** for each target and K (`CHOSEN`): the number of nodes, pruning, and the number of tokens per position that picks may
-  name, on tuning problems that no graph is calibrated on (`NOTES.md`, Rivals, tuned).
-- **Verified** by this package's own round, which adds two things that the description lacks: a rejected draft keeps its scores
-  for the next round and is not drafted again, and after a state without masks the next block's first state is scored, too.
+- **Calibrated** offline: tuning problems are decoded with the target, and the nodes that it passes
+  are counted. The graph grows by the node that most recorded paths reach next from within it, and
+  so stays connected.
+- **Pruned** at run time: stale predictions turn nodes into states. A node's score is the geometric
+  mean of its tokens' probabilities, averaged with its children's mean score if it has children; the
+  best connected K - 1 are scored by the model together with the row's next state. Without pruning,
+  these are the first K - 1 of the calibration.
+- **Tuned** for each target and K (`CHOSEN`): the number of nodes, pruning, and the number of tokens
+  per position that picks may name, on tuning problems that no graph is calibrated on (`NOTES.md`,
+  Rivals, tuned).
+- **Verified** by this package's own round, which adds two things that the description lacks: a
+  rejected draft keeps its scores for the next round and is not drafted again, and after a state
+  without masks the next block's first state is scored, too.
 """
 
 import math
@@ -66,7 +72,8 @@ CHOSEN = {
 
 @dataclass(frozen=True)
 class DraftGraph:
-    """A graph of drafts: a node is a set of reveals after a row's next state, an edge leads to a node with further reveals.
+    """A graph of drafts: a node is a set of reveals after a row's next state, an edge leads to a
+    node with further reveals.
 
     Attributes:
         nodes: The nodes, in the order in which they were added.
@@ -80,23 +87,35 @@ class DraftGraph:
 
     @classmethod
     def built(cls, build: Build, paths: Sequence[Sequence[Node]], states: int) -> "DraftGraph":
-        """Build the graph that `build` describes for K = `states`, calibrated on recorded paths of nodes."""
+        """Build the graph that `build` describes for K = `states`, calibrated on recorded paths of
+        nodes."""
         tokens = build.tokens
-        short = [list(takewhile(lambda node: all(rank < tokens for _, rank in node), path)) for path in paths]
+        short = [
+            list(takewhile(lambda node: all(rank < tokens for _, rank in node), path))
+            for path in paths
+        ]
         return replace(cls.calibrated(short, build.times * (states - 1)), pruned=build.pruned)
 
     @classmethod
     def calibrated(cls, paths: Sequence[Sequence[Node]], size: int) -> "DraftGraph":
-        """Build a graph of up to `size` nodes, each time adding the node that most paths reach next, until the paths end."""
+        """Build a graph of up to `size` nodes, each time adding the node that most paths reach
+        next, until the paths end."""
         nodes: dict[Node, int] = {}
         while True:
             walked = [list(takewhile(nodes.__contains__, path)) for path in paths]
-            ahead = Counter(path[len(walk)] for path, walk in zip(paths, walked, strict=True) if len(walk) < len(path))
+            ahead = Counter(
+                path[len(walk)]
+                for path, walk in zip(paths, walked, strict=True)
+                if len(walk) < len(path)
+            )
             if not ahead or len(nodes) == size:
                 break
             nodes[min(ahead, key=lambda node: (-ahead[node], len(node), sorted(node)))] = len(nodes)
         steps = (step for walk in walked for step in pairwise((frozenset[Pick](), *walk)))
-        return cls(tuple(nodes), frozenset((nodes.get(before, -1), nodes[after]) for before, after in steps))
+        return cls(
+            tuple(nodes),
+            frozenset((nodes.get(before, -1), nodes[after]) for before, after in steps),
+        )
 
 
 @dataclass(frozen=True)
@@ -119,11 +138,18 @@ class Ranking:
 
 
 def rankings(networks: Networks, rule: RevealRule, rows: Sequence[Row]) -> dict[int, Ranking]:
-    """Rank each row's columns, in the rule's order, and tokens at its last accepted state; return rankings by `Row.place`."""
+    """Rank each row's columns, in the rule's order, and tokens at its last accepted state; return
+    rankings by `Row.place`."""
     seeded = [row for row in rows if row.stop is None and row.source is not None]
     if not seeded:
         return {}
-    hidden = gather_blocks([row.source.hidden for row in seeded if row.source is not None and row.source.hidden is not None])
+    hidden = gather_blocks(
+        [
+            row.source.hidden
+            for row in seeded
+            if row.source is not None and row.source.hidden is not None
+        ]
+    )
     logits = hidden @ networks.picker.lm_head_weight.T
     logits[..., networks.mask_id] = -torch.inf
     logp = logits.log_softmax(-1)
@@ -138,27 +164,39 @@ def rankings(networks: Networks, rule: RevealRule, rows: Sequence[Row]) -> dict[
 
 
 def instantiated(graph: DraftGraph, row: Row, ranking: Ranking) -> dict[int, tuple[State, float]]:
-    """Make the state that each node stands for after a row's next state; return states and scores by the node's number.
+    """Make the state that each node stands for after a row's next state; return states and scores
+    by the node's number.
 
-    A leaf's score is the geometric mean of its tokens' probabilities; any other node's is the geometric mean of this number and
-    its children's mean score. Nodes that need more masked columns than are left, or leave nothing to reveal, are left out.
+    A leaf's score is the geometric mean of its tokens' probabilities; any other node's is the
+    geometric mean of this number and its children's mean score. Nodes that need more masked columns
+    than are left, or leave nothing to reveal, are left out.
     """
     left, found = ranking.columns(row.state), dict[int, tuple[State, float]]()
-    for number, node in sorted(enumerate(graph.nodes), key=lambda one: -len(one[1])):  # children before their parents
+    # children before their parents
+    for number, node in sorted(enumerate(graph.nodes), key=lambda one: -len(one[1])):
         if all(rank < len(left) for rank, _ in node):
-            picked = {left[rank]: (ranking.token[left[rank]][j], ranking.chance[left[rank]][j]) for rank, j in node}
-            tokens = [picked[column][0] if column in picked else 0 for column in range(row.block_size)]
+            picked = {
+                left[rank]: (ranking.token[left[rank]][j], ranking.chance[left[rank]][j])
+                for rank, j in node
+            }
+            tokens = [
+                picked[column][0] if column in picked else 0 for column in range(row.block_size)
+            ]
             made = row.after(row.state, sorted(picked), tokens)
             if not row.ends(made):
                 logs = [math.log(chance) if chance else -math.inf for _, chance in picked.values()]
                 children = [found[one][1] for one in sorted(found) if (number, one) in graph.edges]
                 score = math.exp(sum(logs) / len(logs))
-                found[number] = made, math.sqrt(score * sum(children) / len(children)) if children else score
+                found[number] = (
+                    made,
+                    math.sqrt(score * sum(children) / len(children)) if children else score,
+                )
     return found
 
 
 def drafted(graph: DraftGraph, row: Row, ranking: Ranking | None, states: int) -> list[draft.Node]:
-    """Select drafts by the best scores (`graph.pruned`) or in the graph's order; return the row's next state and the drafts.
+    """Select drafts by the best scores (`graph.pruned`) or in the graph's order; return the row's
+    next state and the drafts.
 
     Args:
         graph: The draft graph.
@@ -171,7 +209,11 @@ def drafted(graph: DraftGraph, row: Row, ranking: Ranking | None, states: int) -
     made = {} if ranking is None else instantiated(graph, row, ranking)
     reached = {-1} | {number for number, (state, _) in made.items() if state.key in row.memory}
     for _ in range(min(states - 1, len(graph.nodes))):
-        open_ = [one for one in made if one not in reached and any((before, one) in graph.edges for before in reached)]
+        open_ = [
+            one
+            for one in made
+            if one not in reached and any((before, one) in graph.edges for before in reached)
+        ]
         if not open_ or len(nodes) >= states:
             break
         best = max(open_, key=lambda one: (made[one][1] if graph.pruned else 0.0, -one))
@@ -192,29 +234,45 @@ class GraphDecoder(Decoder):
     def draft(self, rows: Sequence[Row], amount: Amount) -> list[list[draft.Node]]:
         """See `Decoder.draft`."""
         ranked = rankings(self.networks, self.mode.rule, rows)
-        return [drafted(self.graph, row, ranked.get(row.place), amount.states) if row.stop is None else [] for row in rows]
+        return [
+            drafted(self.graph, row, ranked.get(row.place), amount.states)
+            if row.stop is None
+            else []
+            for row in rows
+        ]
 
 
 def graph_drafts(rule: RevealRule, graph: DraftGraph, states: int) -> Loop:
-    """Make a loop that decodes with the target `rule` and drafts from its `graph`, scoring K = `states` states per forward."""
+    """Make a loop that decodes with the target `rule` and drafts from its `graph`, scoring K =
+    `states` states per forward."""
     return loop_of(rule, states, partial(GraphDecoder, graph))
 
 
 def passed(first: State, ranking: Ranking, later: Iterable[State]) -> Iterator[Node]:
-    """Yield the states `later` in the block of `first` as nodes relative to it, until one has a token that is not ranked."""
+    """Yield the states `later` in the block of `first` as nodes relative to it, until one has a
+    token that is not ranked."""
     place = {column: rank for rank, column in enumerate(ranking.columns(first))}
     for state in takewhile(lambda one: one.start == first.start, later):
-        new = [column for column, (a, b) in enumerate(zip(first.ids, state.ids, strict=True)) if a != b]
+        new = [
+            column for column, (a, b) in enumerate(zip(first.ids, state.ids, strict=True)) if a != b
+        ]
         if any(state.ids[column] not in ranking.token[column] for column in new):
             return
-        yield frozenset((place[column], ranking.token[column].index(state.ids[column])) for column in new)
+        yield frozenset(
+            (place[column], ranking.token[column].index(state.ids[column])) for column in new
+        )
 
 
 @torch.inference_mode()
 def recorded_paths(
-    model: MRPForCausalLM, rule: RevealRule, prompts: list[list[int]], new_tokens: int, eos: list[int]
+    model: MRPForCausalLM,
+    rule: RevealRule,
+    prompts: list[list[int]],
+    new_tokens: int,
+    eos: list[int],
 ) -> list[list[Node]]:
-    """Decode prompts with the target `rule`; return for each state reached the path of nodes that led on in its block."""
+    """Decode prompts with the target `rule`; return for each state reached the path of nodes that
+    led on in its block."""
     networks, rows = greedy_decode(model, Mode(rule), prompts, new_tokens, eos, 2)
     walks: dict[int, list[tuple[State, Ranking | None]]] = {row.place: [] for row in rows}
 
@@ -224,7 +282,9 @@ def recorded_paths(
             if row.stop is None:
                 walks[row.place].append((row.state, ranked.get(row.place)))
 
-    Decoder(Mode(rule), networks, Fixed(Amount()), [note], len(prompts)).decode(rows, [0] * len(rows))
+    Decoder(Mode(rule), networks, Fixed(Amount()), [note], len(prompts)).decode(
+        rows, [0] * len(rows)
+    )
     return [
         list(passed(state, ranking, (later for later, _ in walk[at + 1 :])))
         for walk in walks.values()

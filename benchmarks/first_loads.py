@@ -1,12 +1,16 @@
-"""Load a repository for the first time by several processes at once on a busy machine, and count the loads that fail.
+"""Load a repository for the first time by several processes at once on a busy machine, and count
+the loads that fail.
 
-    python -m benchmarks.first_loads [--loads 400] [--source hub] [--processes 4] [--busy 8] [--fresh]
+    python -m benchmarks.first_loads [--loads 400] [--source hub] [--processes 4] [--busy 8]
+        [--fresh]
 
-transformers copies a repository's code into its cache of modules without a lock. Each round begins with an empty cache: the
-processes are released at once, load the model with `trust_remote_code=True`, and say what they met. They are forks of one that
-has imported torch and transformers, which brings their copies closer together; with `--fresh` each is a Python of its own, as
-`torchrun` starts them. `--source hub` reads a snapshot in the Hub's cache, `--source folder` a local folder. The last line has
-the counts, and the exit status is 1 if a load failed. Nothing is downloaded.
+transformers copies a repository's code into its cache of modules without a lock. Each round begins
+with an empty cache: the processes are released at once, load the model with
+`trust_remote_code=True`, and say what they met. They are forks of one that has imported torch and
+transformers, which brings their copies closer together; with `--fresh` each is a Python of its own,
+as `torchrun` starts them. `--source hub` reads a snapshot in the Hub's cache, `--source folder` a
+local folder. The last line has the counts, and the exit status is 1 if a load failed. Nothing is
+downloaded.
 """
 
 import argparse
@@ -36,7 +40,8 @@ AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
 
 
 def stored(folder: Path, home: Path) -> None:
-    """Put a checkpoint's folder where a download would have put it in the Hub's cache under `home`."""
+    """Put a checkpoint's folder where a download would have put it in the Hub's cache under
+    `home`."""
     repository = home / "hub" / f"models--{NAME.replace('/', '--')}"
     shutil.copytree(folder, repository / "snapshots" / COMMIT)
     (repository / "refs").mkdir()
@@ -56,24 +61,31 @@ def busy(count: int) -> Iterator[None]:
 
 
 def load_in_fork(source: str, modules: Path, release: float, errors: Path) -> None:
-    """Load a model in this process, a fork, from an empty cache of modules; write the error's last line to a file."""
+    """Load a model in this process, a fork, from an empty cache of modules; write the error's last
+    line to a file."""
     from transformers import AutoModelForCausalLM, dynamic_module_utils
 
     dynamic_module_utils.HF_MODULES_CACHE = str(modules)
-    while time.monotonic() < release:  # spins, since processes that sleep wake up one after the other
+    # spins, since processes that sleep wake up one after the other
+    while time.monotonic() < release:
         pass
     try:
         with redirect_stdout(None), redirect_stderr(None):
             AutoModelForCausalLM.from_pretrained(source, trust_remote_code=True)
     except BaseException as error:
-        (errors / str(os.getpid())).write_text(f"{type(error).__name__}: {str(error).splitlines()[0]}")
+        (errors / str(os.getpid())).write_text(
+            f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        )
 
 
 def round_of_forks(source: str, modules: Path, processes: int, errors: Path) -> None:
     """Load by forks of this process."""
     context: Any = multiprocessing.get_context("fork")
     release = time.monotonic() + 0.05
-    forks = [context.Process(target=load_in_fork, args=(source, modules, release, errors)) for _ in range(processes)]
+    forks = [
+        context.Process(target=load_in_fork, args=(source, modules, release, errors))
+        for _ in range(processes)
+    ]
     for fork in forks:
         fork.start()
     for number, fork in enumerate(forks):
@@ -89,7 +101,10 @@ def round_of_fresh(source: str, modules: Path, processes: int, errors: Path) -> 
     }
     command = [sys.executable, "-c", LOAD, source]
     quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-    runs = [subprocess.Popen(command, env=environment, cwd=modules.parent, **quiet) for _ in range(processes)]
+    runs = [
+        subprocess.Popen(command, env=environment, cwd=modules.parent, **quiet)
+        for _ in range(processes)
+    ]
     for number, run in enumerate(runs):
         text = run.communicate()[1]
         if run.returncode:
@@ -98,20 +113,36 @@ def round_of_fresh(source: str, modules: Path, processes: int, errors: Path) -> 
 
 def main() -> None:
     """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=str(TINY), help="folder of the checkpoint, with its code")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", default=str(TINY), help="folder of the checkpoint, with its code"
+    )
     parser.add_argument("--loads", type=int, default=400)
     parser.add_argument("--processes", type=int, default=4, help="loads at once")
     parser.add_argument("--busy", type=int, default=8, help="processes that do nothing but compute")
     parser.add_argument("--source", choices=("hub", "folder"), default="hub")
-    parser.add_argument("--fresh", action="store_true", help="start a Python for each load in place of a fork")
+    parser.add_argument(
+        "--fresh", action="store_true", help="start a Python for each load in place of a fork"
+    )
     args = parser.parse_args()
     home = Path(tempfile.mkdtemp())
-    os.environ |= {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    os.environ |= {
+        "HF_HOME": str(home),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    }
     round_of: Callable[..., None] = round_of_fresh
     if not args.fresh:
         round_of = round_of_forks
-        for name in ("torch", "transformers", "transformers.generation", "transformers.models.qwen3.modeling_qwen3"):
+        for name in (
+            "torch",
+            "transformers",
+            "transformers.generation",
+            "transformers.models.qwen3.modeling_qwen3",
+        ):
             importlib.import_module(name)
         importlib.import_module("torch").set_num_threads(1)
     failures: Counter[str] = Counter()
@@ -119,20 +150,29 @@ def main() -> None:
     modules, errors = home / "modules", home / "errors"
     try:
         stored(Path(args.model), home)
-        source = NAME if args.source == "hub" else str(shutil.copytree(args.model, home / "checkpoint"))
+        source = (
+            NAME if args.source == "hub" else str(shutil.copytree(args.model, home / "checkpoint"))
+        )
         with busy(args.busy):
             while loads < args.loads:
                 errors.mkdir()
                 round_of(source, modules, args.processes, errors)
                 loads += args.processes
-                failures.update(path.read_text()[:200].replace(str(home), "") for path in errors.iterdir())
+                failures.update(
+                    path.read_text()[:200].replace(str(home), "") for path in errors.iterdir()
+                )
                 shutil.rmtree(errors)
                 shutil.rmtree(modules, ignore_errors=True)
     except KeyboardInterrupt:  # what was counted is printed
         pass
     finally:
         shutil.rmtree(home, ignore_errors=True)
-    how = {"source": args.source, "processes": args.processes, "busy": args.busy, "fresh": args.fresh}
+    how = {
+        "source": args.source,
+        "processes": args.processes,
+        "busy": args.busy,
+        "fresh": args.fresh,
+    }
     print(json.dumps({**how, "loads": loads, "failed": failures.total(), "errors": dict(failures)}))
     sys.exit(bool(failures))
 

@@ -1,8 +1,9 @@
-"""An SGLang engine in which a seeded coin decides whether a draft is right: `sglang.launch_server`, for `serving --shape`.
+"""An SGLang engine in which a seeded coin decides whether a draft is right: `sglang.launch_server`,
+for `serving --shape`.
 
-With random weights, drafts are never or always right, so the time at a published acceptance is measured by forcing that
-acceptance. The networks compute as usual: only their scores of drafts are overwritten before acceptance. The engine's processes
-are spawned and import this module again.
+With random weights, drafts are never or always right, so the time at a published acceptance is
+measured by forcing that acceptance. The networks compute as usual: only their scores of drafts are
+overwritten before acceptance. The engine's processes are spawned and import this module again.
 """
 
 import os
@@ -21,15 +22,27 @@ SURE = 1e6  # log-odds above all others
 
 
 def followed(state: State, drafted: State, mask_id: int) -> int | None:
-    """Return the column whose reveal alone turns `state` into `drafted`; None if there is no such column."""
+    """Return the column whose reveal alone turns `state` into `drafted`; None if there is no such
+    column."""
     if state.start != drafted.start:
         return None
-    changed = [column for column, ids in enumerate(zip(state.ids, drafted.ids, strict=True)) if ids[0] != ids[1]]
+    changed = [
+        column
+        for column, ids in enumerate(zip(state.ids, drafted.ids, strict=True))
+        if ids[0] != ids[1]
+    ]
     return changed[0] if len(changed) == 1 and state.ids[changed[0]] == mask_id else None
 
 
-def force(nodes: Sequence[Node], scores: Sequence[Scores], mask_id: int, chance: float, coin: random.Random) -> None:
-    """Overwrite the scores at a row's states so that a draft is right with probability `chance` if all before it are.
+def force(
+    nodes: Sequence[Node],
+    scores: Sequence[Scores],
+    mask_id: int,
+    chance: float,
+    coin: random.Random,
+) -> None:
+    """Overwrite the scores at a row's states so that a draft is right with probability `chance` if
+    all before it are.
 
     Args:
         nodes: A row's next state, then its drafts.
@@ -46,7 +59,9 @@ def force(nodes: Sequence[Node], scores: Sequence[Scores], mask_id: int, chance:
             continue
         token, right = drafted.state.ids[column], coin.random() < chance
         scores[at].odds[column] = SURE
-        scores[at].token[column] = token if right else next(other for other in (1, 2, 3) if other not in (token, mask_id))
+        scores[at].token[column] = (
+            token if right else next(other for other in (1, 2, 3) if other not in (token, mask_id))
+        )
         if not right:
             return
         at = place
@@ -58,7 +73,11 @@ class ForcedDecoder(EngineDecoder):
     coin = random.Random(0)
 
     def accept(
-        self, rows: Sequence[Row], drafts: Sequence[Sequence[Node]], scores: Sequence[Sequence[Scores]], drafted: bool
+        self,
+        rows: Sequence[Row],
+        drafts: Sequence[Sequence[Node]],
+        scores: Sequence[Sequence[Scores]],
+        drafted: bool,
     ) -> list[Frontier | None]:
         """See `Decoder.accept`."""
         for row, nodes, said in zip(rows, drafts, scores, strict=True):

@@ -1,24 +1,28 @@
-"""The frontier: accuracy against tokens per unit of every mode and target at the settings people use, with 95 % intervals.
+"""The frontier: accuracy against tokens per unit of every mode and target at the settings people
+use, with 95 % intervals.
 
-``python -m benchmarks.frontier`` decodes 500 held-out problems per family, greedily, with each of `settings()`: every target
-alone; the rules of `mrp_remask`; `mrp_direct`; four targets drafted by `self_spec`, a calibrated draft graph
-(`benchmarks.draft_graph`) and `mrp_spec`; the released reference (`benchmarks.released`), row by row; and PSD
-(`benchmarks.psd`). Of `source`, which has no right answers, it decodes half as many, only with the targets and their drafts.
+``python -m benchmarks.frontier`` decodes 500 held-out problems per family, greedily, with each of
+`settings()`: every target alone; the rules of `mrp_remask`; `mrp_direct`; four targets drafted by
+`self_spec`, a calibrated draft graph (`benchmarks.draft_graph`) and `mrp_spec`; the released
+reference (`benchmarks.released`), row by row; and PSD (`benchmarks.psd`). Of `source`, which has no
+right answers, it decodes half as many, only with the targets and their drafts.
 
-With `--rules [NAME ...]` it decodes with reveal rules instead, those from papers as published: alone, and drafted by `mrp_spec`
-with one head pass (`--count 40` is enough to see differences; `python -m benchmarks.tables rules` prints them).
+With `--rules [NAME ...]` it decodes with reveal rules instead, those from papers as published:
+alone, and drafted by `mrp_spec` with one head pass (`--count 40` is enough to see differences;
+`python -m benchmarks.tables rules` prints them).
 
-With `--rivals` it decodes each target with the head's competitors, `self_spec`, draft graphs and PSD as tuned for it, and with
-`mrp_spec` with a shortlist of 16 tokens and one to three passes. With `--sampled` it decodes each target at temperature 1,
-alone and drafted.
+With `--rivals` it decodes each target with the head's competitors, `self_spec`, draft graphs and
+PSD as tuned for it, and with `mrp_spec` with a shortlist of 16 tokens and one to three passes. With
+`--sampled` it decodes each target at temperature 1, alone and drafted.
 
-Lines go to `benchmarks/results/tiny_frontier.jsonl` or `--output FILE`; a setting that has a line there, measured with the same
-weights, is skipped. `python -m benchmarks.tables frontier` (`targets`, `break_even`, `headline`) prints tables, and
-`python -m benchmarks.plots` draws the figure, from all of `tiny_frontier*.jsonl`: several processes may each take a family and
-a file.
+Lines go to `benchmarks/results/tiny_frontier.jsonl` or `--output FILE`; a setting that has a line
+there, measured with the same weights, is skipped. `python -m benchmarks.tables frontier`
+(`targets`, `break_even`, `headline`) prints tables, and `python -m benchmarks.plots` draws the
+figure, from all of `tiny_frontier*.jsonl`: several processes may each take a family and a file.
 
-Decodes are in float64, so that every drafted text is its target's, token by token; `texts_that_differ` counts exceptions. With
-`--seed`, problems come from another seed, without those that share a prompt with the 500 of the tables.
+Decodes are in float64, so that every drafted text is its target's, token by token;
+`texts_that_differ` counts exceptions. With `--seed`, problems come from another seed, without those
+that share a prompt with the 500 of the tables.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -63,20 +67,29 @@ SAMPLED: Setting = {"do_sample": True, "temperature": 1.0, "top_k": 0, "seed": 0
 
 
 def settings(family: Family = "math") -> list[Setting]:
-    """List the settings to measure on a family; a setting has the fields of a result line that say how it was decoded."""
+    """List the settings to measure on a family; a setting has the fields of a result line that say
+    how it was decoded."""
     lossless = [alone(target) for target in TARGETS]
     for prefix, states in product((False, True), STATES):
         lossless.append(drafted(RELEASED, "static", states, head_prefix=prefix))
     for target, drafter, states in product(TARGETS, DRAFTERS, STATES):
-        lossless.append(drafted(drafter, target, states, **({"draft_passes": 1} if drafter == "mrp_spec" else {})))
+        lossless.append(
+            drafted(
+                drafter, target, states, **({"draft_passes": 1} if drafter == "mrp_spec" else {})
+            )
+        )
     lossless += [drafted("mrp_spec", target, 8, draft_passes=2) for target in TARGETS]
     lossless += [drafted("mrp_spec", "dynamic", 16, draft_passes=passes) for passes in (2, 7)]
     if family not in JUDGED:
         return lossless
-    changing: list[Setting] = [{"decoding": "entropy_bound", "entropy_threshold": bound} for bound in BOUNDS]
+    changing: list[Setting] = [
+        {"decoding": "entropy_bound", "entropy_threshold": bound} for bound in BOUNDS
+    ]
     changing += [{"decoding": "dynamic", "confidence_threshold": tau} for tau in TAUS]
     for rule, tau in product(REMASK_RULES, REMASK_TAUS):
-        changing.append({"decoding": "mrp_remask", "remask_rule": rule, "confidence_threshold": tau})
+        changing.append(
+            {"decoding": "mrp_remask", "remask_rule": rule, "confidence_threshold": tau}
+        )
     changing += [{"decoding": "mrp_direct", "mrp_steps": steps} for steps in (1, 2)]
     for tau, states in product(PSD_TAUS, WIDTHS):
         changing.append({"decoding": PSD, "confidence_threshold": tau, "num_draft_states": states})
@@ -84,39 +97,60 @@ def settings(family: Family = "math") -> list[Setting]:
 
 
 def graph_of(target: str, states: int) -> Setting:
-    """Return the setting of a target drafted by the draft graph that is tuned for it and K = `states`."""
+    """Return the setting of a target drafted by the draft graph that is tuned for it and K =
+    `states`."""
     return drafted(GRAPH, target, states, graph=[*draft_graph.CHOSEN[target][states]])
 
 
 def listed(target: str, states: int, passes: int) -> Setting:
-    """Return the setting of a target drafted by the head with a shortlist, in `passes` head passes and K = `states`."""
+    """Return the setting of a target drafted by the head with a shortlist, in `passes` head passes
+    and K = `states`."""
     return drafted("mrp_spec", target, states, draft_passes=passes, draft_shortlist=SHORTLIST)
 
 
 def psd_of(policy: str, states: int) -> Setting:
-    """Return the setting of PSD with the target `policy` as its policy, in the variant ("reading") tuned for this target."""
-    reading = [0, False, psd.LEAST.get(policy, 0.0)]  # the first two are for readings that were tried and rejected
-    return {"decoding": PSD, "policy": policy, **RULES[policy], "num_draft_states": states, "reading": reading}
+    """Return the setting of PSD with the target `policy` as its policy, in the variant ("reading")
+    tuned for this target."""
+    # the first two are for readings that were tried and rejected
+    reading = [0, False, psd.LEAST.get(policy, 0.0)]
+    return {
+        "decoding": PSD,
+        "policy": policy,
+        **RULES[policy],
+        "num_draft_states": states,
+        "reading": reading,
+    }
 
 
 def rival_settings() -> list[Setting]:
     """List the settings of `--rivals`: all targets alone, then drafted in each way."""
     measured = [alone(target) for target in TARGETS]
     for target, states in product(TARGETS, WIDTHS):
-        measured += [drafted("self_spec", target, states), graph_of(target, states), psd_of(target, states)]
-    return measured + [listed(target, states, passes) for passes, target, states in product(PASSES, TARGETS, WIDTHS)]
+        measured += [
+            drafted("self_spec", target, states),
+            graph_of(target, states),
+            psd_of(target, states),
+        ]
+    return measured + [
+        listed(target, states, passes)
+        for passes, target, states in product(PASSES, TARGETS, WIDTHS)
+    ]
 
 
 def rule_settings(rules: Iterable[str] = RULES) -> list[Setting]:
     """List the settings of reveal rules: each alone, and drafted with two values of K."""
     measured: list[Setting] = []
     for target in rules:
-        measured += [alone(target), *(drafted("mrp_spec", target, states, draft_passes=1) for states in WIDTHS)]
+        measured += [
+            alone(target),
+            *(drafted("mrp_spec", target, states, draft_passes=1) for states in WIDTHS),
+        ]
     return measured
 
 
 def sampled_settings() -> list[Setting]:
-    """List the settings of `--sampled`: each target at temperature 1, alone and drafted with two values of K."""
+    """List the settings of `--sampled`: each target at temperature 1, alone and drafted with two
+    values of K."""
     measured: list[Setting] = []
     for target in TARGETS:
         ways = [alone(target)]
@@ -128,14 +162,18 @@ def sampled_settings() -> list[Setting]:
 
 
 def of_target(setting: Setting) -> dict[str, Setting]:
-    """Return {"target": the setting of the target alone} for a setting with drafts, {} for any other setting."""
+    """Return {"target": the setting of the target alone} for a setting with drafts, {} for any
+    other setting."""
     sampling = SAMPLED if "do_sample" in setting else {}
     return {"target": {**alone(setting["target"]), **sampling}} if "target" in setting else {}
 
 
 def setting_name(line: Mapping[str, Any]) -> str:
-    """Name a line's setting: "mrp_remask reread tau=0.5", "draft_graph of static K=4", "mrp_spec of static K=4 list=16"."""
-    decoding = " ".join(filter(None, (line["decoding"], line.get("remask_rule"), line.get("policy"))))
+    """Name a line's setting: "mrp_remask reread tau=0.5", "draft_graph of static K=4", "mrp_spec of
+    static K=4 list=16"."""
+    decoding = " ".join(
+        filter(None, (line["decoding"], line.get("remask_rule"), line.get("policy")))
+    )
     name = mode_name({**line, "decoding": decoding})
     name += f" bound={line['entropy_threshold']}" if "entropy_threshold" in line else ""
     name += f" steps={line['mrp_steps']}" if "mrp_steps" in line else ""
@@ -146,10 +184,15 @@ def setting_name(line: Mapping[str, Any]) -> str:
 
 
 def references(setting: Setting) -> dict[str, Setting]:
-    """Return by name the settings to compare a drafted setting with: its target alone, then other drafts of the same K."""
+    """Return by name the settings to compare a drafted setting with: its target alone, then other
+    drafts of the same K."""
     if not (others := of_target(setting)):
         return {}
-    plain = {name: value for name, value in setting.items() if name not in ("draft_passes", "head_prefix")}
+    plain = {
+        name: value
+        for name, value in setting.items()
+        if name not in ("draft_passes", "head_prefix")
+    }
     if setting["num_draft_states"] not in STATES:
         return others
     if setting["decoding"] == "mrp_spec":
@@ -161,15 +204,20 @@ def references(setting: Setting) -> dict[str, Setting]:
 
 
 def rivals(setting: Setting) -> dict[str, Setting]:
-    """Return by name the settings of `rival_settings` to compare a drafted setting with: its target alone, then drafts."""
+    """Return by name the settings of `rival_settings` to compare a drafted setting with: its target
+    alone, then drafts."""
     if (others := of_target(setting)) and setting["decoding"] == "mrp_spec":
         target, states = setting["target"], setting["num_draft_states"]
-        others |= {"self_spec": drafted("self_spec", target, states), GRAPH: graph_of(target, states)}
+        others |= {
+            "self_spec": drafted("self_spec", target, states),
+            GRAPH: graph_of(target, states),
+        }
     return others
 
 
 def on_frontier(line: Mapping[str, Any], others: Iterable[Mapping[str, Any]]) -> bool:
-    """Return whether no other line is at least as accurate and as fast (tokens per unit), and better in one of the two."""
+    """Return whether no other line is at least as accurate and as fast (tokens per unit), and
+    better in one of the two."""
     ours = line["accuracy"], line["tokens_per_unit"]
     theirs = ((other["accuracy"], other["tokens_per_unit"]) for other in others)
     return not any(each != ours and each[0] >= ours[0] and each[1] >= ours[1] for each in theirs)
@@ -183,7 +231,8 @@ def rule_of(target: str, **options: Any) -> RevealRule:
 
 
 class Decoder:
-    """Decodes problems with one setting after another, and caches the recorded paths that draft graphs are calibrated on.
+    """Decodes problems with one setting after another, and caches the recorded paths that draft
+    graphs are calibrated on.
 
     Args:
         model: The model, of any dtype.
@@ -191,7 +240,9 @@ class Decoder:
         batch_size: Problems decoded at once.
     """
 
-    def __init__(self, model: MRPForCausalLM, tokenizer: PreTrainedTokenizerFast, batch_size: int) -> None:
+    def __init__(
+        self, model: MRPForCausalLM, tokenizer: PreTrainedTokenizerFast, batch_size: int
+    ) -> None:
         self.model, self.tokenizer, self.batch_size = model, tokenizer, batch_size
         self.paths = cache(self._paths)
 
@@ -202,7 +253,9 @@ class Decoder:
         loop: Loop
         if options["decoding"] == GRAPH:
             target = options["target"]
-            graph = DraftGraph.built(draft_graph.Build(*options.get("graph", ())), self.paths(target), states)
+            graph = DraftGraph.built(
+                draft_graph.Build(*options.get("graph", ())), self.paths(target), states
+            )
             loop = graph_drafts(rule_of(target), graph, states)
         elif options["decoding"] == RELEASED:
             loop = Released(states, options["head_prefix"])
@@ -215,11 +268,15 @@ class Decoder:
         return measure_loop(loop, self.model, self.tokenizer, asked, self.batch_size)
 
     def _paths(self, target: str) -> list[list[Node]]:
-        """Decode tuning problems with a target; return the paths of nodes that `recorded_paths` lists."""
+        """Decode tuning problems with a target; return the paths of nodes that `recorded_paths`
+        lists."""
         found: list[list[Node]] = []
         eos = [self.tokenizer.eos_token_id, self.tokenizer.pad_token_id]
         for family in FAMILIES:
-            prompts = [encode(problem, self.tokenizer)[0] for problem in problems(family, "tune", CALIBRATED_ON)]
+            prompts = [
+                encode(problem, self.tokenizer)[0]
+                for problem in problems(family, "tune", CALIBRATED_ON)
+            ]
             found += recorded_paths(self.model, rule_of(target), prompts, NEW_TOKENS[family], eos)
         return found
 
@@ -232,7 +289,8 @@ def lines(
     identity: dict[str, Any],
     compared: Callable[[Setting], dict[str, Setting]] = references,
 ) -> Iterator[dict[str, Any]]:
-    """Measure `wanted` settings that `results` lacks on problems of one family; yield lines, with ratios over `compared`."""
+    """Measure `wanted` settings that `results` lacks on problems of one family; yield lines, with
+    ratios over `compared`."""
     made: dict[str, Measured] = {}
 
     def decoded(setting: Setting) -> Measured:
@@ -249,29 +307,51 @@ def lines(
         others = {name: decoded(other) for name, other in compared(setting).items()}
         line |= measured.over(**others)
         if others:
-            line |= {"texts_that_differ": measured.differ(others["target"]), "tokens_compared": sum(measured.tokens)}
+            line |= {
+                "texts_that_differ": measured.differ(others["target"]),
+                "tokens_compared": sum(measured.tokens),
+            }
         yield {**line, "asked": identity}
 
 
 def problems_of(family: Family, split: Split, count: int, seed: int) -> list[Problem]:
-    """Return up to `count` problems of a family, split and seed; seeds but 0 leave out the `USED` prompts of the tables."""
+    """Return up to `count` problems of a family, split and seed; seeds but 0 leave out the `USED`
+    prompts of the tables."""
     used = {problem.prompt for problem in problems(family, split, USED)} if seed else set()
     found = problems(family, split, 2 * count if seed else count, seed)
     return [problem for problem in found if problem.prompt not in used][:count]
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line: write a JSON line for each family and setting, and print its name and numbers."""
+    """Run the command line: write a JSON line for each family and setting, and print its name and
+    numbers."""
     parser = parser_of("frontier", __doc__)
     parser.add_argument("--model", default=str(TINY))
-    parser.add_argument("--output", default=str(RESULTS / "tiny_frontier.jsonl"), help="file that lines are added to")
+    parser.add_argument(
+        "--output",
+        default=str(RESULTS / "tiny_frontier.jsonl"),
+        help="file that lines are added to",
+    )
     parser.add_argument("--family", nargs="+", choices=FAMILIES, default=list(FAMILIES))
-    parser.add_argument("--decoding", nargs="+", help="measure these alone: decodings, or names of settings")
-    parser.add_argument("--rivals", action="store_true", help="measure the head's competitors instead")
-    parser.add_argument("--rules", nargs="*", choices=list(RULES), help="measure these reveal rules instead; no name: all")
-    parser.add_argument("--sampled", action="store_true", help="measure targets at temperature 1 instead")
+    parser.add_argument(
+        "--decoding", nargs="+", help="measure these alone: decodings, or names of settings"
+    )
+    parser.add_argument(
+        "--rivals", action="store_true", help="measure the head's competitors instead"
+    )
+    parser.add_argument(
+        "--rules",
+        nargs="*",
+        choices=list(RULES),
+        help="measure these reveal rules instead; no name: all",
+    )
+    parser.add_argument(
+        "--sampled", action="store_true", help="measure targets at temperature 1 instead"
+    )
     parser.add_argument("--split", choices=SPLITS, default="heldout")
-    parser.add_argument("--count", type=int, default=USED, help="problems of a family; half as many of source")
+    parser.add_argument(
+        "--count", type=int, default=USED, help="problems of a family; half as many of source"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the problems")
     parser.add_argument("--batch-size", type=int, default=10)
     parser.add_argument("--dtype", choices=("float32", "float64"), default="float64")
@@ -279,25 +359,44 @@ def main(arguments: list[str] | None = None) -> None:
     identity = {"split": options.split, "problems": options.count, "dtype": options.dtype}
     identity |= {"seed": options.seed} if options.seed else {}
     results = ResultsFile(options.output, "asked")
-    if other := next((line["asked"] for line in results.lines if line.get("asked", identity) != identity), None):
-        parser.error(f"{options.output} is of {other}, and this would be of {identity}: give another --output")
+    if other := next(
+        (line["asked"] for line in results.lines if line.get("asked", identity) != identity), None
+    ):
+        parser.error(
+            f"{options.output} is of {other}, and this would be of {identity}: give another "
+            "--output"
+        )
     model, tokenizer = load(options.model)
     results.begin(header("frontier", options, model))
     decoder = Decoder(model.to(getattr(torch, options.dtype)), tokenizer, options.batch_size)
     for family in options.family:
-        wanted, compared = (rival_settings(), rivals) if options.rivals else (settings(family), references)
+        wanted, compared = (
+            (rival_settings(), rivals) if options.rivals else (settings(family), references)
+        )
         if options.sampled:
             wanted, compared = sampled_settings(), of_target
         if options.rules is not None:
             wanted, compared = rule_settings(options.rules or RULES), of_target
         if only := options.decoding:
-            wanted = [setting for setting in wanted if setting["decoding"] in only or setting_name(setting) in only]
-        asked = problems_of(family, options.split, options.count // (2 if family == "source" else 1), options.seed)
+            wanted = [
+                setting
+                for setting in wanted
+                if setting["decoding"] in only or setting_name(setting) in only
+            ]
+        asked = problems_of(
+            family, options.split, options.count // (2 if family == "source" else 1), options.seed
+        )
         for line in lines(decoder, asked, wanted, results, identity, compared):
             results.add(line)
             right = f"{line['accuracy']} % at " if "accuracy" in line else ""
-            differ = f", {line['texts_that_differ']} texts differ" if "texts_that_differ" in line else ""
-            print(f"{family}: {setting_name(line)}: {right}{line['tokens_per_forward']} a forward{differ}", flush=True)
+            differ = (
+                f", {line['texts_that_differ']} texts differ" if "texts_that_differ" in line else ""
+            )
+            print(
+                f"{family}: {setting_name(line)}: {right}{line['tokens_per_forward']} a "
+                f"forward{differ}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""The time of the host's decisions alone: drafts, acceptance and ends of text, in microseconds a row and round.
+"""The time of the host's decisions alone: drafts, acceptance and ends of text, in microseconds a
+row and round.
 
     python -m benchmarks.host --batches 1 4 16 64 --states 1 4 8 --blocks 4 16
 
-A decode is recorded: the results of the networks, in order. Then it is run again with the recording in place of the networks,
-so that only the host's work is left. Microseconds are scaled to a machine whose bare loop (`s += i` in a function) takes 27 ns
-an iteration; `loop_ns` is the time here, measured just before and after. Packing of ids and the device's work are excluded.
+A decode is recorded: the results of the networks, in order. Then it is run again with the recording
+in place of the networks, so that only the host's work is left. Microseconds are scaled to a machine
+whose bare loop (`s += i` in a function) takes 27 ns an iteration; `loop_ns` is the time here,
+measured just before and after. Packing of ids and the device's work are excluded.
 """
 
 import gc
@@ -33,7 +35,8 @@ SAID = ("prefill", "score", "head", "pick")  # methods of networks whose results
 
 
 class Recording:
-    """A wrapper of networks that appends the results of their methods `SAID` to the list `said`, in order."""
+    """A wrapper of networks that appends the results of their methods `SAID` to the list `said`, in
+    order."""
 
     def __init__(self, networks: Networks) -> None:
         self.networks, self.said = networks, list[Any]()
@@ -49,7 +52,8 @@ class Recording:
 
 
 def replayed(said: Sequence[Any]) -> SimpleNamespace:
-    """Make networks whose methods return the recorded results `said` of a decode, one after the other."""
+    """Make networks whose methods return the recorded results `said` of a decode, one after the
+    other."""
     again = iter(said)
 
     def following(*_: Any, **__: Any) -> Any:
@@ -58,7 +62,9 @@ def replayed(said: Sequence[Any]) -> SimpleNamespace:
     def nothing(*_: Any) -> None:
         pass
 
-    return SimpleNamespace(picker=None, drafter=None, commit=nothing, widen=nothing, **dict.fromkeys(SAID, following))
+    return SimpleNamespace(
+        picker=None, drafter=None, commit=nothing, widen=nothing, **dict.fromkeys(SAID, following)
+    )
 
 
 def loop_ns(count: int = 1_000_000) -> float:
@@ -67,8 +73,11 @@ def loop_ns(count: int = 1_000_000) -> float:
     return timeit.timeit(loop, f"total, count = 0, {count}", time.process_time, 1) / count * 1e9
 
 
-def measured(model: MRPForCausalLM, rule: RevealRule, prompts: list[list[int]], states: int, repeats: int) -> float:
-    """Record a decode, then time the host alone; return seconds per row and round, the least of `repeats` runs.
+def measured(
+    model: MRPForCausalLM, rule: RevealRule, prompts: list[list[int]], states: int, repeats: int
+) -> float:
+    """Record a decode, then time the host alone; return seconds per row and round, the least of
+    `repeats` runs.
 
     Args:
         model: The embedded checkpoint.
@@ -115,15 +124,32 @@ def main(arguments: list[str] | None = None) -> None:
     for block in options.blocks:
         model, tokenizer = load(TINY)
         model.config.block_size = block
-        asked = [encode(problem, tokenizer)[0] for problem in problems("math", "tune", max(options.batches))]
+        asked = [
+            encode(problem, tokenizer)[0]
+            for problem in problems("math", "tune", max(options.batches))
+        ]
         rules = {name: rule_of(name) for name in ("static", "dynamic", "sequential")}
         for batch in options.batches:
             for states in options.states:
                 before = loop_ns()
-                taken = {name: measured(model, rule, asked[:batch], states, options.repeats) for name, rule in rules.items()}
+                taken = {
+                    name: measured(model, rule, asked[:batch], states, options.repeats)
+                    for name, rule in rules.items()
+                }
                 speed = min(before, loop_ns())
-                stated = {name: round(seconds * 1e6 * LOOP_NS / speed, 1) for name, seconds in taken.items()}
-                emit({"block": block, "batch": batch, "states": states, "loop_ns": round(speed, 1), "microseconds": stated})
+                stated = {
+                    name: round(seconds * 1e6 * LOOP_NS / speed, 1)
+                    for name, seconds in taken.items()
+                }
+                emit(
+                    {
+                        "block": block,
+                        "batch": batch,
+                        "states": states,
+                        "loop_ns": round(speed, 1),
+                        "microseconds": stated,
+                    }
+                )
 
 
 if __name__ == "__main__":

@@ -1,17 +1,19 @@
-"""Long, real texts: a small model of the texts of installed packages, decoded on packages that it has never seen.
+"""Long, real texts: a small model of the texts of installed packages, decoded on packages that it
+has never seen.
 
-    python -m benchmarks.longtext prepare    # runs/long: the texts, split by package, and a tokenizer
-    python -m benchmarks.longtext causal     # an autoregressive model of them, which judges the decoded texts
-    mrp train backbone --config packages     # turns it into a block-diffusion model of three block sizes
+    python -m benchmarks.longtext prepare  # runs/long: texts, split by package, and a tokenizer
+    python -m benchmarks.longtext causal   # an autoregressive model, which judges decoded texts
+    mrp train backbone --config packages   # makes it a block-diffusion model of three block sizes
     mrp train head --config packages-head
-    python -m benchmarks.longtext measure    # lines to benchmarks/results/long.jsonl; goes on where they end
-    python -m benchmarks.longtext times      # more lines of it: time and memory along a text
+    python -m benchmarks.longtext measure  # lines to benchmarks/results/long.jsonl, or the rest
+    python -m benchmarks.longtext times    # more lines of it: time and memory along a text
     python -m benchmarks.longtext tables
 
-`make long` runs all of these; each goes on where it was interrupted. `measure` decodes beginnings of texts of held-out packages
-greedily and at temperature 1, by every target alone and drafted, with each block size, in float64. Counts along a text are by
-windows of `WINDOW` tokens; head passes are charged evenly along it. No text ends before its last token.
-`python -m benchmarks.plots long` draws the tokens a unit along a text.
+`make long` runs all of these; each goes on where it was interrupted. `measure` decodes beginnings
+of texts of held-out packages greedily and at temperature 1, by every target alone and drafted, with
+each block size, in float64. Counts along a text are by windows of `WINDOW` tokens; head passes are
+charged evenly along it. No text ends before its last token. `python -m benchmarks.plots long` draws
+the tokens a unit along a text.
 """
 
 import json
@@ -63,7 +65,8 @@ Line = dict[str, Any]
 
 
 def prepare(options: Namespace) -> None:
-    """Write a tokenizer, and each split's texts as pieces (a prompt and its continuation) and as one stream of ids."""
+    """Write a tokenizer, and each split's texts as pieces (a prompt and its continuation) and as
+    one stream of ids."""
     files = [f"{part}.{kind}" for part in ("train", "tune", "heldout") for kind in ("jsonl", "npy")]
     OwnFolder(options.folder).claim(*files)
     split = split_packages(installed())
@@ -77,9 +80,14 @@ def prepare(options: Namespace) -> None:
             ids, pieces = cut(text, tokenizer, PROMPT + LONGEST)
             stream += [*ids, tokenizer.eos_token_id]
             lines += [{"text": piece, "package": name} for piece in pieces]
-        print(f"{part}: {len(packages)} packages, {len(stream):,} tokens, {len(lines):,} pieces: {', '.join(packages)}")
+        print(
+            f"{part}: {len(packages)} packages, {len(stream):,} tokens, {len(lines):,} pieces: "
+            f"{', '.join(packages)}"
+        )
         lines = lines[:: max(1, len(lines) // WATCHED)] if part == "tune" else lines
-        (options.folder / f"{part}.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        (options.folder / f"{part}.jsonl").write_text(
+            "".join(f"{json.dumps(line)}\n" for line in lines)
+        )
         np.save(options.folder / f"{part}.npy", np.asarray(stream, np.uint16))
 
 
@@ -87,21 +95,56 @@ def causal(options: Namespace) -> None:
     """Train the autoregressive model that judges decoded texts, on the stream of ids."""
     set_seed(0)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(options.folder)
-    shape = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8, "head_dim": 64, "initializer_range": 0.04}
+    shape = {
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 8,
+        "head_dim": 64,
+        "initializer_range": 0.04,
+    }
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
-    ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
-    config = Qwen3Config(vocab_size=VOCABULARY, max_position_embeddings=2048, **shape, **heads, **ends)
+    ends = {
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": None,
+    }
+    config = Qwen3Config(
+        vocab_size=VOCABULARY, max_position_embeddings=2048, **shape, **heads, **ends
+    )
     model, folder = Qwen3ForCausalLM(config), options.folder / "causal"
-    rows = {part: np.load(options.folder / f"{part}.npy").astype(np.int64) for part in ("train", "tune")}
-    windows = {part: ids[: len(ids) // LONGEST * LONGEST].reshape(-1, LONGEST) for part, ids in rows.items()}
-    data = {part: [{"input_ids": row, "labels": row} for row in ids] for part, ids in windows.items()}
-    given = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": options.steps // 5}}
-    watched = {"logging_steps": 20, "save_steps": 50, "save_total_limit": 1, "report_to": [], "use_cpu": True}
+    rows = {
+        part: np.load(options.folder / f"{part}.npy").astype(np.int64) for part in ("train", "tune")
+    }
+    windows = {
+        part: ids[: len(ids) // LONGEST * LONGEST].reshape(-1, LONGEST)
+        for part, ids in rows.items()
+    }
+    data = {
+        part: [{"input_ids": row, "labels": row} for row in ids] for part, ids in windows.items()
+    }
+    given = {
+        "lr_scheduler_type": "warmup_stable_decay",
+        "lr_scheduler_kwargs": {"num_decay_steps": options.steps // 5},
+    }
+    watched = {
+        "logging_steps": 20,
+        "save_steps": 50,
+        "save_total_limit": 1,
+        "report_to": [],
+        "use_cpu": True,
+    }
     size = {"per_device_train_batch_size": options.batch_size, "per_device_eval_batch_size": 4}
-    arguments = TrainingArguments(str(folder), max_steps=options.steps, warmup_steps=50, **given, **watched, **size)
+    arguments = TrainingArguments(
+        str(folder), max_steps=options.steps, warmup_steps=50, **given, **watched, **size
+    )
     optimizer = MuonAdamW(model, 3e-3, 1.5e-3)
     trainer = Trainer(
-        model, arguments, default_data_collator, data["train"], data["tune"][:WATCHED], optimizers=(optimizer, None)
+        model,
+        arguments,
+        default_data_collator,
+        data["train"],
+        data["tune"][:WATCHED],
+        optimizers=(optimizer, None),
     )
     newest = last_whole_checkpoint(folder)
     trainer.train(resume_from_checkpoint=None if newest is None else str(newest))
@@ -110,38 +153,67 @@ def causal(options: Namespace) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def prompts_of(folder: Path, tokenizer: PreTrainedTokenizerFast, count: int) -> tuple[list[str], Tensor]:
-    """Select `count` long held-out texts, one per package in turn; return their packages and ids [count, PROMPT + LONGEST]."""
+def prompts_of(
+    folder: Path, tokenizer: PreTrainedTokenizerFast, count: int
+) -> tuple[list[str], Tensor]:
+    """Select `count` long held-out texts, one per package in turn; return their packages and ids
+    [count, PROMPT + LONGEST]."""
     found: dict[str, list[list[int]]] = {}
     for line in map(json.loads, (folder / "heldout.jsonl").open()):
         if len(ids := tokenizer.encode(line["text"], verbose=False)) >= PROMPT + LONGEST:
             found.setdefault(line["package"], []).append(ids[: PROMPT + LONGEST])
-    turns = [(name, ids) for turn in range(count) for name, texts in found.items() for ids in texts[turn : turn + 1]]
+    turns = [
+        (name, ids)
+        for turn in range(count)
+        for name, texts in found.items()
+        for ids in texts[turn : turn + 1]
+    ]
     return [name for name, _ in turns[:count]], torch.tensor([ids for _, ids in turns[:count]])
 
 
 def settings() -> Iterator[list[Setting]]:
     """Yield the settings to measure in groups: a target, then its drafts."""
     for block_size, sampled, target in product(BLOCKS, (False, True), TARGETS):
-        listed = {"draft_shortlist": LIKELIEST if sampled else SHORTLIST}  # the default of real vocabularies
-        ways = alone(target), drafted("self_spec", target, STATES), drafted("mrp_spec", target, STATES, **listed)
+        # the default of real vocabularies
+        listed = {"draft_shortlist": LIKELIEST if sampled else SHORTLIST}
+        ways = (
+            alone(target),
+            drafted("self_spec", target, STATES),
+            drafted("mrp_spec", target, STATES, **listed),
+        )
         yield [{"block_size": block_size, "do_sample": sampled, **way} for way in ways]
 
 
 def to_the_end(new: int) -> Line:
     """Return the options of `generate` for texts of exactly `new` new tokens."""
-    return {"max_new_tokens": new, "eos_token_id": None, "suppress_tokens": [0, 1], "return_dict_in_generate": True}
+    return {
+        "max_new_tokens": new,
+        "eos_token_id": None,
+        "suppress_tokens": [0, 1],
+        "return_dict_in_generate": True,
+    }
 
 
-def decode(model: MRPForCausalLM, prompts: Tensor, new: int, batch_size: int, **options: Any) -> tuple[Measured, Line]:
-    """Decode prompts [rows, PROMPT] long; return texts with costs by row, and counts by window of text, summed over rows."""
+def decode(
+    model: MRPForCausalLM, prompts: Tensor, new: int, batch_size: int, **options: Any
+) -> tuple[Measured, Line]:
+    """Decode prompts [rows, PROMPT] long; return texts with costs by row, and counts by window of
+    text, summed over rows."""
     made, edges = Measured([], [], []), torch.arange(0, new + 1, WINDOW)[:, None, None]
-    along = {name: torch.zeros(len(edges) - 1, dtype=torch.long) for name in ("row_forwards", "drafted", "accepted")}
+    along = {
+        name: torch.zeros(len(edges) - 1, dtype=torch.long)
+        for name in ("row_forwards", "drafted", "accepted")
+    }
     for given in prompts.split(batch_size):
-        sampled: Line = {"temperature": 1.0, "top_k": 0, "seed": len(made.ids)} if options["do_sample"] else {}
-        out: Any = model.generate(given, attention_mask=torch.ones_like(given), **to_the_end(new), **sampled, **options)
+        sampled: Line = (
+            {"temperature": 1.0, "top_k": 0, "seed": len(made.ids)} if options["do_sample"] else {}
+        )
+        out: Any = model.generate(
+            given, attention_mask=torch.ones_like(given), **to_the_end(new), **sampled, **options
+        )
         reached = out.stats.rounds["column"] >= edges  # [edges, rounds, rows]
-        # The round that reaches a block scores its first state, too, so the counts of a block begin before that round.
+        # The round that reaches a block scores its first state, too, so the counts of a block begin
+        # before that round.
         before = torch.where(reached.any(1), reached.int().argmax(1), reached.shape[1])
         for name, counts in along.items():
             counts += pad(out.stats.rounds[name], (0, 0, 1, 0)).gather(0, before).diff(dim=0).sum(1)
@@ -153,7 +225,8 @@ def decode(model: MRPForCausalLM, prompts: Tensor, new: int, batch_size: int, **
 
 @torch.inference_mode()
 def judged(judge: Qwen3ForCausalLM, texts: Tensor) -> Line:
-    """Return result fields of continuations: nats per token under `judge`, in all and by window; share of repeated 4-grams."""
+    """Return result fields of continuations: nats per token under `judge`, in all and by window;
+    share of repeated 4-grams."""
     logits = torch.cat([judge(one[None]).logits[:, PROMPT - 1 : -1] for one in texts])
     nats = -logits.float().log_softmax(-1).gather(-1, texts[:, PROMPT:, None])[..., 0]
     grams = texts[:, PROMPT:].unfold(1, 4, 1)
@@ -161,21 +234,31 @@ def judged(judge: Qwen3ForCausalLM, texts: Tensor) -> Line:
     windows = nats.unflatten(1, (-1, WINDOW)).mean((0, 2)).tolist()
     mean = ratio_of_sums(nats.sum(1).tolist(), [nats.shape[1]] * len(nats))
     assert mean is not None
-    of = {"nats": round(mean.value, 3), "nats_95": mean.rounded(), "nats_along": [round(one, 3) for one in windows]}
+    of = {
+        "nats": round(mean.value, 3),
+        "nats_95": mean.rounded(),
+        "nats_along": [round(one, 3) for one in windows],
+    }
     return {**of, "repeated": round(sum(again) / len(again), 3)}
 
 
 def measure(options: Namespace) -> None:
-    """Decode held-out texts with each setting that has no line in the output file yet, and add its line."""
+    """Decode held-out texts with each setting that has no line in the output file yet, and add its
+    line."""
     model, tokenizer = load(options.folder / "head")
     judge = Qwen3ForCausalLM.from_pretrained(options.folder / "causal").eval()
     packages, texts = prompts_of(options.folder, tokenizer, options.count)
     texts = texts[:, : PROMPT + options.tokens]
-    results, identity = ResultsFile(options.output, "asked"), {"prompts": options.count, "tokens": options.tokens}
+    results, identity = (
+        ResultsFile(options.output, "asked"),
+        {"prompts": options.count, "tokens": options.tokens},
+    )
     results.begin(header("longtext", options, model))
     model = model.double()
     if results.find(text="real", asked=identity) is None:
-        results.add({"text": "real", "asked": identity, "packages": packages, **judged(judge, texts)})
+        results.add(
+            {"text": "real", "asked": identity, "packages": packages, **judged(judge, texts)}
+        )
     for group in settings():
         found = [results.find(**setting, asked=identity) for setting in group]
         if None not in found:
@@ -186,20 +269,26 @@ def measure(options: Namespace) -> None:
                 continue
             given = {name: value for name, value in setting.items() if name != "block_size"}
             model.config.block_size = setting["block_size"]
-            made, counts = decode(model, texts[:, :PROMPT], options.tokens, options.batch_size, **given)
+            made, counts = decode(
+                model, texts[:, :PROMPT], options.tokens, options.batch_size, **given
+            )
             measured = {**setting, **made.line(), **counts, "asked": identity}
             if of_target is None:
                 of_target = made
                 measured |= judged(judge, torch.cat([texts[:, :PROMPT], torch.tensor(made.ids)], 1))
             else:
-                measured |= {"texts_that_differ": made.differ(of_target), **made.over(target=of_target)}
+                measured |= {
+                    "texts_that_differ": made.differ(of_target),
+                    **made.over(target=of_target),
+                }
             if line is None:
                 results.add(measured)
                 print(f"{setting}: {measured['tokens_per_forward']} a forward", flush=True)
 
 
 class Clock(BaseStreamer):
-    """A streamer that notes the text's length and the process's CPU time whenever a row's text grows."""
+    """A streamer that notes the text's length and the process's CPU time whenever a row's text
+    grows."""
 
     def __init__(self) -> None:
         self.tokens, self.seconds = [0], [0.0]
@@ -214,12 +303,16 @@ class Clock(BaseStreamer):
 
 
 def times(options: Namespace) -> None:
-    """Time the quarters of texts decoded one by one, by `static` alone and by drafts in turns; count bytes of the caches."""
+    """Time the quarters of texts decoded one by one, by `static` alone and by drafts in turns;
+    count bytes of the caches."""
     model, tokenizer = load(options.folder / "head")
     _, texts = prompts_of(options.folder, tokenizer, options.count)
     results = ResultsFile(options.output, "asked")
     results.begin(header("longtext", options, model))
-    ways = {"static": alone("static"), "mrp_spec": drafted("mrp_spec", "static", STATES, draft_shortlist=SHORTLIST)}
+    ways = {
+        "static": alone("static"),
+        "mrp_spec": drafted("mrp_spec", "static", STATES, draft_shortlist=SHORTLIST),
+    }
     edges = [PROMPT + options.tokens * part // PARTS for part in range(PARTS + 1)]
     for block_size in BLOCKS:
         model.config.block_size, taken, size = block_size, {name: list[Any]() for name in ways}, {}
@@ -227,37 +320,50 @@ def times(options: Namespace) -> None:
             for name, way in ways.items():
                 clock = Clock()
                 fixed = {**to_the_end(options.tokens), "streamer": clock, "do_sample": False}
-                out: Any = model.generate(given, attention_mask=torch.ones_like(given), **fixed, **way)
+                out: Any = model.generate(
+                    given, attention_mask=torch.ones_like(given), **fixed, **way
+                )
                 taken[name].append(np.diff(np.interp(edges, clock.tokens, clock.seconds)))
                 size[name] = round(out.past_key_values.nbytes / 1e6, 2)
         parts = {name: list(zip(*turns, strict=True)) for name, turns in taken.items()}
         for name, own in parts.items():
             line = {"block_size": block_size, "timed": name, "megabytes": size[name]}
-            line["over_static"] = [faster(part, base) for part, base in zip(own, parts["static"], strict=True)]
+            line["over_static"] = [
+                faster(part, base) for part, base in zip(own, parts["static"], strict=True)
+            ]
             line["over_first"] = [faster(parts["static"][0], part) for part in own]
             results.add({**line, "asked": {"prompts": options.count, "tokens": options.tokens}})
 
 
 def units_along(line: Line) -> tuple[Line, Any]:
-    """Charge head passes evenly along the texts of a line; return the charged line, and tokens per unit by window [windows]."""
+    """Charge head passes evenly along the texts of a line; return the charged line, and tokens per
+    unit by window [windows]."""
     line = charged(line)
-    tokens = line["tokens_per_unit"] / line["tokens_per_forward"] * line["asked"]["prompts"] * WINDOW
+    tokens = (
+        line["tokens_per_unit"] / line["tokens_per_forward"] * line["asked"]["prompts"] * WINDOW
+    )
     return line, tokens / np.asarray(line["along"]["row_forwards"])
 
 
 def ends(values: Any, digits: int) -> str:
     """Format the means of the first and of the last quarter of values, as "first -> last"."""
     quarter = max(1, len(values) // PARTS)
-    return " -> ".join(f"{np.mean(part):.{digits}f}" for part in (values[:quarter], values[-quarter:]))
+    return " -> ".join(
+        f"{np.mean(part):.{digits}f}" for part in (values[:quarter], values[-quarter:])
+    )
 
 
 def spreads(found: list[Line]) -> list[str]:
     """Format the median of each `turns.spread`, with its quartiles in brackets."""
-    return [f"{one['median']:.2f} ({one['quartiles'][0]:.2f}-{one['quartiles'][1]:.2f})" for one in found]
+    return [
+        f"{one['median']:.2f} ({one['quartiles'][0]:.2f}-{one['quartiles'][1]:.2f})"
+        for one in found
+    ]
 
 
 def tables(options: Namespace) -> None:
-    """Print tables of the measurements: cost and acceptance, the autoregressive model's judgement of the texts, and times."""
+    """Print tables of the measurements: cost and acceptance, the autoregressive model's judgement
+    of the texts, and times."""
     costs, said, timed, stale = [], [], [], 0.0
     order = {name: place for place, name in enumerate(("real", *TARGETS, "self_spec", "mrp_spec"))}
 
@@ -271,9 +377,24 @@ def tables(options: Namespace) -> None:
         place = [str(line.get("block_size", "")), f"{line.get('do_sample', 0):d}", whose]
         if "timed" in line:
             speeds = [""] * PARTS if line["timed"] == "static" else spreads(line["over_static"])
-            timed.append([place[0], line["timed"], str(line["megabytes"]), *spreads(line["over_first"]), *speeds])
+            timed.append(
+                [
+                    place[0],
+                    line["timed"],
+                    str(line["megabytes"]),
+                    *spreads(line["over_first"]),
+                    *speeds,
+                ]
+            )
         if "nats" in line:
-            said.append([*place, interval(line, "nats", 2), ends(line["nats_along"], 2), f"{100 * line['repeated']:.0f}"])
+            said.append(
+                [
+                    *place,
+                    interval(line, "nats", 2),
+                    ends(line["nats_along"], 2),
+                    f"{100 * line['repeated']:.0f}",
+                ]
+            )
         if "decoding" in line:
             counts = {name: np.asarray(value) for name, value in line["along"].items()}
             line, along = units_along(line)
@@ -281,15 +402,34 @@ def tables(options: Namespace) -> None:
             if "target" in line:
                 way, share = line["decoding"], 100 * counts["accepted"] / counts["drafted"]
                 whole = 100 * counts["accepted"].sum() / counts["drafted"].sum()
-                stale = line["tokens_per_unit"] if way == "self_spec" else stale  # sorted before `mrp_spec`
+                # sorted before `mrp_spec`
+                stale = line["tokens_per_unit"] if way == "self_spec" else stale
                 over = "" if way == "self_spec" else f"{line['tokens_per_unit'] / stale:.2f}x"
                 drafts = [over, f"{whole:.0f}", ends(share, 0), str(line["texts_that_differ"])]
-            costs.append([*place, way, interval(line, "tokens_per_unit", 2), ends(along, 2), *drafts])
+            costs.append(
+                [*place, way, interval(line, "tokens_per_unit", 2), ends(along, 2), *drafts]
+            )
     quarters, parts = "first -> last quarter", [f"quarter {part + 1}" for part in range(PARTS)]
-    head = ["tokens / unit", quarters, "over self_spec", "accepted %", quarters, "texts that differ"]
+    head = [
+        "tokens / unit",
+        quarters,
+        "over self_spec",
+        "accepted %",
+        quarters,
+        "texts that differ",
+    ]
     print(markdown_table(["block", "T", "target", "way", *head], costs), end="\n\n")
-    print(markdown_table(["block", "T", "text of", "nats / token", quarters, "4-grams twice, %"], said), end="\n\n")
-    columns = [f"{what}, {part}" for what in ("time over static's first", "speed over static") for part in parts]
+    print(
+        markdown_table(
+            ["block", "T", "text of", "nats / token", quarters, "4-grams twice, %"], said
+        ),
+        end="\n\n",
+    )
+    columns = [
+        f"{what}, {part}"
+        for what in ("time over static's first", "speed over static")
+        for part in parts
+    ]
     print(markdown_table(["block", "way", "MB", *columns], timed))
 
 
@@ -298,10 +438,14 @@ def main(arguments: list[str] | None = None) -> None:
     stages = {stage.__name__: stage for stage in (prepare, causal, measure, times, tables)}
     parser = parser_of("longtext", __doc__ or "")
     parser.add_argument("stage", choices=list(stages))
-    parser.add_argument("--folder", type=Path, default=Path("runs/long"), help="for all that stages make")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/long"), help="for all that stages make"
+    )
     parser.add_argument("--steps", type=int, default=1000, help="training steps of causal")
     parser.add_argument("--batch-size", type=int, default=4, help="rows at once")
-    parser.add_argument("--output", type=Path, default=RESULTS / "long.jsonl", help="file of measured lines")
+    parser.add_argument(
+        "--output", type=Path, default=RESULTS / "long.jsonl", help="file of measured lines"
+    )
     parser.add_argument("--count", type=int, default=8, help="number of texts to decode")
     parser.add_argument("--tokens", type=int, default=LONGEST, help="new tokens of each text")
     options = parser.parse_args(arguments)

@@ -9,7 +9,14 @@ import torch
 from mrp_trainer.data.problems import encode
 from mrp_trainer.data.tasks import Problem, judge
 from mrp_trainer.evaluate.decoded import NEW_TOKENS, decode_problems
-from mrp_trainer.evaluate.intervals import RESAMPLES, Interval, percentiles, ratio_of_sums, resampled_sums, wilson
+from mrp_trainer.evaluate.intervals import (
+    RESAMPLES,
+    Interval,
+    percentiles,
+    ratio_of_sums,
+    resampled_sums,
+    wilson,
+)
 from transformers import PreTrainedTokenizerBase
 
 from modeling_mrp.generate.budget import Amount, Fixed
@@ -22,7 +29,8 @@ from modeling_mrp.rules.state import Row
 from .common import greedy_decode
 
 SAMPLE = 4
-# Decodes greedily: (model, ids by prompt, limit of new tokens, ids that end a text) -> texts and costs.
+# Decodes greedily: (model, ids by prompt, limit of new tokens, ids that end a text) -> texts and
+# costs.
 Loop = Callable[[MRPForCausalLM, list[list[int]], int, list[int]], "Measured"]
 
 
@@ -47,7 +55,9 @@ class Measured:
         """Collect texts and counts from rows that have ended."""
         counts = [row.counts for row in rows]
         texts = [row.text[row.prompt : row.stop] for row in rows]
-        return cls(texts, [count.forwards for count in counts], [count.head_forwards for count in counts])
+        return cls(
+            texts, [count.forwards for count in counts], [count.head_forwards for count in counts]
+        )
 
     @property
     def tokens(self) -> list[int]:
@@ -62,7 +72,8 @@ class Measured:
         return found
 
     def line(self) -> dict[str, Any]:
-        """Make a line of results: accuracy and tokens per forward with intervals, the head's cost, and some exact counts."""
+        """Make a line of results: accuracy and tokens per forward with intervals, the head's cost,
+        and some exact counts."""
         line: dict[str, Any] = {}
         if judged := [one for one in self.right if one is not None]:
             share = wilson(sum(judged), len(judged))
@@ -76,12 +87,16 @@ class Measured:
 
     def sample(self) -> dict[str, list[int]]:
         """Return the exact counts of the first problems, few enough to decode again as a check."""
-        return {name: getattr(self, name)[:SAMPLE] for name in ("tokens", "forwards", "head_forwards")}
+        return {
+            name: getattr(self, name)[:SAMPLE] for name in ("tokens", "forwards", "head_forwards")
+        }
 
     def over(self, **others: "Measured") -> dict[str, Any]:
-        """Return `over_NAME`, tokens per forward over those of `others[NAME]` on the same problems, and `over_NAME_95`.
+        """Return `over_NAME`, tokens per forward over those of `others[NAME]` on the same problems,
+        and `over_NAME_95`.
 
-        The interval is a paired bootstrap's: a resample draws a problem's counts from both sides, so its difficulty cancels.
+        The interval is a paired bootstrap's: a resample draws a problem's counts from both sides,
+        so its difficulty cancels.
 
         Raises:
             ValueError: if the numbers of problems differ.
@@ -92,7 +107,10 @@ class Measured:
             sums = np.concatenate([resampled_sums(columns, RESAMPLES, 0), columns.sum(0)[None]])
             ratios = (sums[:, 0] / sums[:, 1]) / (sums[:, 2] / sums[:, 3])
             interval = percentiles(float(ratios[-1]), ratios[:-1])
-            fields |= {f"over_{name}": round(interval.value, 3), f"over_{name}_95": interval.rounded()}
+            fields |= {
+                f"over_{name}": round(interval.value, 3),
+                f"over_{name}_95": interval.rounded(),
+            }
         return fields
 
     def differ(self, other: "Measured") -> int:
@@ -101,14 +119,20 @@ class Measured:
 
 
 def measure(
-    model: MRPForCausalLM, tokenizer: PreTrainedTokenizerBase, asked: Sequence[Problem], batch_size: int, **options: Any
+    model: MRPForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    asked: Sequence[Problem],
+    batch_size: int,
+    **options: Any,
 ) -> Measured:
     """Decode problems of one family by `generate` with `options`; return texts and costs."""
     made = decode_problems(model, tokenizer, asked, batch_size, **options)
     return Measured(made.ids, made.row_forwards, made.row_head_forwards, made.right)
 
 
-def loop_of(rule: RevealRule, states: int, decoder: Callable[[Mode, Networks, Fixed], Decoder]) -> Loop:
+def loop_of(
+    rule: RevealRule, states: int, decoder: Callable[[Mode, Networks, Fixed], Decoder]
+) -> Loop:
     """Make a `Loop` that decodes by a `Decoder` with drafts of its own.
 
     Args:
@@ -118,7 +142,9 @@ def loop_of(rule: RevealRule, states: int, decoder: Callable[[Mode, Networks, Fi
     """
 
     @torch.inference_mode()
-    def loop(model: MRPForCausalLM, prompts: list[list[int]], new_tokens: int, eos: list[int]) -> Measured:
+    def loop(
+        model: MRPForCausalLM, prompts: list[list[int]], new_tokens: int, eos: list[int]
+    ) -> Measured:
         mode = Mode(rule, drafting=Drafting(states, 1))
         networks, rows = greedy_decode(model, mode, prompts, new_tokens, eos, max(2, states))
         decoder(mode, networks, Fixed(Amount(states))).decode(rows, [0] * len(rows))
@@ -128,7 +154,11 @@ def loop_of(rule: RevealRule, states: int, decoder: Callable[[Mode, Networks, Fi
 
 
 def measure_loop(
-    loop: Loop, model: MRPForCausalLM, tokenizer: PreTrainedTokenizerBase, asked: Sequence[Problem], batch_size: int
+    loop: Loop,
+    model: MRPForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    asked: Sequence[Problem],
+    batch_size: int,
 ) -> Measured:
     """Decode problems of one family by `loop`, in place of `generate`; return texts and costs."""
     ids, forwards, head_forwards = list[list[int]](), list[int](), list[int]()
@@ -136,6 +166,10 @@ def measure_loop(
     for begin in range(0, len(asked), batch_size):
         prompts = [encode(problem, tokenizer)[0] for problem in asked[begin : begin + batch_size]]
         made = loop(model, prompts, NEW_TOKENS[asked[0].family], eos)
-        ids, forwards, head_forwards = ids + made.ids, forwards + made.forwards, head_forwards + made.head_forwards
+        ids, forwards, head_forwards = (
+            ids + made.ids,
+            forwards + made.forwards,
+            head_forwards + made.head_forwards,
+        )
     texts = [tokenizer.decode([token for token in row if token not in eos]) for row in ids]
     return Measured(ids, forwards, head_forwards, judge(asked, texts))

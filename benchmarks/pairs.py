@@ -1,10 +1,12 @@
-"""Try pairs of capabilities at random, each in a tiny model of random weights, and count what differed.
+"""Try pairs of capabilities at random, each in a tiny model of random weights, and count what
+differed.
 
     python -m benchmarks.pairs --cases 10000 --seed 1 --processes 2
 
-The registry is `tests/capabilities.py`, a case `tests/pairs.py`: each pair comes once, in an order of the seed, before any
-comes again. Cases are functions of the seed and their number: `--first N --cases 1` repeats one. The result, `--output`, has
-the seed, the count of cases of each pair, those that were refused as they have to be, and every mismatch.
+The registry is `tests/capabilities.py`, a case `tests/pairs.py`: each pair comes once, in an order
+of the seed, before any comes again. Cases are functions of the seed and their number: `--first N
+--cases 1` repeats one. The result, `--output`, has the seed, the count of cases of each pair, those
+that were refused as they have to be, and every mismatch.
 """
 
 import json
@@ -24,7 +26,8 @@ from .common import RESULTS, header, parser_of
 
 
 def quiet_process() -> None:
-    """Prepare a process: one thread, no warnings, kernels interpreted (triton reads it where kernels are defined)."""
+    """Prepare a process: one thread, no warnings, kernels interpreted (triton reads it where
+    kernels are defined)."""
     os.environ.setdefault("TRITON_INTERPRET", "1")
     torch.set_num_threads(1)  # with such small products, more threads only wait for each other
     warnings.simplefilter("ignore")
@@ -40,7 +43,12 @@ def try_cases(seed: int, numbers: Sequence[int]) -> list[dict[str, Any]]:
     for number in numbers:
         ((name, pair),) = drawn(REGISTRY, seed, number, 1)
         names = [capability.name for capability in pair]
-        line: dict[str, Any] = {"case": number, "pair": names, "refused": refusal_of(pair) is not None, "tokens": 0}
+        line: dict[str, Any] = {
+            "case": number,
+            "pair": names,
+            "refused": refusal_of(pair) is not None,
+            "tokens": 0,
+        }
         try:
             line["tokens"] = tried(name, pair)
         except Exception as error:  # a crash is a finding like any other; go on with the next case
@@ -69,7 +77,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no more cases after this time")
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="begin no more cases after this time"
+    )
     parser.add_argument("--output", type=Path, default=RESULTS / "pairs.json")
     options = parser.parse_args(arguments)
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -77,7 +87,10 @@ def main(arguments: list[str] | None = None) -> int:
     from tests.pairs import pairs_of
 
     begin, lines = time.monotonic(), list[dict[str, Any]]()
-    head = header("pairs", options) | {"registry": len(REGISTRY), "pairs_of_registry": len(pairs_of(REGISTRY))}
+    head = header("pairs", options) | {
+        "registry": len(REGISTRY),
+        "pairs_of_registry": len(pairs_of(REGISTRY)),
+    }
     last = options.first + options.cases
     parts = [range(number, min(number + 25, last)) for number in range(options.first, last, 25)]
     with multiprocessing.get_context("spawn").Pool(options.processes, quiet_process) as pool:
@@ -91,7 +104,10 @@ def main(arguments: list[str] | None = None) -> int:
             options.output.write_text(json.dumps(summary, indent=0) + "\n")
             if time.monotonic() - begin > 60 * options.minutes:
                 break
-    print(f"{len(lines)} cases of {summary['pairs']} pairs, {len(summary['mismatches'])} mismatches: {options.output}")
+    print(
+        f"{len(lines)} cases of {summary['pairs']} pairs, {len(summary['mismatches'])} mismatches: "
+        f"{options.output}"
+    )
     return int(bool(summary["mismatches"]))
 
 

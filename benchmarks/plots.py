@@ -1,7 +1,8 @@
-"""Figures (``python -m benchmarks.plots frontier`` or ``long``; needs matplotlib, the extra `bench`).
+"""Figures (``python -m benchmarks.plots frontier`` or ``long``; needs matplotlib, the extra
+`bench`).
 
-Reads `tiny_frontier*.jsonl` or `long.jsonl` from `benchmarks/results` and writes an SVG file beside them: the same bytes for
-the same numbers, with text kept as text.
+Reads `tiny_frontier*.jsonl` or `long.jsonl` from `benchmarks/results` and writes an SVG file beside
+them: the same bytes for the same numbers, with text kept as text.
 """
 
 from collections.abc import Sequence
@@ -25,7 +26,8 @@ DETERMINISTIC: Any = {
     "grid.alpha": 0.3,
 }
 
-# Colour, marker and line style of each mode's curve in the frontier; drafts have their target's marker.
+# Colour, marker and line style of each mode's curve in the frontier; drafts have their target's
+# marker.
 CURVES: dict[str, tuple[str, str, str]] = {
     "static": ("#000000", "s", ""),
     "sequential": ("#000000", "D", ""),
@@ -44,7 +46,8 @@ CURVES: dict[str, tuple[str, str, str]] = {
 
 
 def frontier_figure(lines: Sequence[Line]) -> Figure:
-    """Plot accuracy over tokens per unit with 95 % intervals, a panel per family; drafts have their target's marker."""
+    """Plot accuracy over tokens per unit with 95 % intervals, a panel per family; drafts have their
+    target's marker."""
     lines = [line for line in lines if "accuracy" in line]
     families = list(dict.fromkeys(line["family"] for line in lines))
     figure = Figure(figsize=(1.8 + 5.2 * len(families), 4.8), layout="constrained")
@@ -71,8 +74,13 @@ def frontier_figure(lines: Sequence[Line]) -> Figure:
                 elinewidth=0.4,
                 label=f"{mode} of {target}" if target else mode,
             )
-        axes.set(title=family, xlabel="tokens per backbone forward, head passes charged as at 4B", ylabel="problems solved, %")
-    figure.legend(*axes.get_legend_handles_labels(), fontsize=7, loc="outside right upper")  # every family has all curves
+        axes.set(
+            title=family,
+            xlabel="tokens per backbone forward, head passes charged as at 4B",
+            ylabel="problems solved, %",
+        )
+    # every family has all curves
+    figure.legend(*axes.get_legend_handles_labels(), fontsize=7, loc="outside right upper")
     return figure
 
 
@@ -83,23 +91,38 @@ def _arms(points: Sequence[Line], name: str) -> list[list[float]]:
 
 
 def long_figure(lines: Sequence[Line]) -> Figure:
-    """Plot tokens per unit along a text: each target alone, with `self_spec`, with `mrp_spec`; a panel per block size and T."""
+    """Plot tokens per unit along a text: each target alone, with `self_spec`, with `mrp_spec`; a
+    panel per block size and T."""
     lines = [line for line in lines if "decoding" in line]
     blocks = sorted({line["block_size"] for line in lines})
     figure = Figure(figsize=(1.8 + 4.2 * len(blocks), 6.4), layout="constrained")
     panels = figure.subplots(2, len(blocks), sharex=True, sharey="row", squeeze=False)
-    colors, styles = ("#1b9e77", "#d95f02", "#7570b3", "#e7298a"), {"alone": ":", "self_spec": "--", "mrp_spec": "-"}
+    colors, styles = (
+        ("#1b9e77", "#d95f02", "#7570b3", "#e7298a"),
+        {"alone": ":", "self_spec": "--", "mrp_spec": "-"},
+    )
     for line in lines:
-        target, way = (line["target"], line["decoding"]) if "target" in line else (line["decoding"], "alone")
+        target, way = (
+            (line["target"], line["decoding"]) if "target" in line else (line["decoding"], "alone")
+        )
         axes = panels[int(line["do_sample"]), blocks.index(line["block_size"])]
         _, along = units_along(line)
         middles = [WINDOW * (place + 0.5) for place in range(len(along))]
         color = colors[list(TARGETS).index(target)]
-        axes.plot(middles, along, color=color, linestyle=styles[way], lw=1.2, label=f"{target}, {way}")
-        axes.set(title=f"blocks of {line['block_size']}, T = {line['do_sample']:d}", xlabel="tokens into the text")
+        axes.plot(
+            middles, along, color=color, linestyle=styles[way], lw=1.2, label=f"{target}, {way}"
+        )
+        axes.set(
+            title=f"blocks of {line['block_size']}, T = {line['do_sample']:d}",
+            xlabel="tokens into the text",
+        )
     for axes in panels[:, 0]:
         axes.set(ylabel="tokens per unit")
-    drawn = {label: curve for axes in panels.flat for curve, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    drawn = {
+        label: curve
+        for axes in panels.flat
+        for curve, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
     figure.legend(drawn.values(), drawn.keys(), fontsize=7, loc="outside right upper")
     return figure
 
@@ -108,7 +131,9 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command line: write a figure's SVG file, without a date or matplotlib's version."""
     parser = parser_of("plots", __doc__)
     parser.add_argument("figure", choices=("frontier", "long"), nargs="?", default="frontier")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="the folder to read, and to write to")
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, help="the folder to read, and to write to"
+    )
     options = parser.parse_args(arguments)
     path = options.results / f"{options.figure}.svg"
     with matplotlib.rc_context(DETERMINISTIC):

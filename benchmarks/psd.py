@@ -1,18 +1,22 @@
-"""Parallel speculative decoding (PSD, arXiv 2605.15609): the deepest consistent draft is taken. It is not lossless.
+"""Parallel speculative decoding (PSD, arXiv 2605.15609): the deepest consistent draft is taken. It
+is not lossless.
 
-Written from the abstract and from third parties' summaries of v1, without the full text. They say: a policy (any target)
-reveals what is confident; from the same predictions, drafts of depths 1, 3, 5 or 7 fill further masks in order of confidence,
-without another forward; one forward scores them all; from the deepest to the shallowest, the first draft is kept whose
-speculative tokens all agree with the updated predictions. Where they say no more, it is assumed that
+Written from the abstract and from third parties' summaries of v1, without the full text. They say:
+a policy (any target) reveals what is confident; from the same predictions, drafts of depths 1, 3, 5
+or 7 fill further masks in order of confidence, without another forward; one forward scores them
+all; from the deepest to the shallowest, the first draft is kept whose speculative tokens all agree
+with the updated predictions. Where they say no more, it is assumed that
 
 - K states a forward are the policy's own next state (depth 0) and drafts of depths 1 to K - 1;
 - at the kept draft the policy goes on with the predictions made there;
 - agreement is of tokens, whether or not the policy would reveal them next;
-- a depth adds what the policy would reveal, and its tokens must agree with the predictions at the depth before.
+- a depth adds what the policy would reveal, and its tokens must agree with the predictions at the
+  depth before.
 
-Where the descriptions leave a choice, each policy has the reading with the most tokens a forward among those that solve at most
-one tuning problem in a hundred fewer than the policy alone, as the paper reports (`NOTES.md`, Rivals, tuned).
-Blocks end as in this package: their keys and values cost no forward of their own.
+Where the descriptions leave a choice, each policy has the reading with the most tokens a forward
+among those that solve at most one tuning problem in a hundred fewer than the policy alone, as the
+paper reports (`NOTES.md`, Rivals, tuned). Blocks end as in this package: their keys and values cost
+no forward of their own.
 """
 
 from collections.abc import Sequence
@@ -28,12 +32,14 @@ from modeling_mrp.rules.state import Key, Row, Scores, State
 
 from .measure import Loop, loop_of
 
-# By policy, the probability below which no prediction counts as agreeing with a draft; 0 for other policies.
+# By policy, the probability below which no prediction counts as agreeing with a draft; 0 for other
+# policies.
 LEAST = {"entropy_bound": 0.5}
 
 
 class Consistent(RevealRule):
-    """A reveal rule that reveals the new tokens of a state's draft if all agree with the predictions, else follows a policy.
+    """A reveal rule that reveals the new tokens of a state's draft if all agree with the
+    predictions, else follows a policy.
 
     Args:
         policy: The reveal rule for all other states.
@@ -49,16 +55,28 @@ class Consistent(RevealRule):
         self._last: dict[Key, State] = {}
 
     def follow(self, chain: Sequence[Node]) -> None:
-        """Record a round's chain of drafts in `behind`, which then has this chain and the one of the round before."""
-        new = {one.key: two for one, two in pairwise(node.state for node in chain if node.parent < 0)}
+        """Record a round's chain of drafts in `behind`, which then has this chain and the one of
+        the round before."""
+        new = {
+            one.key: two for one, two in pairwise(node.state for node in chain if node.parent < 0)
+        }
         self.behind, self._last = self._last | new, new
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`."""
         draft = self.behind.get(state.key)
         if draft is not None and draft.start == state.start:
-            added = tuple([column for column, (a, b) in enumerate(zip(state.ids, draft.ids, strict=True)) if a != b])
-            if added and all(scores.token[one] == draft.ids[one] and scores.odds[one] >= self.least for one in added):
+            added = tuple(
+                [
+                    column
+                    for column, (a, b) in enumerate(zip(state.ids, draft.ids, strict=True))
+                    if a != b
+                ]
+            )
+            if added and all(
+                scores.token[one] == draft.ids[one] and scores.odds[one] >= self.least
+                for one in added
+            ):
                 return added, memo
         return self.policy.reveal(state, scores, memo)
 
@@ -68,7 +86,8 @@ class Consistent(RevealRule):
 
 
 class PSDecoder(Decoder):
-    """A `Decoder` that takes the deepest consistent draft of a chain per row; `given` are the arguments of `Decoder`."""
+    """A `Decoder` that takes the deepest consistent draft of a chain per row; `given` are the
+    arguments of `Decoder`."""
 
     def __init__(self, least: float, *given: Any) -> None:
         super().__init__(*given)
@@ -92,5 +111,6 @@ class PSDecoder(Decoder):
 
 
 def parallel_speculative(rule: RevealRule, states: int, least: float = 0.0) -> Loop:
-    """Make the loop of parallel speculative decoding with policy `rule` and K = `states`; `least`: see `Consistent`."""
+    """Make the loop of parallel speculative decoding with policy `rule` and K = `states`; `least`:
+    see `Consistent`."""
     return loop_of(rule, states, partial(PSDecoder, least))

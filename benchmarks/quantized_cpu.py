@@ -1,15 +1,20 @@
-"""int8 and 4-bit weights beside bfloat16 on a CPU: bytes in memory and time of a forward, with random weights.
+"""int8 and 4-bit weights beside bfloat16 on a CPU: bytes in memory and time of a forward, with
+random weights.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.quantized_cpu --output benchmarks/results/quantized_cpu.jsonl
+    OMP_NUM_THREADS=1 python -m benchmarks.quantized_cpu \\
+        --output benchmarks/results/quantized_cpu.jsonl
     python -m benchmarks.quantized_cpu --table benchmarks/results/quantized_cpu.jsonl
 
-A model of Qwen3's 0.6B or of SDAR's 1.7B layers with a head of three, embedding and `lm_head` apart, is written to a temporary
-folder in bfloat16, and read from there once as it is and once for each kind of weights. Its `lm_head` and embedding stay
-bfloat16 in all of them. Each kind takes turns with bfloat16 in one process: a text of one block in four steps, with one state a
-forward (`static`), and with up to four (`self_spec`, whose drafts random weights seldom accept). Times are CPU time of the
-process, a forward's share of it; ratios are over the time of bfloat16 in the same turn.
+A model of Qwen3's 0.6B or of SDAR's 1.7B layers with a head of three, embedding and `lm_head`
+apart, is written to a temporary folder in bfloat16, and read from there once as it is and once for
+each kind of weights. Its `lm_head` and embedding stay bfloat16 in all of them. Each kind takes
+turns with bfloat16 in one process: a text of one block in four steps, with one state a forward
+(`static`), and with up to four (`self_spec`, whose drafts random weights seldom accept). Times are
+CPU time of the process, a forward's share of it; ratios are over the time of bfloat16 in the same
+turn.
 
-Bytes are those of the storages that loading and a first text leave, without the cache of keys and values.
+Bytes are those of the storages that loading and a first text leave, without the cache of keys and
+values.
 """
 
 import argparse
@@ -54,12 +59,19 @@ def _torchao_int4() -> TorchAoConfig:
     return TorchAoConfig(IntxWeightOnlyConfig(weight_dtype=INT4, granularity=PerGroup(32)))
 
 
-# By name, the format whose bytes are computed (`WEIGHT_BYTES`), and what makes the `quantization_config`.
+# By name, the format whose bytes are computed (`WEIGHT_BYTES`), and what makes the
+# `quantization_config`.
 KINDS: dict[str, tuple[str, Callable[[], Any]]] = {
-    "bitsandbytes int8": ("int8", lambda: BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)),
+    "bitsandbytes int8": (
+        "int8",
+        lambda: BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0),
+    ),
     "torchao int8": ("int8", _torchao_int8),
     "quanto int8": ("int8", lambda: QuantoConfig(weights="int8")),
-    "bitsandbytes nf4": ("4-bit", lambda: BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")),
+    "bitsandbytes nf4": (
+        "4-bit",
+        lambda: BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
+    ),
     "torchao int4": ("4-bit", _torchao_int4),
     "quanto int4": ("4-bit", lambda: QuantoConfig(weights="int4")),
 }
@@ -84,7 +96,9 @@ def storages() -> dict[int, int]:
     return found
 
 
-def loaded(folder: Path, inputs: dict[str, Tensor], config: Any = None) -> tuple[MRPForCausalLM, int]:
+def loaded(
+    folder: Path, inputs: dict[str, Tensor], config: Any = None
+) -> tuple[MRPForCausalLM, int]:
     """Load a model and decode once; return it and the bytes that it takes."""
     gc.collect()
     before = storages()
@@ -95,10 +109,15 @@ def loaded(folder: Path, inputs: dict[str, Tensor], config: Any = None) -> tuple
     return model, sum(size for place, size in storages().items() if place not in before)
 
 
-def seconds_a_forward(model: MRPForCausalLM, inputs: dict[str, Any], states: int, _turn: int) -> float:
-    """Decode a block with K = `states`; return the process's CPU time per forward of the backbone."""
+def seconds_a_forward(
+    model: MRPForCausalLM, inputs: dict[str, Any], states: int, _turn: int
+) -> float:
+    """Decode a block with K = `states`; return the process's CPU time per forward of the
+    backbone."""
     mode: dict[str, Any] = (
-        {"decoding": "static"} if states == 1 else {"decoding": "self_spec", "target": "static", "num_draft_states": states}
+        {"decoding": "static"}
+        if states == 1
+        else {"decoding": "self_spec", "target": "static", "num_draft_states": states}
     )
     begun = time.process_time()
     length: dict[str, Any] = {"max_new_tokens": model.config.block_size, "denoising_steps": STEPS}
@@ -116,19 +135,31 @@ def measure(options: argparse.Namespace) -> None:
         made = random_model(config, torch.bfloat16, torch.device("cpu"))
         made.save_pretrained(folder)
         del made
-        inputs = inputs_of(MRPForCausalLM.from_pretrained(folder, dtype=torch.bfloat16), None, 1, PROMPT)
+        inputs = inputs_of(
+            MRPForCausalLM.from_pretrained(folder, dtype=torch.bfloat16), None, 1, PROMPT
+        )
         plain, size = loaded(Path(folder), inputs)
-        computed = {name: shape.weight_bytes(per_weight) for name, per_weight in WEIGHT_BYTES.items()}
+        computed = {
+            name: shape.weight_bytes(per_weight) for name, per_weight in WEIGHT_BYTES.items()
+        }
         emit({"kind": "bfloat16", "bytes": size, "computed": computed["bfloat16"]}, file)
         for name in options.kinds:
             model, size = loaded(Path(folder), inputs, KINDS[name][1]())
             line = {"kind": name, "bytes": size, "computed": computed[KINDS[name][0]]}
             for states in STATES:
-                ways = {way: partial(seconds_a_forward, of, inputs, states) for way, of in (("plain", plain), ("it", model))}
+                ways = {
+                    way: partial(seconds_a_forward, of, inputs, states)
+                    for way, of in (("plain", plain), ("it", model))
+                }
                 taken = take_turns(ways, options.turns)
-                ratios = [ours / theirs for ours, theirs in zip(taken["it"], taken["plain"], strict=True)]
+                ratios = [
+                    ours / theirs for ours, theirs in zip(taken["it"], taken["plain"], strict=True)
+                ]
                 line[f"K={states}"] = {
-                    **{f"{way}_ms": spread([1000 * s for s in seconds], 1) for way, seconds in taken.items()},
+                    **{
+                        f"{way}_ms": spread([1000 * s for s in seconds], 1)
+                        for way, seconds in taken.items()
+                    },
                     "ratio": spread(ratios, 2),
                 }
             emit(line, file)
@@ -141,7 +172,10 @@ def cpu_name() -> str:
     """Return the processor's name, from Linux's list of processors where there is one."""
     listed = Path("/proc/cpuinfo")
     lines = listed.read_text().splitlines() if listed.exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor())
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        platform.processor(),
+    )
 
 
 def table(path: Path) -> str:
@@ -150,18 +184,28 @@ def table(path: Path) -> str:
     plain = next(line for line in lines if line["kind"] == "bfloat16")
     rows = []
     for line in (plain, *(line for line in lines if line["kind"] != "bfloat16")):
-        cells = [line["kind"], f"{line['bytes']:,}", f"{line['bytes'] / plain['bytes']:.2f}", f"{line['computed']:,}"]
+        cells = [
+            line["kind"],
+            f"{line['bytes']:,}",
+            f"{line['bytes'] / plain['bytes']:.2f}",
+            f"{line['computed']:,}",
+        ]
         for states in STATES if line is not plain else ():
             times, ratio = line[f"K={states}"], line[f"K={states}"]["ratio"]
             cells.append(f"{times['plain_ms']['median']:.0f}, {times['it_ms']['median']:.0f}")
             cells.append(f"{ratio['median']:.2f} ({ratio['range'][0]:.2f}-{ratio['range'][1]:.2f})")
         rows.append(cells + [""] * (8 - len(cells)))
-    timed = [cell for states in STATES for cell in (f"K = {states}: ms of bfloat16, of this", "over bfloat16")]
+    timed = [
+        cell
+        for states in STATES
+        for cell in (f"K = {states}: ms of bfloat16, of this", "over bfloat16")
+    ]
     return markdown_table(["weights", "bytes", "of bfloat16", "computed", *timed], rows)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line: print JSON lines, or with `--table` a Markdown table of measured ones."""
+    """Run the command line: print JSON lines, or with `--table` a Markdown table of measured
+    ones."""
     parser = parser_of("quantized_cpu", __doc__)
     parser.add_argument("--shape", choices=("0.6b", "1.7b"), default="0.6b")
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))

@@ -1,17 +1,20 @@
-"""The released reference: speculative decoding as in the published code, with `generate`'s model, cache and choice of tokens.
+"""The released reference: speculative decoding as in the published code, with `generate`'s model,
+cache and choice of tokens.
 
-Written from a description of it alone. Besides its rounds, a block costs a seed forward and one that stores its keys and
-values:
+Written from a description of it alone. Besides its rounds, a block costs a seed forward and one
+that stores its keys and values:
 
 1. **seed**: the first state of the block is scored; its reveal is slot 0 of the first round.
-2. **first round**: K states, all drafted by the head: slot 0 is the seed's own reveal, each other slot the state that the head
-   expects after the slot before.
-3. **later rounds**: K + 1 states. Slot 0 is the state after the last accepted one, and its reveal is a *bonus* token; the first
-   draft after it comes from the stale logits of the last accepted state, the others from the head.
+2. **first round**: K states, all drafted by the head: slot 0 is the seed's own reveal, each other
+   slot the state that the head expects after the slot before.
+3. **later rounds**: K + 1 states. Slot 0 is the state after the last accepted one, and its reveal
+   is a *bonus* token; the first draft after it comes from the stale logits of the last accepted
+   state, the others from the head.
 4. **store**: one more forward over the clean block.
 
-The head sees only its own block; with `head_prefix` also the text before it, as in this package. The text is that of `static`.
-Rows are decoded one by one, since a batch of the released code waits for its slowest row. For a CPU.
+The head sees only its own block; with `head_prefix` also the text before it, as in this package.
+The text is that of `static`. Rows are decoded one by one, since a batch of the released code waits
+for its slowest row. For a CPU.
 """
 
 from collections.abc import Sequence
@@ -94,7 +97,8 @@ class Decode:
         return len(chain) - 1
 
     def _drafted(self, first: bool) -> list[State]:
-        """Return the row's state and its drafts: at most K states in a block's first round, K + 1 in a later one."""
+        """Return the row's state and its drafts: at most K states in a block's first round, K + 1
+        in a later one."""
         chain, said = [self.row.state], self.row.source
         hidden = None if said is None else said.hidden
         for slot in range(1, self.states + (not first)):
@@ -103,14 +107,17 @@ class Decode:
             if first or slot > 1:
                 assert hidden is not None
                 hidden = self._head(chain[-1], hidden)
-                (said,) = self.networks.pick(self.networks.drafter, [(self.row, chain[-1])], [hidden])
+                (said,) = self.networks.pick(
+                    self.networks.drafter, [(self.row, chain[-1])], [hidden]
+                )
             assert said is not None
             where, _ = self.rule.reveal(chain[-1], said, None)
             chain.append(self.row.after(chain[-1], where, said.token))
         return chain
 
     def _head(self, state: State, hidden: Hidden) -> Hidden:
-        """Compute the head's estimate h_A + h_C at a state from `hidden`, which belong to the state before it."""
+        """Compute the head's estimate h_A + h_C at a state from `hidden`, which belong to the state
+        before it."""
         held = self.row.held
         if not self.head_prefix:
             self.row.held = self.row.head_held = 0
@@ -125,19 +132,24 @@ class Released:
 
     Attributes:
         states: K.
-        head_prefix: Whether the head sees the text before the block; in the released code it does not.
+        head_prefix: Whether the head sees the text before the block; in the released code it does
+            not.
     """
 
     states: int
     head_prefix: bool = False
 
     @torch.inference_mode()
-    def __call__(self, model: MRPForCausalLM, prompts: list[list[int]], new_tokens: int, eos: list[int]) -> Measured:
+    def __call__(
+        self, model: MRPForCausalLM, prompts: list[list[int]], new_tokens: int, eos: list[int]
+    ) -> Measured:
         """See `Loop`."""
         rule = Static((1,) * model.config.block_size)
         mode, rows = Mode(rule, drafting=Drafting(self.states + 1, 1, self.states)), list[Row]()
         for prompt in prompts:
-            networks, (row,) = greedy_decode(model, mode, [prompt], new_tokens, eos, self.states + 2)
+            networks, (row,) = greedy_decode(
+                model, mode, [prompt], new_tokens, eos, self.states + 2
+            )
             Decode(networks, row, rule, self.states, self.head_prefix).run()
             rows.append(row)
         return Measured.of_rows(rows)

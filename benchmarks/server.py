@@ -26,7 +26,15 @@ from safetensors.torch import load_file, save_file
 START_SECONDS, ANSWER_SECONDS = 300, 300
 # The engine's flags and environment on a machine without a GPU.
 CPU_FLAGS = (
-    *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--disable-cuda-graph"),
+    *(
+        "--device",
+        "cpu",
+        "--attention-backend",
+        "torch_native",
+        "--sampling-backend",
+        "pytorch",
+        "--disable-cuda-graph",
+    ),
     *("--max-total-tokens", "65536", "--dtype", "float32"),
 )
 CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1"}
@@ -35,15 +43,23 @@ _GAUGE = re.compile(r"^(?:sglang:)?(\w+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 
 
 def backbone_for_stock(source: Path, target: Path) -> Path:
-    """Write the backbone of a single-file checkpoint, without code, for the engine's own SDAR class; return `target`."""
+    """Write the backbone of a single-file checkpoint, without code, for the engine's own SDAR
+    class; return `target`."""
     target.mkdir()
     tensors = load_file(source / "model.safetensors")
-    save_file({name: t for name, t in tensors.items() if not name.startswith("mrp_head.")}, target / "model.safetensors")
+    save_file(
+        {name: t for name, t in tensors.items() if not name.startswith("mrp_head.")},
+        target / "model.safetensors",
+    )
     config = json.loads((source / "config.json").read_text())
     kept = {name: value for name, value in config.items() if name not in HEAD_FIELDS}
     # The layers are Qwen3's; the model type `sdar` would need code from the checkpoint.
-    (target / "config.json").write_text(json.dumps({**kept, "architectures": ["SDARForCausalLM"], "model_type": "qwen3"}))
-    ends = {"eos_token_id": json.loads((source / "generation_config.json").read_text())["eos_token_id"]}
+    (target / "config.json").write_text(
+        json.dumps({**kept, "architectures": ["SDARForCausalLM"], "model_type": "qwen3"})
+    )
+    ends = {
+        "eos_token_id": json.loads((source / "generation_config.json").read_text())["eos_token_id"]
+    }
     (target / "generation_config.json").write_text(json.dumps(ends))
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (target / name).write_bytes((source / name).read_bytes())
@@ -62,7 +78,8 @@ class Measured:
         replies: The response of the engine's endpoint `/generate` to each prompt.
         seconds: From the first request to the last answer.
         cpu_seconds: CPU time of the engine's processes in these seconds.
-        forwards: Backbone forwards in which a request took part, summed over requests; those of whole prompt blocks excluded.
+        forwards: Backbone forwards in which a request took part, summed over requests; those of
+            whole prompt blocks excluded.
     """
 
     replies: list[dict[str, Any]]
@@ -118,8 +135,20 @@ class Server:
             free.bind(("127.0.0.1", 0))
             self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
         self._command = [sys.executable, "-m", module, "--model-path", str(model)]
-        self._command += ["--host", "127.0.0.1", "--port", self.url.rpartition(":")[2], "--enable-metrics", "--sleep-on-idle"]
-        self._command += ["--max-running-requests", str(max_running_requests), "--dllm-algorithm", algorithm]
+        self._command += [
+            "--host",
+            "127.0.0.1",
+            "--port",
+            self.url.rpartition(":")[2],
+            "--enable-metrics",
+            "--sleep-on-idle",
+        ]
+        self._command += [
+            "--max-running-requests",
+            str(max_running_requests),
+            "--dllm-algorithm",
+            algorithm,
+        ]
         self._command += ["--dllm-algorithm-config", str(folder / "options.yaml"), *flags]
         self._environment = {"HF_HUB_OFFLINE": "1", **os.environ, **environment}
         self._process: subprocess.Popen[bytes] | None = None
@@ -142,7 +171,12 @@ class Server:
         self.close()
         raise self._died(f"no engine within {START_SECONDS} s")
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def _died(self, why: str) -> ServerDied:
@@ -164,22 +198,38 @@ class Server:
             HTTPError: if the server refuses the request.
         """
         data = None if body is None else json.dumps(body).encode()
-        return self._opener.open(Request(self.url + path, data, {"Content-Type": "application/json"}), timeout=ANSWER_SECONDS)
+        return self._opener.open(
+            Request(self.url + path, data, {"Content-Type": "application/json"}),
+            timeout=ANSWER_SECONDS,
+        )
 
     def ask(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Post a request; return the JSON object of the response."""
         with self.open(path, body) as response:
             return dict(json.load(response))
 
-    def generate(self, prompt: Sequence[int], max_new_tokens: int, **custom_params: Any) -> dict[str, Any]:
-        """Request one text, greedily; return the response, with `output_ids`, `text` and `meta_info`."""
-        options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": 0, "custom_params": custom_params or None}
+    def generate(
+        self, prompt: Sequence[int], max_new_tokens: int, **custom_params: Any
+    ) -> dict[str, Any]:
+        """Request one text, greedily; return the response, with `output_ids`, `text` and
+        `meta_info`."""
+        options: dict[str, Any] = {
+            "max_new_tokens": max_new_tokens,
+            "temperature": 0,
+            "custom_params": custom_params or None,
+        }
         return self.ask("/generate", {"input_ids": list(prompt), "sampling_params": options})
 
     def measure(
-        self, prompts: Sequence[Sequence[int]], budgets: Sequence[int], concurrency: int, block: int, **custom_params: Any
+        self,
+        prompts: Sequence[Sequence[int]],
+        budgets: Sequence[int],
+        concurrency: int,
+        block: int,
+        **custom_params: Any,
     ) -> "Measured":
-        """Request a text for each prompt from `concurrency` clients; return answers and costs. The prefix cache begins empty.
+        """Request a text for each prompt from `concurrency` clients; return answers and costs. The
+        prefix cache begins empty.
 
         Args:
             prompts: The ids of each prompt.
@@ -196,9 +246,17 @@ class Server:
         time.sleep(0.5)  # the engine counts the last batch only after answering it
         after = self.metrics()
         blocks = sum(len(prompt) // block for prompt in prompts)
-        cached = (after["realtime_tokens_total/prefill_cache"] - before["realtime_tokens_total/prefill_cache"]) / block
-        # The engine's own algorithms take one forward whenever a row is scheduled; MRP counts its forwards itself.
-        name = "mrp_forwards_total" if "mrp_forwards_total" in after else "realtime_tokens_total/prefill_compute"
+        cached = (
+            after["realtime_tokens_total/prefill_cache"]
+            - before["realtime_tokens_total/prefill_cache"]
+        ) / block
+        # The engine's own algorithms take one forward whenever a row is scheduled; MRP counts its
+        # forwards itself.
+        name = (
+            "mrp_forwards_total"
+            if "mrp_forwards_total" in after
+            else "realtime_tokens_total/prefill_compute"
+        )
         forwards = (after[name] - before[name]) / (1 if name.startswith("mrp_") else block)
         return Measured(replies, seconds, round(forwards + cached) - blocks, worked)
 
@@ -213,7 +271,8 @@ class Server:
         return sum(sum(process.cpu_times()[:2]) for process in self.processes())
 
     def metrics(self) -> defaultdict[str, float]:
-        """Read counters and gauges, summed over all labels but `mode`; return them by "name" or "name/mode"."""
+        """Read counters and gauges, summed over all labels but `mode`; return them by "name" or
+        "name/mode"."""
         found: defaultdict[str, float] = defaultdict(float)
         with self.open("/metrics") as response:
             lines = response.read().decode()
@@ -227,6 +286,7 @@ class Server:
         return sum(process.memory_full_info().uss for process in self.processes())
 
     def load(self) -> dict[str, Any]:
-        """Read the engine's load: `num_running_reqs`, `num_waiting_reqs`, `num_used_tokens` and more."""
+        """Read the engine's load: `num_running_reqs`, `num_waiting_reqs`, `num_used_tokens` and
+        more."""
         with self.open("/v1/loads?include=core") as response:
             return dict(json.load(response)["loads"][0])

@@ -1,16 +1,20 @@
-"""Decode random cases for a bounded time, each text in several ways that must agree, and count what was compared.
+"""Decode random cases for a bounded time, each text in several ways that must agree, and count what
+was compared.
 
     python -m benchmarks.soak --minutes 30 --output FILE [--seed 0] [--mode MODE ...]
 
-Models are tiny, with random weights in float64, where near ties do not occur: every difference is a bug. A case compares a
-batch with
-- `mode`: a mode that drafts, if the case's mode can be a target; otherwise the same rows in another order and padding;
+Models are tiny, with random weights in float64, where near ties do not occur: every difference is a
+bug. A case compares a batch with
+- `mode`: a mode that drafts, if the case's mode can be a target; otherwise the same rows in another
+  order and padding;
 - `alone`: one of its rows, decoded by itself;
 - `reference`: one of its rows, decoded by the slow decoder without a cache, `tests/reference.py`;
-- `reuse`: its texts, cut somewhere and sometimes changed, continued from `past_key_values` and without.
+- `reuse`: its texts, cut somewhere and sometimes changed, continued from `past_key_values` and
+  without.
 
-Cases are functions of the seed, their number and `--mode`: `--first N --cases 1` repeats one. The last line has the counts;
-`tokens_drafted` counts, by target, tokens of drafted texts that were compared with the target's.
+Cases are functions of the seed, their number and `--mode`: `--first N --cases 1` repeats one. The
+last line has the counts; `tokens_drafted` counts, by target, tokens of drafted texts that were
+compared with the target's.
 """
 
 import time
@@ -30,7 +34,8 @@ SIZES = (1, 3, 12, 48, 64)
 
 
 def compared(case: Case) -> Iterator[tuple[str, Row, Row]]:
-    """Decode a case in several ways; yield the kind of each comparison, and the two rows, which must be equal."""
+    """Decode a case in several ways; yield the kind of each comparison, and the two rows, which
+    must be equal."""
     rng, every = case.rng, list(range(len(case.prompts)))
     if rng.random() < 0.3:
         case.options["max_new_tokens"] += rng.randint(0, 60)
@@ -44,7 +49,8 @@ def compared(case: Case) -> Iterator[tuple[str, Row, Row]]:
     yield "alone", batch[one], alone
     yield "reference", batch[one], of_slow(case.by_reference(one))
     if rng.random() < 0.6:
-        past = out_again if order is every and rng.random() < 0.7 else out  # with the head's keys and values, or without
+        # with the head's keys and values, or without
+        past = out_again if order is every and rng.random() < 0.7 else out
         case.go_on(batch, 300)
         cached, _ = case.decode(past_key_values=past.past_key_values, **case.drafted())
         plain, _ = case.decode()
@@ -59,9 +65,14 @@ def soak(
     sizes: Sequence[int] = SIZES,
     modes: Sequence[str] = MODES,
 ) -> Iterator[dict[str, Any]]:
-    """Compare case after case; yield a result line for each mismatch, and at last a line with all counts."""
+    """Compare case after case; yield a result line for each mismatch, and at last a line with all
+    counts."""
     begin = time.monotonic()
-    kinds, drafted, total = Counter[str](), Counter[str](), Counter[str](tokens=0, rows=0, cases=0, calls=0, mismatches=0)
+    kinds, drafted, total = (
+        Counter[str](),
+        Counter[str](),
+        Counter[str](tokens=0, rows=0, cases=0, calls=0, mismatches=0),
+    )
 
     def counts() -> dict[str, Any]:
         by = {"tokens_by_kind": dict(kinds), "tokens_drafted": dict(sorted(drafted.items()))}
@@ -80,7 +91,12 @@ def soak(
                 drafted[mode] += count * (kind == "mode" and mode in TARGETS)
         except Exception as error:  # a crash is a finding like any other; go on with the next case
             total["mismatches"] += 1
-            yield {"mismatch": kind, "case": number, "mode": case.mode, "error": f"{type(error).__name__}: {error}"[:500]}
+            yield {
+                "mismatch": kind,
+                "case": number,
+                "mode": case.mode,
+                "error": f"{type(error).__name__}: {error}"[:500],
+            }
         total.update(cases=1, calls=case.calls)
     yield counts()
 
@@ -89,20 +105,37 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return 1 if a comparison failed."""
     parser = parser_of("soak", __doc__)
     parser.add_argument("--minutes", type=float, default=30.0, help="how long to go on")
-    parser.add_argument("--output", type=Path, required=True, help="JSON lines: a header, mismatches, and the counts at last")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        required=True,
+        help="JSON lines: a header, mismatches, and the counts at last",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--cases", type=int, default=None, help="cases at most")
-    parser.add_argument("--mode", nargs="+", choices=list(dict.fromkeys(MODES)), default=list(MODES), help="modes of cases")
-    parser.add_argument("--rows", type=int, nargs="+", default=SIZES, help="sizes that a batch may have")
+    parser.add_argument(
+        "--mode",
+        nargs="+",
+        choices=list(dict.fromkeys(MODES)),
+        default=list(MODES),
+        help="modes of cases",
+    )
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=SIZES, help="sizes that a batch may have"
+    )
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)  # with such small products, more threads only wait for each other
     line: dict[str, Any] = {}
-    if options.output.exists() and not options.output.read_text().startswith('{"benchmark": "soak"'):
+    if options.output.exists() and not options.output.read_text().startswith(
+        '{"benchmark": "soak"'
+    ):
         parser.error(f"{options.output} is there, and no earlier soak: name another file")
     with options.output.open("w") as file:
         emit(header("soak", options), file)
-        for line in soak(options.minutes, options.seed, options.first, options.cases, options.rows, options.mode):
+        for line in soak(
+            options.minutes, options.seed, options.first, options.cases, options.rows, options.mode
+        ):
             emit(line, file)
     return int(line["mismatches"] > 0)
 

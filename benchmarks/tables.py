@@ -1,16 +1,18 @@
 """Print the tables in the documents from measured lines.
 
-``python -m benchmarks.tables TABLE`` reads `benchmarks/results` (or `--results FOLDER`). From `tiny_frontier*.jsonl`:
-`frontier` has accuracy and cost of every mode and setting, `undrafted` leaves out the drafted ones; `targets` has every target,
-alone and drafted, `summary` its main numbers; `break_even` what a head pass may cost; `aims` what a pass with a shortlist
-gains, beside the aim; `headline` drafts of `static` beside the released reference.
-From files of their own: `fresh` (`tiny_fresh_{math,code}.jsonl`) targets on fresh problems; `sampled` (`tiny_sampled.jsonl`)
-targets at temperature 1; `seeds` (`tiny_seed_*.jsonl`) heads of several training seeds; `rules` (`tiny_rules.jsonl`) every
-reveal rule; `heldout` (`tiny_heldout_{math,code}.jsonl`) the model card's table. `provenance` says at which commit each file
-was measured.
+``python -m benchmarks.tables TABLE`` reads `benchmarks/results` (or `--results FOLDER`). From
+`tiny_frontier*.jsonl`: `frontier` has accuracy and cost of every mode and setting, `undrafted`
+leaves out the drafted ones; `targets` has every target, alone and drafted, `summary` its main
+numbers; `break_even` what a head pass may cost; `aims` what a pass with a shortlist gains, beside
+the aim; `headline` drafts of `static` beside the released reference.
+From files of their own: `fresh` (`tiny_fresh_{math,code}.jsonl`) targets on fresh problems;
+`sampled` (`tiny_sampled.jsonl`) targets at temperature 1; `seeds` (`tiny_seed_*.jsonl`) heads of
+several training seeds; `rules` (`tiny_rules.jsonl`) every reveal rule; `heldout`
+(`tiny_heldout_{math,code}.jsonl`) the model card's table. `provenance` says at which commit each
+file was measured.
 
-Tokens are per unit (`mrp_trainer.evaluate.cost`): a backbone forward, with the head's passes charged as at the 4B shape, unless
-a column says otherwise.
+Tokens are per unit (`mrp_trainer.evaluate.cost`): a backbone forward, with the head's passes
+charged as at the 4B shape, unless a column says otherwise.
 """
 
 import json
@@ -29,7 +31,17 @@ from mrp_trainer.publish.card import markdown_table, results_table
 from modeling_mrp.networks.picker import SHORTLIST
 
 from .common import RESULTS, parser_of, read_lines
-from .frontier import GRAPH, JUDGED, STATES, WIDTHS, graph_of, listed, on_frontier, sampled_settings, setting_name
+from .frontier import (
+    GRAPH,
+    JUDGED,
+    STATES,
+    WIDTHS,
+    graph_of,
+    listed,
+    on_frontier,
+    sampled_settings,
+    setting_name,
+)
 from .targets import RULES, TARGETS, alone, drafted
 
 Line = dict[str, Any]
@@ -37,7 +49,11 @@ Line = dict[str, Any]
 
 def frontier_lines(folder: Path = RESULTS) -> list[Line]:
     """Read the lines of all files of the frontier, in the order math, code, source."""
-    lines = [charged(line) for path in sorted(folder.glob("tiny_frontier*.jsonl")) for line in read_lines(path)]
+    lines = [
+        charged(line)
+        for path in sorted(folder.glob("tiny_frontier*.jsonl"))
+        for line in read_lines(path)
+    ]
     return sorted(lines, key=lambda line: FAMILIES.index(line["family"]))
 
 
@@ -58,11 +74,16 @@ def interval(line: Line, name: str, digits: int) -> str:
 
 def solved_and_speed(lines: Iterable[Line]) -> list[str]:
     """Format accuracy and tokens per unit of each line, two cells each."""
-    return [cell for line in lines for cell in (interval(line, "accuracy", 1), interval(line, "tokens_per_unit", 2))]
+    return [
+        cell
+        for line in lines
+        for cell in (interval(line, "accuracy", 1), interval(line, "tokens_per_unit", 2))
+    ]
 
 
 def row_of(lines: Iterable[Line], name: str, shape: str = CHARGED) -> str:
-    """Format the number `name` of several lines, separated by commas; head passes are charged as at `shape`."""
+    """Format the number `name` of several lines, separated by commas; head passes are charged as at
+    `shape`."""
     return ", ".join(f"{charged(line, shape)[name]:.2f}" for line in lines)
 
 
@@ -76,17 +97,24 @@ def ratio(line: Line, other: Line, name: str) -> str:
     return f"{value:.2f}x, {low:.2f}-{high:.2f}"
 
 
-SOLVED_AND_SPEED = [title for family in JUDGED for title in (f"{family} %", f"{family}: tokens / unit")]
+SOLVED_AND_SPEED = [
+    title for family in JUDGED for title in (f"{family} %", f"{family}: tokens / unit")
+]
 _OTHERS = [shape for shape in HEAD_SHARES if shape != CHARGED]
 
 
 def frontier(folder: Path = RESULTS, drafted: bool = True) -> str:
-    """Tabulate accuracy and tokens per unit, with 95 % intervals, of every setting, or only of settings without drafts.
+    """Tabulate accuracy and tokens per unit, with 95 % intervals, of every setting, or only of
+    settings without drafts.
 
     A star marks the settings of the frontier (`on_frontier`).
     """
     of, rows = by_setting(folder, JUDGED), []
-    best = {key for key, line in of.items() if on_frontier(line, [of[other] for other in of if other[0] == key[0]])}
+    best = {
+        key
+        for key, line in of.items()
+        if on_frontier(line, [of[other] for other in of if other[0] == key[0]])
+    }
     for name in dict.fromkeys(name for _, name in of):
         made = [of[family, name] for family in JUDGED if (family, name) in of]
         if not drafted and "target" in made[0]:
@@ -95,34 +123,64 @@ def frontier(folder: Path = RESULTS, drafted: bool = True) -> str:
         for family in JUDGED:
             shown = solved_and_speed([of[family, name]]) if (family, name) in of else ["", ""]
             cells += [shown[0], shown[1] + " *" * ((family, name) in best)]
-        differ = ", ".join(str(line["texts_that_differ"]) for line in made if "texts_that_differ" in line)
+        differ = ", ".join(
+            str(line["texts_that_differ"]) for line in made if "texts_that_differ" in line
+        )
         units = [row_of(made, "tokens_per_unit", shape) for shape in _OTHERS]
-        rows.append([name, *cells, *units, row_of(made, "tokens_per_forward"), row_of(made, "head_per_token"), differ])
-    head = [*(f"at {shape}" for shape in _OTHERS), "tokens / forward", "head / token", "texts that differ"]
-    return markdown_table(["mode", *SOLVED_AND_SPEED, *(f"{title} ({', '.join(JUDGED)})" for title in head)], rows)
+        rows.append(
+            [
+                name,
+                *cells,
+                *units,
+                row_of(made, "tokens_per_forward"),
+                row_of(made, "head_per_token"),
+                differ,
+            ]
+        )
+    head = [
+        *(f"at {shape}" for shape in _OTHERS),
+        "tokens / forward",
+        "head / token",
+        "texts that differ",
+    ]
+    return markdown_table(
+        ["mode", *SOLVED_AND_SPEED, *(f"{title} ({', '.join(JUDGED)})" for title in head)], rows
+    )
 
 
 def ways(target: str, states: int) -> dict[str, Line]:
-    """Return by name the settings that draft for a target with K = `states`; the last setting makes two head passes."""
+    """Return by name the settings that draft for a target with K = `states`; the last setting makes
+    two head passes."""
     return {
-        **{mode: drafted(mode, target, states) for mode in ("self_spec", "draft_graph", "mrp_spec")},
+        **{
+            mode: drafted(mode, target, states) for mode in ("self_spec", "draft_graph", "mrp_spec")
+        },
         "mrp_spec 2 passes": drafted("mrp_spec", target, states, draft_passes=2),
     }
 
 
-def _made(of: dict[tuple[str, str], Line], family: str, target: str, states: int) -> dict[str, Line]:
+def _made(
+    of: dict[tuple[str, str], Line], family: str, target: str, states: int
+) -> dict[str, Line]:
     """Return the measured lines of the settings in `ways`, by name."""
-    named = {way: of.get((family, setting_name(setting))) for way, setting in ways(target, states).items()}
+    named = {
+        way: of.get((family, setting_name(setting)))
+        for way, setting in ways(target, states).items()
+    }
     return {way: line for way, line in named.items() if line is not None}
 
 
 def _headless(made: dict[str, Line]) -> Line:
     """Return the line with the most tokens per unit among drafts without a head."""
-    return max((line for line in made.values() if not line["head_per_token"]), key=lambda line: line["tokens_per_unit"])
+    return max(
+        (line for line in made.values() if not line["head_per_token"]),
+        key=lambda line: line["tokens_per_unit"],
+    )
 
 
 def targets(folder: Path = RESULTS) -> str:
-    """Tabulate tokens per unit of each target, alone and drafted, with tokens per forward in brackets.
+    """Tabulate tokens per unit of each target, alone and drafted, with tokens per forward in
+    brackets.
 
     The ratios are of `mrp_spec` with one pass over the best draft without a head.
     """
@@ -134,15 +192,20 @@ def targets(folder: Path = RESULTS) -> str:
             for line in made.values():
                 plain = f" ({line['tokens_per_forward']:.2f})" if line["head_per_token"] else ""
                 cells.append(f"{line['tokens_per_unit']:.2f}{plain}")
-            over.append(f"{made['mrp_spec']['tokens_per_unit'] / _headless(made)['tokens_per_unit']:.2f}x")
+            over.append(
+                f"{made['mrp_spec']['tokens_per_unit'] / _headless(made)['tokens_per_unit']:.2f}x"
+            )
         own = of[family, setting_name(alone(target))]["tokens_per_unit"]
-        rows.append([f"`{target}`", family, f"{own:.2f}", *cells, *over, str(_differ(of, [family], target))])
+        rows.append(
+            [f"`{target}`", family, f"{own:.2f}", *cells, *over, str(_differ(of, [family], target))]
+        )
     head = [f"{way} K={states}" for states in (4, 8) for way in _made(of, "math", "static", states)]
     over = [f"mrp_spec over the best without a head, K={states}" for states in (4, 8)]
     return markdown_table(["target", "problems", "alone", *head, *over, "texts that differ"], rows)
 
 
-# By target and K, the aims for math and code: tokens per unit over those of the best draft without a head.
+# By target and K, the aims for math and code: tokens per unit over those of the best draft without
+# a head.
 AIMS = {
     **{(target, 4): (1.05, 1.05) for target in TARGETS},
     **{("dynamic", 4): (1.3, 1.3), ("static", 8): (1.35, 1.35), ("sequential", 8): (1.2, 1.3)},
@@ -151,7 +214,8 @@ AIMS = {
 
 
 def aims(folder: Path = RESULTS) -> str:
-    """Tabulate tokens per unit of `mrp_spec`, the ratio to the best draft without a head at the same K, and the aimed ratio.
+    """Tabulate tokens per unit of `mrp_spec`, the ratio to the best draft without a head at the
+    same K, and the aimed ratio.
 
     Passes are charged as with a shortlist; columns are by number of passes, with 95 % intervals.
     """
@@ -159,17 +223,46 @@ def aims(folder: Path = RESULTS) -> str:
     for target, states, (place, family) in product(TARGETS, WIDTHS, enumerate(JUDGED)):
         made, aim = _made(of, family, target, states), AIMS[target, states][place]
         best = _headless(made)
-        drafts = [charged({**line, "draft_shortlist": SHORTLIST}) for line in made.values() if line["head_per_token"]]
+        drafts = [
+            charged({**line, "draft_shortlist": SHORTLIST})
+            for line in made.values()
+            if line["head_per_token"]
+        ]
         over = f"over_{best['decoding']}"
-        cells = [f"{line['tokens_per_unit']:.2f} ({ratio(line, best, over)})" for line in drafts] + [""] * (2 - len(drafts))
+        cells = [
+            f"{line['tokens_per_unit']:.2f} ({ratio(line, best, over)})" for line in drafts
+        ] + [""] * (2 - len(drafts))
         reached = max(line["tokens_per_unit"] for line in drafts) >= aim * best["tokens_per_unit"]
         stale = f"{best['decoding']} {best['tokens_per_unit']:.2f}"
-        rows.append([f"`{target}`", str(states), family, stale, *cells, f"{aim}x", "yes" if reached else "no"])
-    return markdown_table(["target", "K", "problems", "best without a head", "one pass", "two passes", "aim", "reached"], rows)
+        rows.append(
+            [
+                f"`{target}`",
+                str(states),
+                family,
+                stale,
+                *cells,
+                f"{aim}x",
+                "yes" if reached else "no",
+            ]
+        )
+    return markdown_table(
+        [
+            "target",
+            "K",
+            "problems",
+            "best without a head",
+            "one pass",
+            "two passes",
+            "aim",
+            "reached",
+        ],
+        rows,
+    )
 
 
 def break_even(folder: Path = RESULTS) -> str:
-    """Tabulate the most that a head pass may cost, in percent of a backbone forward, to match the best draft without a head.
+    """Tabulate the most that a head pass may cost, in percent of a backbone forward, to match the
+    best draft without a head.
 
     Drafts with and without a head have the same K, and are compared by tokens per unit.
     """
@@ -178,33 +271,56 @@ def break_even(folder: Path = RESULTS) -> str:
         cells = []
         for states in WIDTHS:
             made = _made(of, family, target, states)
-            cells += [f"{100 * affordable(line, _headless(made)):.0f}" for line in made.values() if line["head_per_token"]]
+            cells += [
+                f"{100 * affordable(line, _headless(made)):.0f}"
+                for line in made.values()
+                if line["head_per_token"]
+            ]
         rows.append([f"`{target}`", family, *cells])
     return markdown_table(["target", "problems", "K=4", "K=8", "K=8, two passes"], rows)
 
 
 def _differ(of: dict[tuple[str, str], Line], families: Sequence[str], target: str) -> int:
     """Count the drafted texts of some families that differ from those of their target alone."""
-    drafts = (line for (family, _), line in of.items() if family in families and line.get("target") == target)
+    drafts = (
+        line
+        for (family, _), line in of.items()
+        if family in families and line.get("target") == target
+    )
     return sum(line["texts_that_differ"] for line in drafts)
 
 
 def summary(folder: Path = RESULTS) -> str:
-    """Tabulate problems solved and tokens per unit of each target, alone and drafted, then the widest interval."""
+    """Tabulate problems solved and tokens per unit of each target, alone and drafted, then the
+    widest interval."""
     of, rows, arms = by_setting(folder), [], list[float]()
     for target in TARGETS:
-        settings = [alone(target), *(drafted(mode, target, k) for k in (4, 8) for mode in ("self_spec", "mrp_spec"))]
+        settings = [
+            alone(target),
+            *(drafted(mode, target, k) for k in (4, 8) for mode in ("self_spec", "mrp_spec")),
+        ]
         made = [[of[family, setting_name(setting)] for family in JUDGED] for setting in settings]
         units = [row_of(pair, "tokens_per_unit") for pair in made]
-        arms += [abs(end / line["tokens_per_unit"] - 1) for pair in made for line in pair for end in line["tokens_per_unit_95"]]
+        arms += [
+            abs(end / line["tokens_per_unit"] - 1)
+            for pair in made
+            for line in pair
+            for end in line["tokens_per_unit_95"]
+        ]
         others = [row_of(made[-1], "tokens_per_unit", shape) for shape in _OTHERS]
         solved = ", ".join(f"{line['accuracy']:.1f}" for line in made[0])
         plain = row_of(made[-1], "tokens_per_forward")
-        rows.append([f"`{target}`", solved, *units, *others, plain, str(_differ(of, JUDGED, target))])
+        rows.append(
+            [f"`{target}`", solved, *units, *others, plain, str(_differ(of, JUDGED, target))]
+        )
     head = ["alone", *(f"`{mode}`, K = {k}" for k in (4, 8) for mode in ("self_spec", "mrp_spec"))]
     last = [*(f"at {shape}" for shape in _OTHERS), "a forward"]
     table = markdown_table(["target", "solved, %", *head, *last, "texts that differ"], rows)
-    return f"{table}\n\n95 % intervals of tokens per unit reach {100 * max(arms):.0f} % to either side at most."
+    return (
+        f"{table}\n"
+        "\n"
+        f"95 % intervals of tokens per unit reach {100 * max(arms):.0f} % to either side at most."
+    )
 
 
 _BESIDE_RELEASED: tuple[tuple[str, str, dict[str, bool]], ...] = (
@@ -216,42 +332,69 @@ _BESIDE_RELEASED: tuple[tuple[str, str, dict[str, bool]], ...] = (
 
 
 def headline(folder: Path = RESULTS) -> str:
-    """Tabulate tokens per unit of drafted `static` by family, and in brackets over the released reference at the same K."""
+    """Tabulate tokens per unit of drafted `static` by family, and in brackets over the released
+    reference at the same K."""
     of, rows = by_setting(folder), []
     for states in STATES:
         released = {
-            family: of[family, setting_name(drafted("released", "static", states, head_prefix=False))] for family in FAMILIES
+            family: of[
+                family, setting_name(drafted("released", "static", states, head_prefix=False))
+            ]
+            for family in FAMILIES
         }
         for title, mode, more in _BESIDE_RELEASED:
-            made = {family: of[family, setting_name(drafted(mode, "static", states, **more))] for family in FAMILIES}
+            made = {
+                family: of[family, setting_name(drafted(mode, "static", states, **more))]
+                for family in FAMILIES
+            }
             cells = []
             for family, line in made.items():
-                over = f" ({ratio(line, released[family], 'over_released')})" if "over_released" in line else ""
+                over = (
+                    f" ({ratio(line, released[family], 'over_released')})"
+                    if "over_released" in line
+                    else ""
+                )
                 cells.append(f"{line['tokens_per_unit']:.2f}{over}")
-            rows.append([f"{title} K={states}", *cells, row_of(made.values(), "tokens_per_forward")])
+            rows.append(
+                [f"{title} K={states}", *cells, row_of(made.values(), "tokens_per_forward")]
+            )
     return markdown_table(["mode", *FAMILIES, f"tokens / forward ({', '.join(FAMILIES)})"], rows)
 
 
 def rules(folder: Path = RESULTS) -> str:
-    """Tabulate the problems that each reveal rule solves, with 95 % intervals, and its tokens per unit, alone and drafted."""
+    """Tabulate the problems that each reveal rule solves, with 95 % intervals, and its tokens per
+    unit, alone and drafted."""
     of, rows = named(read_lines(folder / "tiny_rules.jsonl")), []
     for target in RULES:
-        ways = [alone(target), *(drafted("mrp_spec", target, states, draft_passes=1) for states in WIDTHS)]
+        ways = [
+            alone(target),
+            *(drafted("mrp_spec", target, states, draft_passes=1) for states in WIDTHS),
+        ]
         made = [[of[family, setting_name(way)] for family in JUDGED] for way in ways]
         pairs = [row_of(pair, "tokens_per_unit") for pair in made]
         differ = sum(line["texts_that_differ"] for pair in made[1:] for line in pair)
-        rows.append([f"`{target}`", *(interval(line, "accuracy", 1) for line in made[0]), *pairs, str(differ)])
+        rows.append(
+            [
+                f"`{target}`",
+                *(interval(line, "accuracy", 1) for line in made[0]),
+                *pairs,
+                str(differ),
+            ]
+        )
     head = [*(f"{family} %" for family in JUDGED), "alone", *(f"K = {states}" for states in WIDTHS)]
     return markdown_table(["rule", *head, "texts that differ"], rows)
 
 
 def fresh(folder: Path = RESULTS) -> str:
-    """Tabulate the frontier's numbers beside those of 2,000 fresh problems, whose seed is in the file of their lines.
+    """Tabulate the frontier's numbers beside those of 2,000 fresh problems, whose seed is in the
+    file of their lines.
 
     The number in brackets is the difference divided by its standard error; tokens are per forward.
     """
     of, rows = by_setting(folder, JUDGED), []
-    again = named(line for family in JUDGED for line in read_lines(folder / f"tiny_fresh_{family}.jsonl"))
+    again = named(
+        line for family in JUDGED for line in read_lines(folder / f"tiny_fresh_{family}.jsonl")
+    )
 
     def apart(old: Line, new: Line, name: str, digits: int) -> str:
         errors = [(high - low) / 3.92 for low, high in (old[f"{name}_95"], new[f"{name}_95"])]
@@ -260,20 +403,41 @@ def fresh(folder: Path = RESULTS) -> str:
 
     for target, family in product(TARGETS, JUDGED):
         pairs = [(setting, setting) for setting in (alone(target), drafted("self_spec", target, 8))]
-        pairs += [(drafted(GRAPH, target, 8), graph_of(target, 8)), (drafted("mrp_spec", target, 8), listed(target, 8, 1))]
-        made = [(of[family, setting_name(old)], again[family, setting_name(new)]) for old, new in pairs]
+        pairs += [
+            (drafted(GRAPH, target, 8), graph_of(target, 8)),
+            (drafted("mrp_spec", target, 8), listed(target, 8, 1)),
+        ]
+        made = [
+            (of[family, setting_name(old)], again[family, setting_name(new)]) for old, new in pairs
+        ]
         speeds = [apart(*pair, "tokens_per_forward", 2) for pair in made]
         listing = [charged({**line, "draft_shortlist": SHORTLIST}) for line in made[-1]]
-        best = [max(line["tokens_per_forward"] for line in side[1:3]) for side in zip(*made, strict=True)]
-        over = ", ".join(f"{line['tokens_per_unit'] / other:.2f}x" for line, other in zip(listing, best, strict=True))
+        best = [
+            max(line["tokens_per_forward"] for line in side[1:3])
+            for side in zip(*made, strict=True)
+        ]
+        over = ", ".join(
+            f"{line['tokens_per_unit'] / other:.2f}x"
+            for line, other in zip(listing, best, strict=True)
+        )
         differ = sum(line["texts_that_differ"] for _, line in made[1:])
-        rows.append([f"`{target}`", family, apart(*made[0], "accuracy", 1), *speeds, over, str(differ)])
-    head = ["solved, %", "alone", "self_spec", "draft_graph", "mrp_spec", "tokens / unit over the best without a head"]
+        rows.append(
+            [f"`{target}`", family, apart(*made[0], "accuracy", 1), *speeds, over, str(differ)]
+        )
+    head = [
+        "solved, %",
+        "alone",
+        "self_spec",
+        "draft_graph",
+        "mrp_spec",
+        "tokens / unit over the best without a head",
+    ]
     return markdown_table(["target", "problems", *head, "texts that differ"], rows)
 
 
 def sampled(folder: Path = RESULTS) -> str:
-    """Tabulate targets at temperature 1: problems solved and tokens per unit, alone and drafted; cells hold math and code."""
+    """Tabulate targets at temperature 1: problems solved and tokens per unit, alone and drafted;
+    cells hold math and code."""
     of, settings, rows = named(read_lines(folder / "tiny_sampled.jsonl")), sampled_settings(), []
     for target in TARGETS:
         own = [one for one in settings if one.get("target", one["decoding"]) == target]
@@ -286,9 +450,11 @@ def sampled(folder: Path = RESULTS) -> str:
 
 
 def seeds(folder: Path = RESULTS) -> str:
-    """Tabulate tokens per forward of heads that one recipe trained with several seeds, and of the embedded head.
+    """Tabulate tokens per forward of heads that one recipe trained with several seeds, and of the
+    embedded head.
 
-    The spread is the largest over the least, less 1; in brackets is the half width of the first seed's 95 % interval.
+    The spread is the largest over the least, less 1; in brackets is the half width of the first
+    seed's 95 % interval.
     """
     paths = sorted(folder.glob("tiny_seed_*.jsonl"))
     trained = [named(read_lines(path, embedded=False)) for path in paths]
@@ -297,33 +463,64 @@ def seeds(folder: Path = RESULTS) -> str:
         name = family, setting_name(drafted("mrp_spec", target, states))
         speeds = [lines[name]["tokens_per_forward"] for lines in trained]
         low, high = trained[0][name]["tokens_per_forward_95"]
-        spread = f"{max(speeds) / min(speeds) - 1:.1%} ({(high - low) / 2 / speeds[0]:.1%})".replace("%", " %")
+        spread = (
+            f"{max(speeds) / min(speeds) - 1:.1%} ({(high - low) / 2 / speeds[0]:.1%})".replace(
+                "%", " %"
+            )
+        )
         differ = sum(lines[name]["texts_that_differ"] for lines in trained)
         cells = [f"{speed:.2f}" for speed in (*speeds, of[name]["tokens_per_forward"])]
-        rows.append([f"`{target}`", str(states), family, *cells[:-1], spread, cells[-1], str(differ)])
-    head = [*(f"seed {path.stem.rsplit('_', 1)[1]}" for path in paths), "spread", "embedded", "texts that differ"]
+        rows.append(
+            [f"`{target}`", str(states), family, *cells[:-1], spread, cells[-1], str(differ)]
+        )
+    head = [
+        *(f"seed {path.stem.rsplit('_', 1)[1]}" for path in paths),
+        "spread",
+        "embedded",
+        "texts that differ",
+    ]
     return markdown_table(["target", "K", "problems", *head], rows)
 
 
 def heldout(folder: Path = RESULTS) -> str:
     """Tabulate accuracy and cost of the modes on the model card."""
-    return results_table([line for family in JUDGED for line in read_lines(folder / f"tiny_heldout_{family}.jsonl")])
+    return results_table(
+        [line for family in JUDGED for line in read_lines(folder / f"tiny_heldout_{family}.jsonl")]
+    )
 
 
 def provenance(folder: Path = RESULTS) -> str:
-    """Tabulate the commits at which each file of results was measured, and the noted digests of the decoding code."""
+    """Tabulate the commits at which each file of results was measured, and the noted digests of the
+    decoding code."""
     rows = []
     for path in sorted(folder.glob("*.jsonl")):
-        headers = [line for line in map(json.loads, path.read_text().splitlines()) if "benchmark" in line]
+        headers = [
+            line for line in map(json.loads, path.read_text().splitlines()) if "benchmark" in line
+        ]
         commits = ", ".join(dict.fromkeys(str(header["commit"]) for header in headers))
-        noted = ", ".join(dict.fromkeys(header.get("deciding", "of that commit") for header in headers))
+        noted = ", ".join(
+            dict.fromkeys(header.get("deciding", "of that commit") for header in headers)
+        )
         if headers:  # training logs have none
             rows.append([f"`{path.name}`", commits, noted])
     return markdown_table(["results", "commit", "deciding code"], rows)
 
 
 TABLES: dict[str, Callable[..., str]] = {"undrafted": partial(frontier, drafted=False)}
-for _table in (frontier, summary, targets, aims, break_even, headline, fresh, sampled, seeds, rules, heldout, provenance):
+for _table in (
+    frontier,
+    summary,
+    targets,
+    aims,
+    break_even,
+    headline,
+    fresh,
+    sampled,
+    seeds,
+    rules,
+    heldout,
+    provenance,
+):
     TABLES[_table.__name__] = _table
 
 
@@ -331,7 +528,9 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command line: print one table."""
     parser = parser_of("tables", __doc__)
     parser.add_argument("table", choices=list(TABLES))
-    parser.add_argument("--results", type=Path, default=RESULTS, help="the folder of the measurements")
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, help="the folder of the measurements"
+    )
     options = parser.parse_args(arguments)
     print(TABLES[options.table](options.results))
 

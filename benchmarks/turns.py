@@ -1,16 +1,20 @@
-"""Time of the same texts decoded in several ways, which take turns in one process: drafts over their target, or two versions.
+"""Time of the same texts decoded in several ways, which take turns in one process: drafts over
+their target, or two versions.
 
     python -m benchmarks.turns --states alone 1 2 4 8 auto
-    python -m benchmarks.turns ../before/hub_configs/sdar-tiny-mrp ./hub_configs/sdar-tiny-mrp --batches 1 16
+    python -m benchmarks.turns ../before/hub_configs/sdar-tiny-mrp ./hub_configs/sdar-tiny-mrp \\
+        --batches 1 16
 
-A checkpoint's folder carries its code, so two checkouts can be compared, each run as a user of its folder would run it. The
-first way of `--states` is the one that the others of a folder are compared with: `alone` is the target without drafts, a number
-or `auto` is `mrp_spec` with that K, and `bare` decodes single rows of `dynamic` in the minimal loop of `bare_loop`. `rests` is
-the target with the schedule of `auto` and no drafts: where only some rows end a block, the clock decides whether these alone
-are scored, in a narrower forward, or all rows beside their next blocks' first states.
+A checkpoint's folder carries its code, so two checkouts can be compared, each run as a user of its
+folder would run it. The first way of `--states` is the one that the others of a folder are compared
+with: `alone` is the target without drafts, a number or `auto` is `mrp_spec` with that K, and `bare`
+decodes single rows of `dynamic` in the minimal loop of `bare_loop`. `rests` is the target with the
+schedule of `auto` and no drafts: where only some rows end a block, the clock decides whether these
+alone are scored, in a narrower forward, or all rows beside their next blocks' first states.
 
-Greedy, problems of math from the tuning split. Times are CPU time of this process, or with `--clock wall` wall clock, which a
-GPU and several threads need. Ratios are of speed, over the turns of a cell: the median, the least and most, and the quartiles.
+Greedy, problems of math from the tuning split. Times are CPU time of this process, or with `--clock
+wall` wall clock, which a GPU and several threads need. Ratios are of speed, over the turns of a
+cell: the median, the least and most, and the quartiles.
 """
 
 import argparse
@@ -35,11 +39,17 @@ from .common import TINY, emit, header, now, parser_of
 from .targets import TARGETS, alone, drafted
 
 Name = TypeVar("Name")
-CLOCKS: dict[str, Callable[[torch.device], float]] = {"cpu": lambda device: time.process_time(), "wall": now}
+CLOCKS: dict[str, Callable[[torch.device], float]] = {
+    "cpu": lambda device: time.process_time(),
+    "wall": now,
+}
 
 
-def take_turns(ways: Mapping[Name, Callable[[int], float]], turns: int, warm_ups: int = 1) -> dict[Name, list[float]]:
-    """Call every function once per turn, a different one first each time; return the times of each, by name.
+def take_turns(
+    ways: Mapping[Name, Callable[[int], float]], turns: int, warm_ups: int = 1
+) -> dict[Name, list[float]]:
+    """Call every function once per turn, a different one first each time; return the times of each,
+    by name.
 
     Args:
         ways: By name, a function of the turn's number that returns the time it took.
@@ -57,24 +67,30 @@ def take_turns(ways: Mapping[Name, Callable[[int], float]], turns: int, warm_ups
 
 
 def spread(values: Sequence[float], digits: int = 3) -> dict[str, Any]:
-    """Return the median of values, their range (least and most) and their first and third quartile."""
-    low, first, median, third, high = np.quantile(values, [0, 0.25, 0.5, 0.75, 1]).round(digits).tolist()
+    """Return the median of values, their range (least and most) and their first and third
+    quartile."""
+    low, first, median, third, high = (
+        np.quantile(values, [0, 0.25, 0.5, 0.75, 1]).round(digits).tolist()
+    )
     return {"median": median, "range": [low, high], "quartiles": [first, third]}
 
 
 def faster(seconds: Sequence[float], base: Sequence[float]) -> dict[str, Any]:
-    """Return the spread of `base` / `seconds`, turn by turn: the speed of one way to decode over that of another."""
+    """Return the spread of `base` / `seconds`, turn by turn: the speed of one way to decode over
+    that of another."""
     return spread([other / mine for mine, other in zip(seconds, base, strict=True)])
 
 
 class Way:
-    """A way to decode batches with a checkpoint: a function of the turn, for `take_turns`, that keeps the texts.
+    """A way to decode batches with a checkpoint: a function of the turn, for `take_turns`, that
+    keeps the texts.
 
     Args:
         model: An `MRPForCausalLM`, of this code or of the remote code in its folder.
         batches: Inputs of `generate`; each turn decodes the next batch.
         clock: Function that returns the time in seconds, given the device.
-        options: Options of `generate`; and `most`, the largest K that `auto` may choose, by default that of the model's code.
+        options: Options of `generate`; and `most`, the largest K that `auto` may choose, by default
+            that of the model's code.
 
     Attributes:
         texts: The ids [rows, length] of each batch, by the batch's index.
@@ -82,11 +98,19 @@ class Way:
     """
 
     def __init__(
-        self, model: Any, batches: Sequence[dict[str, torch.Tensor]], clock: Callable[[torch.device], float], **options: Any
+        self,
+        model: Any,
+        batches: Sequence[dict[str, torch.Tensor]],
+        clock: Callable[[torch.device], float],
+        **options: Any,
     ) -> None:
         self.model, self.batches, self.clock = model, batches, clock
         self.most = options.pop("most", None)
-        self.options: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW_TOKENS["math"], **options}
+        self.options: dict[str, Any] = {
+            "do_sample": False,
+            "max_new_tokens": NEW_TOKENS["math"],
+            **options,
+        }
         self.texts: dict[int, torch.Tensor] = {}
         self.forwards: dict[int, int] = {}
 
@@ -101,7 +125,8 @@ class Way:
             return self.clock(self.model.device) - begun
 
     def decode(self, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
-        """Decode a batch; return its ids, prompts included, and its backbone forwards, summed over rows."""
+        """Decode a batch; return its ids, prompts included, and its backbone forwards, summed over
+        rows."""
         out = self.model.generate(**inputs, **self.options, return_dict_in_generate=True)
         return out.sequences, int(out.stats.row_forwards.sum())
 
@@ -116,33 +141,62 @@ class Bare(Way):
     def decode(self, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
         """See `Way.decode`."""
         prompt, options = inputs["input_ids"][0].tolist(), self.options
-        ids = decoded(self.model, prompt, options["max_new_tokens"], options["confidence_threshold"])
+        ids = decoded(
+            self.model, prompt, options["max_new_tokens"], options["confidence_threshold"]
+        )
         return torch.tensor([ids]), 0
 
 
 WAYS = {"bare": Bare}  # in place of `generate`
 
 
-def batches_of(tokenizer: PreTrainedTokenizerFast, split: Any, count: int, rows: int) -> list[dict[str, torch.Tensor]]:
-    """Encode `count` math problems of a split; return inputs of `generate`, batches of `rows` prompts."""
+def batches_of(
+    tokenizer: PreTrainedTokenizerFast, split: Any, count: int, rows: int
+) -> list[dict[str, torch.Tensor]]:
+    """Encode `count` math problems of a split; return inputs of `generate`, batches of `rows`
+    prompts."""
     prompts = [encode(problem, tokenizer)[0] for problem in problems("math", split, count)]
-    return [pad_left(prompts[begin : begin + rows], tokenizer.pad_token_id) for begin in range(0, count, rows)]
+    return [
+        pad_left(prompts[begin : begin + rows], tokenizer.pad_token_id)
+        for begin in range(0, count, rows)
+    ]
 
 
 def own_code(folder: str) -> Any:
-    """Return the class of a folder's own code, also where the Auto classes would take this package's."""
+    """Return the class of a folder's own code, also where the Auto classes would take this
+    package's."""
     return get_class_from_dynamic_module("modeling_mrp.MRPForCausalLM", folder)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line: print a JSON line for each number of rows, target, folder and way to draft."""
+    """Run the command line: print a JSON line for each number of rows, target, folder and way to
+    draft."""
     parser = parser_of("turns", __doc__)
-    parser.add_argument("folders", nargs="*", default=[str(TINY)], help="checkpoints of the same weights, each with its code")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64], help="rows of a batch")
+    parser.add_argument(
+        "folders",
+        nargs="*",
+        default=[str(TINY)],
+        help="checkpoints of the same weights, each with its code",
+    )
+    parser.add_argument(
+        "--batches", type=int, nargs="+", default=[1, 4, 16, 64], help="rows of a batch"
+    )
     parser.add_argument("--targets", nargs="+", choices=list(TARGETS), default=list(TARGETS))
-    parser.add_argument("--states", nargs="+", default=["alone", "4", "8"], help="`alone`, `rests`, `bare`, numbers, `auto`")
-    parser.add_argument("--count", type=int, default=16, help="problems of a cell, or two batches where these are more")
-    parser.add_argument("--turns", type=int, default=0, help="of a cell; each batch once by default")
+    parser.add_argument(
+        "--states",
+        nargs="+",
+        default=["alone", "4", "8"],
+        help="`alone`, `rests`, `bare`, numbers, `auto`",
+    )
+    parser.add_argument(
+        "--count",
+        type=int,
+        default=16,
+        help="problems of a cell, or two batches where these are more",
+    )
+    parser.add_argument(
+        "--turns", type=int, default=0, help="of a cell; each batch once by default"
+    )
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), default="float32")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)
@@ -152,28 +206,48 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error("bare is a loop of `dynamic` and one row: --batches 1 --targets dynamic")
     torch.set_num_threads(options.threads)
     models = [
-        own_code(folder).from_pretrained(folder, dtype=getattr(torch, options.dtype)).to(options.device).eval()
+        own_code(folder)
+        .from_pretrained(folder, dtype=getattr(torch, options.dtype))
+        .to(options.device)
+        .eval()
         for folder in options.folders
     ]
     tokenizer = PreTrainedTokenizerFast.from_pretrained(options.folders[-1])
-    named = argparse.Namespace(**{**vars(options), "folders": [Path(folder).name for folder in options.folders]})
+    named = argparse.Namespace(
+        **{**vars(options), "folders": [Path(folder).name for folder in options.folders]}
+    )
     emit(header("turns", named, models[-1]))
     for rows in options.batches:
         batches = batches_of(tokenizer, "tune", max(2, options.count // rows) * rows, rows)
         for target in options.targets:
             ways = {
-                (place, states): WAYS.get(states, Way)(model, batches, CLOCKS[options.clock], **options_of(target, states))
+                (place, states): WAYS.get(states, Way)(
+                    model, batches, CLOCKS[options.clock], **options_of(target, states)
+                )
                 for place, model in enumerate(models)
                 for states in options.states
             }
             taken = take_turns(ways, options.turns or len(batches))
             for (place, states), way in ways.items():
-                line: dict[str, Any] = {"checkpoint": Path(options.folders[place]).name, "rows": rows, "target": target}
-                line |= {"folder": place, "states": states, "seconds": spread(taken[place, states], 4)}
-                line |= {"forwards": sum(way.forwards.values()), "texts_equal": way.same(ways[0, options.states[0]])}
+                line: dict[str, Any] = {
+                    "checkpoint": Path(options.folders[place]).name,
+                    "rows": rows,
+                    "target": target,
+                }
+                line |= {
+                    "folder": place,
+                    "states": states,
+                    "seconds": spread(taken[place, states], 4),
+                }
+                line |= {
+                    "forwards": sum(way.forwards.values()),
+                    "texts_equal": way.same(ways[0, options.states[0]]),
+                }
                 bases = {"over_first": (place, options.states[0]), "over_first_folder": (0, states)}
                 line |= {
-                    name: faster(taken[place, states], taken[base]) for name, base in bases.items() if base != (place, states)
+                    name: faster(taken[place, states], taken[base])
+                    for name, base in bases.items()
+                    if base != (place, states)
                 }
                 emit(line)
 

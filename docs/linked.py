@@ -22,7 +22,11 @@ def on_files(files: Files, config: Any) -> Files:
                 continue
             seen.add(path)
             if not path.is_relative_to(ROOT / "docs"):
-                files.append(File.generated(config, path.relative_to(ROOT).as_posix(), abs_src_path=str(path)))
+                files.append(
+                    File.generated(
+                        config, path.relative_to(ROOT).as_posix(), abs_src_path=str(path)
+                    )
+                )
             if path.suffix == ".md":
                 waiting.append(path)
     return files

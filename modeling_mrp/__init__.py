@@ -16,7 +16,11 @@ if TYPE_CHECKING:
     from .networks.cache import BlockCache as BlockCache
 
 __version__ = "0.1.0"
-_HOMES = {"MRPGenerateOutput": "generate.output", "MRPGenerationConfig": "generate.options", "MRPScoreOutput": "generate.score"}
+_HOMES = {
+    "MRPGenerateOutput": "generate.output",
+    "MRPGenerationConfig": "generate.options",
+    "MRPScoreOutput": "generate.score",
+}
 _HOMES |= {"BlockCache": "networks.cache", "MRPConfig": "model.configuration"}
 _HOMES |= {"MRPForCausalLM": "modeling", "MRPHead": "modeling"}
 __all__ = [
@@ -32,7 +36,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import an exported name on first use: torch takes seconds, and `mrp --help` needs only the table of options."""
+    """Import an exported name on first use: torch takes seconds, and `mrp --help` needs only the
+    table of options."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     register()
@@ -45,9 +50,11 @@ def __dir__() -> list[str]:
 
 
 def register() -> None:
-    """Make transformers' Auto classes load this package's models without `trust_remote_code`; may be called again.
+    """Make transformers' Auto classes load this package's models without `trust_remote_code`; may
+    be called again.
 
-    It is called when this package is imported. The command `mrp`, whose help has to appear at once, calls it later.
+    It is called when this package is imported. The command `mrp`, whose help has to appear at once,
+    calls it later.
     """
     with tested_versions():
         from transformers import AutoConfig, AutoModel, AutoModelForCausalLM

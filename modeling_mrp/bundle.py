@@ -1,10 +1,12 @@
-"""Generator of a repository's remote code: this package's modules in one file, since remote code has no subpackages.
+"""Generator of a repository's remote code: this package's modules in one file, since remote code
+has no subpackages.
 
-`package_mrp.py` holds all modules that the model imports, directly or not, and its family's module, below one section of
-imports, in the order of `READING`. `modeling_mrp.py`, which transformers loads, is the code of `entry.py`, which waits until
-that file is whole. Modules must import each other by `from .module import name` at the top of a file, and no two may define one
-name differently. ``python -m modeling_mrp.bundle hub_configs/sdar-tiny-mrp`` writes the files of a repository anew; with
-``--check`` it says whether they are those of this package.
+`package_mrp.py` holds all modules that the model imports, directly or not, and its family's module,
+below one section of imports, in the order of `READING`. `modeling_mrp.py`, which transformers
+loads, is the code of `entry.py`, which waits until that file is whole. Modules must import each
+other by `from .module import name` at the top of a file, and no two may define one name
+differently. ``python -m modeling_mrp.bundle hub_configs/sdar-tiny-mrp`` writes the files of a
+repository anew; with ``--check`` it says whether they are those of this package.
 """
 
 import argparse
@@ -25,7 +27,8 @@ from .model.families.sdar import DENSE, backbone_of
 from .model.layouts import json_object
 
 HERE = Path(__file__).parent
-# Modules, or rooms of them, as a reader meets them. What a module needs to be imported comes before it in any case.
+# Modules, or rooms of them, as a reader meets them. What a module needs to be imported comes before
+# it in any case.
 READING = [
     "model.families",
     "model.configuration",
@@ -54,103 +57,204 @@ READING = [
     "networks",
     "kernels",
 ]
-# How a call gets from loading to text: definitions of the bundle, in the order in which they are reached, and what each does.
+# How a call gets from loading to text: definitions of the bundle, in the order in which they are
+# reached, and what each does.
 CALL_PATH = [
-    ("MRPPreTrainedModel.from_pretrained", "load: read config.json, and let transformers' loader fill the model"),
+    (
+        "MRPPreTrainedModel.from_pretrained",
+        "load: read config.json, and let transformers' loader fill the model",
+    ),
     (
         "MRPForCausalLM.__init__",
-        "make backbone, head and lm_head; a head repository's head is attached to its backbone instead",
+        "make backbone, head and lm_head; a head repository's head is attached to its backbone "
+        "instead",
     ),
-    ("MRPPreTrainedModel.attach_head", "read a head's tensors, check that they fit, and put the head on the backbone"),
-    ("MRPGenerationMixin.generate", "check the arguments; transformers' `generate` prepares the others, and calls `_decode`"),
+    (
+        "MRPPreTrainedModel.attach_head",
+        "read a head's tensors, check that they fit, and put the head on the backbone",
+    ),
+    (
+        "MRPGenerationMixin.generate",
+        "check the arguments; transformers' `generate` prepares the others, and calls `_decode`",
+    ),
     ("resolved", "merge and check the options of the call and of the generation config"),
     ("_decode", "make rule, picker, rows, cache and networks, and run the decoder"),
     ("_picker", "sort transformers' logits processors by kind, into what picks tokens"),
-    ("laid_out", "make a row of each prompt: its text in whole blocks, with masks where tokens are to come"),
-    ("Decoder.decode", "compute the prompts' keys and values, then go round by round until every row has ended"),
+    (
+        "laid_out",
+        "make a row of each prompt: its text in whole blocks, with masks where tokens are to come",
+    ),
+    (
+        "Decoder.decode",
+        "compute the prompts' keys and values, then go round by round until every row has ended",
+    ),
     ("Decoder.round", "run one round, in four steps:"),
-    ("Decoder.draft", "1. choose the states to score: the next one of each row, and drafts (`build_draft`)"),
-    ("Networks.score", "2. run one forward of the backbone over all of them, and pick a token at each masked position"),
-    ("Decoder.accept", "3. follow the reveal rule from state to state (`accept`), and commit clean blocks to the cache"),
-    ("Decoder.write", "4. refine the last reveal by the head, where the mode says so, and write it into the row's text"),
+    (
+        "Decoder.draft",
+        "1. choose the states to score: the next one of each row, and drafts (`build_draft`)",
+    ),
+    (
+        "Networks.score",
+        "2. run one forward of the backbone over all of them, and pick a token at each masked "
+        "position",
+    ),
+    (
+        "Decoder.accept",
+        "3. follow the reveal rule from state to state (`accept`), and commit clean blocks to the "
+        "cache",
+    ),
+    (
+        "Decoder.write",
+        "4. refine the last reveal by the head, where the mode says so, and write it into the "
+        "row's text",
+    ),
     ("output_of", "make the tensors that are returned"),
 ]
 GLOSSARY = [
-    ("row", "Row", "one sequence of the batch: its text (prompt, tokens, masks), where it may end, and its `Counts`"),
+    (
+        "row",
+        "Row",
+        "one sequence of the batch: its text (prompt, tokens, masks), where it may end, and its "
+        "`Counts`",
+    ),
     (
         "state",
         "State",
-        "a block of a row with some of its tokens revealed, and masks in the other columns (positions in the block)",
+        "a block of a row with some of its tokens revealed, and masks in the other columns "
+        "(positions in the block)",
     ),
     (
         "clean",
         "State",
-        "said of a state without masks: its keys and values can be committed, and the next block begins behind it",
+        "said of a state without masks: its keys and values can be committed, and the next block "
+        "begins behind it",
     ),
-    ("memo", "RevealRule", "a small value by which a reveal rule remembers earlier steps of a row; None for most rules"),
-    ("pick", "Picker", "the token, and its log-odds, that logits give at a masked position, greedy or sampled"),
-    ("draft", "Node", "states that may come later, scored beside the row's next one; they change the time, never the text"),
-    ("frontier", "Frontier", "a row's last accepted state and the reveal there, whose result nothing has scored yet"),
+    (
+        "memo",
+        "RevealRule",
+        "a small value by which a reveal rule remembers earlier steps of a row; None for most "
+        "rules",
+    ),
+    (
+        "pick",
+        "Picker",
+        "the token, and its log-odds, that logits give at a masked position, greedy or sampled",
+    ),
+    (
+        "draft",
+        "Node",
+        "states that may come later, scored beside the row's next one; they change the time, never "
+        "the text",
+    ),
+    (
+        "frontier",
+        "Frontier",
+        "a row's last accepted state and the reveal there, whose result nothing has scored yet",
+    ),
     (
         "hold, cut",
         "BlockCache",
-        "a cache notes the texts whose keys and values it holds; a later call cuts it to what it can reuse",
+        "a cache notes the texts whose keys and values it holds; a later call cuts it to what it "
+        "can reuse",
     ),
     (
         "target",
         "Mode",
-        "the mode whose text `self_spec` and `mrp_spec` repeat: `static`, unless a call or generation_config.json says another",
+        "the mode whose text `self_spec` and `mrp_spec` repeat: `static`, unless a call or "
+        "generation_config.json says another",
     ),
 ]
-# Every call in the bundle that touches files, the network or other code, by the definition that makes it. A test compares.
+# Every call in the bundle that touches files, the network or other code, by the definition that
+# makes it. A test compares.
 EFFECTS = [
     (
         "MRPPreTrainedModel.from_pretrained",
         "from_pretrained, load_adapter",
-        "transformers reads config, generation config and safetensors; where the repository is an adapter on a head's, "
-        "transformers and peft read the adapter, in the formats that they take",
+        "transformers reads config, generation config and safetensors; where the repository is an "
+        "adapter on a head's, transformers and peft read the adapter, in the formats that they "
+        "take",
     ),
-    ("MRPPreTrainedModel.from_backbone", "from_pretrained", "the same, of the named backbone; then `attach_head`"),
-    ("MRPPreTrainedModel._of_stock_model", "from_pretrained", f"reads config and head of a repository, for {CUSTOM_GENERATE}"),
-    ("MRPPreTrainedModel._read_head", "from_pretrained, safe_open", "reads config and safetensors, for `attach_head`"),
+    (
+        "MRPPreTrainedModel.from_backbone",
+        "from_pretrained",
+        "the same, of the named backbone; then `attach_head`",
+    ),
+    (
+        "MRPPreTrainedModel._of_stock_model",
+        "from_pretrained",
+        f"reads config and head of a repository, for {CUSTOM_GENERATE}",
+    ),
+    (
+        "MRPPreTrainedModel._read_head",
+        "from_pretrained, safe_open",
+        "reads config and safetensors, for `attach_head`",
+    ),
     ("MRPConfig.get_config_dict", "get_config_dict", "transformers reads config.json"),
-    ("stored_json", "cached_file", "finds config.json or generation_config.json in a folder or the cache, or fetches it"),
+    (
+        "stored_json",
+        "cached_file",
+        "finds config.json or generation_config.json in a folder or the cache, or fetches it",
+    ),
     ("weight_files", "cached_file", "the same for safetensors and their index"),
     ("stored_names", "cached_file, safe_open", "the same, and reads the names of the tensors"),
     ("json_object", "read_text", "reads such a JSON file"),
     (
         "MRPPreTrainedModel.save_pretrained",
         "save_pretrained, save_file, mkdir, unlink",
-        "writes weights and configs into the folder that it is given, and removes weights of an earlier save there; "
-        "with push_to_hub=True transformers uploads the folder",
+        "writes weights and configs into the folder that it is given, and removes weights of an "
+        "earlier save there; with push_to_hub=True transformers uploads the folder",
     ),
-    ("MRPConfig.save_pretrained", "save_pretrained, write_code", "writes config.json (push_to_hub as above) and this code"),
+    (
+        "MRPConfig.save_pretrained",
+        "save_pretrained, write_code",
+        "writes config.json (push_to_hub as above) and this code",
+    ),
     ("write_code", "mkdir, write_text", "writes the three code files into that folder"),
-    ("code_files", "read_text, getsource, import_module", "reads these files, to write them; imports only inside the package"),
+    (
+        "code_files",
+        "read_text, getsource, import_module",
+        "reads these files, to write them; imports only inside the package",
+    ),
     ("check_head_folder", "iterdir", "lists the folder into which a head is to be saved"),
     (
         "MRPGenerationMixin.generate",
         "generate",
-        "transformers' own `generate`. If a caller passes custom_generate and trust_remote_code=True, "
-        "transformers FETCHES AND EXECUTES the code that they name",
+        "transformers' own `generate`. If a caller passes custom_generate and "
+        "trust_remote_code=True, transformers FETCHES AND EXECUTES the code that they name",
     ),
     (
         "generate_on_stock",
         "get_class_from_dynamic_module, generate",
-        f"never called here: its text is saved as {CUSTOM_GENERATE}, where it fetches and executes that repository's code",
+        f"never called here: its text is saved as {CUSTOM_GENERATE}, where it fetches and executes "
+        "that repository's code",
     ),
-    ("check_other_variants", "glob", "when saving: looks for shards of another variant in the folder"),
-    ("families", "glob, import_module", "imports the other backbones in the package; in this file nothing, as there is one"),
+    (
+        "check_other_variants",
+        "glob",
+        "when saving: looks for shards of another variant in the folder",
+    ),
+    (
+        "families",
+        "glob, import_module",
+        "imports the other backbones in the package; in this file nothing, as there is one",
+    ),
 ]
-_TITLE = "MRP for block-diffusion language models: the model, `generate` and all that they need, in reading order."
-_ENTRY_TITLE = "MRP for block-diffusion language models: what transformers imports first (`auto_map` in config.json)."
+_TITLE = (
+    "MRP for block-diffusion language models: the model, `generate` and all that they need, in "
+    "reading order."
+)
+_ENTRY_TITLE = (
+    "MRP for block-diffusion language models: what transformers imports first (`auto_map` in "
+    "config.json)."
+)
 _ENTRY = f"""
-Everything is in {PACKAGE}: read that file, which has a table of contents. transformers copies both files into its
-cache of modules without a lock, so that another process may still be copying them. This one is short enough to be
-written at once. It waits until {PACKAGE} is whole, and imports it.
+Everything is in {PACKAGE}: read that file, which has a table of contents. transformers copies both
+files into its cache of modules without a lock, so that another process may still be copying them.
+This one is short enough to be written at once. It waits until {PACKAGE} is whole, and imports it.
 
 Imports: Python's standard library, then {PACKAGE}, which lists what it imports.
-Reads: {PACKAGE} beside it. Writes: nothing, but that Python keeps byte code of what it imports. Network: nothing.
+Reads: {PACKAGE} beside it. Writes: nothing, but that Python keeps byte code of what it imports.
+Network: nothing.
 """
 _LAST = """
 import_whole(
@@ -162,25 +266,29 @@ import_whole(
 from .{module} import {exported}
 """
 _SOURCES = """
-Paths and packages that comments and messages name (docs/, benchmarks/, mrp_trainer) belong to the project in which this file
-is generated, and are not in a model's repository.
+Paths and packages that comments and messages name (docs/, benchmarks/, mrp_trainer) belong to the
+project in which this file is generated, and are not in a model's repository.
 """
 _NETWORK = """
-Importing this file does no more than importing those packages does. Files and the network are touched by these calls alone.
-What is read lies in a local folder or, by huggingface_hub, in a repository on the Hub, whose files its cache on disk keeps: the
-repository that a call names and, where its config names a backbone, that one. With HF_HUB_OFFLINE=1 or local_files_only=True
-nothing is sent. This file itself reads JSON and safetensors, no pickles, and runs no code that a checkpoint's config names.
+Importing this file does no more than importing those packages does. Files and the network are
+touched by these calls alone. What is read lies in a local folder or, by huggingface_hub, in a
+repository on the Hub, whose files its cache on disk keeps: the repository that a call names and,
+where its config names a backbone, that one. With HF_HUB_OFFLINE=1 or local_files_only=True nothing
+is sent. This file itself reads JSON and safetensors, no pickles, and runs no code that a
+checkpoint's config names.
 """
 _MEMORY = """
 What else outlives a call, in memory and on disk:
-- On an NVIDIA GPU `generate` moves weights of layers to new storage (`pack`), those of a caller's stock model, too. The
-  parameters stay the same objects with the same values; their addresses change. kernels=True does so on any device.
-- On an NVIDIA GPU CUDA graphs and a cache of keys and values stay with the model for later calls, until `release_graphs` is
-  called, weights move, or a call needs a larger cache. triton compiles kernels, and keeps them in its own cache on disk.
-- The process remembers which kernels failed or were checked; a model, how long rounds took (num_draft_states="auto"); a stock
-  model, the MRP model that was made of it.
-- Weights that a caller offloads (device_map) are kept on disk or in another memory by transformers and accelerate, and read
-  from there in each call.
+- On an NVIDIA GPU `generate` moves weights of layers to new storage (`pack`), those of a caller's
+  stock model, too. The parameters stay the same objects with the same values; their addresses
+  change. kernels=True does so on any device.
+- On an NVIDIA GPU CUDA graphs and a cache of keys and values stay with the model for later calls,
+  until `release_graphs` is called, weights move, or a call needs a larger cache. triton compiles
+  kernels, and keeps them in its own cache on disk.
+- The process remembers which kernels failed or were checked; a model, how long rounds took
+  (num_draft_states="auto"); a stock model, the MRP model that was made of it.
+- Weights that a caller offloads (device_map) are kept on disk or in another memory by transformers
+  and accelerate, and read from there in each call.
 """
 
 
@@ -199,12 +307,17 @@ class Module(NamedTuple):
 
 
 def used_on_import(node: ast.AST) -> Iterator[str]:
-    """Find the names that code reads when it is imported: all but those in bodies of functions and in annotations."""
+    """Find the names that code reads when it is imported: all but those in bodies of functions and
+    in annotations."""
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
         yield node.id
     children: list[ast.AST | None] = list(ast.iter_child_nodes(node))
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-        children = [*node.args.defaults, *node.args.kw_defaults, *getattr(node, "decorator_list", [])]
+        children = [
+            *node.args.defaults,
+            *node.args.kw_defaults,
+            *getattr(node, "decorator_list", []),
+        ]
     elif isinstance(node, ast.AnnAssign):
         children = [node.value]
     for child in children:
@@ -220,13 +333,16 @@ def read_module(name: str) -> Module:
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level:
             source = ".".join([*name.split(".")[: -node.level], str(node.module)])
-            imports.setdefault(source, set()).update(alias.asname or alias.name for alias in node.names)
+            imports.setdefault(source, set()).update(
+                alias.asname or alias.name for alias in node.names
+            )
     used = {*used_on_import(tree)}
     return Module(text, imports, {source for source, names in imports.items() if names & used})
 
 
 def modules_of(family: str = DENSE) -> dict[str, Module]:
-    """Read the modules of a family's bundle, by name, in reading order; a family outside this package is not among them."""
+    """Read the modules of a family's bundle, by name, in reading order; a family outside this
+    package is not among them."""
     home = backbone_of(family).__module__.removeprefix(f"{__package__}.")
     waiting, modules = ["modeling", *([home] if home.startswith("model.families.") else [])], {}
     while waiting:
@@ -246,23 +362,39 @@ def modules_of(family: str = DENSE) -> dict[str, Module]:
 
 
 def reading_rank(name: str) -> tuple[int, str]:
-    """Rank a module by the longest entry of `READING` that is its name or its room; rooms that are not there come last."""
+    """Rank a module by the longest entry of `READING` that is its name or its room; rooms that are
+    not there come last."""
     parts = name.split(".")
-    known = [".".join(parts[:length]) for length in range(len(parts), 0, -1) if ".".join(parts[:length]) in READING]
+    known = [
+        ".".join(parts[:length])
+        for length in range(len(parts), 0, -1)
+        if ".".join(parts[:length]) in READING
+    ]
     return (READING.index(known[0]) if known else len(READING)), name
 
 
 def code_of(text: str, imported: dict[str, set[str]]) -> str:
-    """Return a module's text without imports and `__all__`; add imports of other packages to `imported`, by how they begin."""
+    """Return a module's text without imports and `__all__`; add imports of other packages to
+    `imported`, by how they begin."""
     body = ast.parse(text).body
     imports = [node for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
-    exports = [node for node in body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"]
+    exports = [
+        node
+        for node in body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    ]
     for node in imports:
         start = "import " if isinstance(node, ast.Import) else f"from {node.module} import "
         if isinstance(node, ast.Import) or not node.level:
             imported.setdefault(start, set()).update(map(ast.unparse, node.names))
-    gone = {number for node in [*imports, *exports] for number in range(node.lineno, (node.end_lineno or 0) + 1)}
-    code = "\n".join(line for number, line in enumerate(text.splitlines(), 1) if number not in gone).strip()
+    gone = {
+        number
+        for node in [*imports, *exports]
+        for number in range(node.lineno, (node.end_lineno or 0) + 1)
+    }
+    code = "\n".join(
+        line for number, line in enumerate(text.splitlines(), 1) if number not in gone
+    ).strip()
     return re.sub(r'^("""(?:.|\n)*?""")\n{4,}', r"\1\n\n\n", code)
 
 
@@ -270,12 +402,20 @@ def import_lines(imported: dict[str, set[str]]) -> str:
     """Write the imports that `code_of` collected, sorted, one line a module."""
     lines = [f"import {name}" for name in sorted(imported["import "])]
     return "\n".join(
-        [*lines, *(start + ", ".join(sorted(names)) for start, names in sorted(imported.items()) if start != "import ")]
+        [
+            *lines,
+            *(
+                start + ", ".join(sorted(names))
+                for start, names in sorted(imported.items())
+                if start != "import "
+            ),
+        ]
     )
 
 
 def packages_of(modules: dict[str, Module]) -> tuple[list[str], list[str]]:
-    """List the packages outside the standard library that modules import: those that are needed, and optional ones."""
+    """List the packages outside the standard library that modules import: those that are needed,
+    and optional ones."""
     needed: set[str] = set()
     every: set[str] = set()
     for module in modules.values():
@@ -286,14 +426,21 @@ def packages_of(modules: dict[str, Module]) -> tuple[list[str], list[str]]:
                     names |= {alias.name.partition(".")[0] for alias in node.names}
                 elif isinstance(node, ast.ImportFrom) and not node.level:
                     names.add(str(node.module).partition(".")[0])
-    return sorted(needed - sys.stdlib_module_names), sorted(every - needed - sys.stdlib_module_names)
+    return sorted(needed - sys.stdlib_module_names), sorted(
+        every - needed - sys.stdlib_module_names
+    )
 
 
 def sources_digest() -> str:
     """Compute a digest of the package's sources, which is the same in every clone of a commit."""
     digest = hashlib.sha256()
     for path in sorted(HERE.rglob("*.py"), key=lambda path: path.relative_to(HERE).as_posix()):
-        digest.update(path.relative_to(HERE).as_posix().encode() + b"\0" + path.read_text(encoding="utf-8").encode() + b"\0")
+        digest.update(
+            path.relative_to(HERE).as_posix().encode()
+            + b"\0"
+            + path.read_text(encoding="utf-8").encode()
+            + b"\0"
+        )
     return digest.hexdigest()[:16]
 
 
@@ -302,10 +449,11 @@ def about(title: str) -> str:
     digest = sources_digest()
     return f"""{title}
 
-Generated by `python -m modeling_mrp.bundle` from modeling_mrp {__version__}, sources {digest}: change it there. In a
-clone, `git log -S {digest} -- hub_configs` finds the commit with these sources (a SHA-256 of their text).
-With the package installed, `python -m modeling_mrp.bundle --check FOLDER` tells by its exit status whether the code in a
-folder is the package's; it runs none of that code."""
+Generated by `python -m modeling_mrp.bundle` from modeling_mrp {__version__}, sources {digest}:
+change it there. In a clone, `git log -S {digest} -- hub_configs` finds the commit with these
+sources (a SHA-256 of their text).
+With the package installed, `python -m modeling_mrp.bundle --check FOLDER` tells by its exit status
+whether the code in a folder is the package's; it runs none of that code."""
 
 
 def end_mark() -> str:
@@ -320,35 +468,51 @@ def first_sentence(text: str) -> str:
 
 
 def listing(entries: Iterable[tuple[str, str]], lines: Mapping[str, int]) -> str:
-    """Write one text below the other, each behind the line of the name it is about; the height does not depend on the lines."""
+    """Write one text below the other, each behind the line of the name it is about; the height does
+    not depend on the lines."""
     return "\n".join(
-        textwrap.fill(f"{lines[name]:6,}  {text}", 126, subsequent_indent=" " * 10, break_on_hyphens=False)
+        textwrap.fill(
+            f"{lines[name]:6,}  {text}", 100, subsequent_indent=" " * 10, break_on_hyphens=False
+        )
         for name, text in entries
     )
 
 
 def section_line(name: str) -> str:
     """Return the line above a module's code."""
-    return f"# {'-' * 100} {name}"
+    return f"# {'-' * 80} {name}"
 
 
 def lines_of(text: str, modules: Iterable[str]) -> dict[str, int]:
-    """Number the lines on which modules, functions, classes and their methods begin in a generated file, by name."""
+    """Number the lines on which modules, functions, classes and their methods begin in a generated
+    file, by name."""
     rows = text.splitlines()
     lines = {name: rows.index(section_line(name)) + 1 for name in modules}
-    definitions = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    definitions = [
+        node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    ]
     for definition in definitions:
         lines[definition.name] = definition.lineno
         methods = definition.body if isinstance(definition, ast.ClassDef) else []
-        lines |= {f"{definition.name}.{node.name}": node.lineno for node in methods if isinstance(node, ast.FunctionDef)}
+        lines |= {
+            f"{definition.name}.{node.name}": node.lineno
+            for node in methods
+            if isinstance(node, ast.FunctionDef)
+        }
     return lines
 
 
 def header(modules: Mapping[str, Module], lines: Mapping[str, int]) -> str:
-    """Write the docstring of `package_mrp.py`: contents, the call path, words, imports and effects."""
+    """Write the docstring of `package_mrp.py`: contents, the call path, words, imports and
+    effects."""
     needed, optional = packages_of(dict(modules))
-    imports = f"Imports {', '.join(needed)}, Python's standard library and, if installed, {', '.join(optional)}."
-    contents = [(name, f"{name}: {first_sentence(module.text)}") for name, module in modules.items()]
+    imports = (
+        f"Imports {', '.join(needed)}, Python's standard library and, if installed, "
+        f"{', '.join(optional)}."
+    )
+    contents = [
+        (name, f"{name}: {first_sentence(module.text)}") for name, module in modules.items()
+    ]
     path = [(name, f"{name}: {text}") for name, text in CALL_PATH]
     words = [(name, f"{word} (`{name}`): {text}") for word, name, text in GLOSSARY]
     effects = [(name, f"{name} calls {calls}: {text}") for name, calls, text in EFFECTS]
@@ -367,13 +531,20 @@ def header(modules: Mapping[str, Module], lines: Mapping[str, int]) -> str:
 
 
 def package_text(family: str) -> str:
-    """Generate `package_mrp.py`: docstring, imports, and the modules, each below a line with its name."""
+    """Generate `package_mrp.py`: docstring, imports, and the modules, each below a line with its
+    name."""
     modules, imported = modules_of(family), dict[str, set[str]]()
-    sections = [f"{section_line(name)}\n\n{code_of(module.text, imported)}" for name, module in modules.items()]
+    sections = [
+        f"{section_line(name)}\n\n{code_of(module.text, imported)}"
+        for name, module in modules.items()
+    ]
     imports = f"from __future__ import annotations\n\n{import_lines(imported)}"
 
     def written(lines: Mapping[str, int]) -> str:
-        return "\n\n\n".join([f'"""{header(modules, lines)}\n"""\n\n{imports}', *sections, end_mark()]) + "\n"
+        return (
+            "\n\n\n".join([f'"""{header(modules, lines)}\n"""\n\n{imports}', *sections, end_mark()])
+            + "\n"
+        )
 
     return written(lines_of(written(defaultdict(int)), modules))
 
@@ -383,7 +554,10 @@ def entry_text() -> str:
     imported: dict[str, set[str]] = {}
     code = code_of(read_module("entry").text, imported)
     code = code.removeprefix(f'"""{ast.get_docstring(ast.parse(code), clean=False)}"""').strip()
-    module, exported = PACKAGE.removesuffix(".py"), sorted({name.partition(".")[2] for name in AUTO_MAP.values()})
+    module, exported = (
+        PACKAGE.removesuffix(".py"),
+        sorted({name.partition(".")[2] for name in AUTO_MAP.values()}),
+    )
     last = _LAST.format(module=module, file=PACKAGE, end=end_mark(), exported=", ".join(exported))
     docstring = f'"""{about(_ENTRY_TITLE)}\n\n{_ENTRY.strip()}\n"""'
     return "\n\n\n".join([f"{docstring}\n\n{import_lines(imported)}", code, last.strip()]) + "\n"
@@ -391,14 +565,17 @@ def entry_text() -> str:
 
 @cache
 def bundled(family: str = DENSE) -> dict[str, str]:
-    """Generate a family's remote code, text by file; it lacks the family's module if that lies outside this package."""
+    """Generate a family's remote code, text by file; it lacks the family's module if that lies
+    outside this package."""
     return {MODELING: entry_text(), PACKAGE: package_text(family)}
 
 
 def differences(folder: Path) -> list[str]:
-    """List what differs between the code of a checkpoint's folder and what this package writes there, without running any.
+    """List what differs between the code of a checkpoint's folder and what this package writes
+    there, without running any.
 
-    Compared are the text of all Python files, and what `auto_map` names in configs. `ValueError` for a malformed config.
+    Compared are the text of all Python files, and what `auto_map` names in configs. `ValueError`
+    for a malformed config.
     """
     fields = {path.name: json_object(path) for path in sorted(folder.glob("*config.json"))}
     expected = code_files(fields.get("config.json", {}).get("family", DENSE))
@@ -409,7 +586,11 @@ def differences(folder: Path) -> list[str]:
             lines.append(f"{name} is no file of this package")
         elif (text := path.read_text(encoding="utf-8", errors="replace")) != expected[name]:
             sources = re.search(r"from modeling_mrp (\S+), sources (\w+)", text)
-            origin = "names no origin" if sources is None else f"names modeling_mrp {sources[1]}, sources {sources[2]}"
+            origin = (
+                "names no origin"
+                if sources is None
+                else f"names modeling_mrp {sources[1]}, sources {sources[2]}"
+            )
             lines.append(f"{name} differs, and {origin}")
     for name, config in fields.items():
         names = config.get("auto_map")
@@ -419,15 +600,29 @@ def differences(folder: Path) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the code of checkpoints' folders, or with `--check` compare it; return the exit status, 1 if a folder differs."""
-    parser = argparse.ArgumentParser(prog="python -m modeling_mrp.bundle", description="Write or check a repository's code.")
-    parser.add_argument("--check", action="store_true", help="write nothing: say whether the code is this package's")
-    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="a checkpoint's folder, with config.json")
+    """Write the code of checkpoints' folders, or with `--check` compare it; return the exit status,
+    1 if a folder differs."""
+    parser = argparse.ArgumentParser(
+        prog="python -m modeling_mrp.bundle", description="Write or check a repository's code."
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing: say whether the code is this package's"
+    )
+    parser.add_argument(
+        "folders",
+        nargs="+",
+        type=Path,
+        metavar="FOLDER",
+        help="a checkpoint's folder, with config.json",
+    )
     options = parser.parse_args(arguments)
     status = 0
     for folder in options.folders:
         if not folder.is_dir():
-            parser.error(f"{folder} is no folder: download the repository first (hf download org/name --local-dir FOLDER)")
+            parser.error(
+                f"{folder} is no folder: download the repository first (hf download org/name "
+                "--local-dir FOLDER)"
+            )
         if not options.check:
             write_code(folder, json_object(folder / "config.json").get("family", DENSE))
             continue
@@ -439,7 +634,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         of = f"modeling_mrp {__version__}, sources {sources_digest()}"
         print(*(f"{folder}: {line}" for line in lines or [f"its code is that of {of}"]), sep="\n")
         if lines:
-            print(f"{folder}: its code is NOT that of {of}. For another version install that one, and check again")
+            print(
+                f"{folder}: its code is NOT that of {of}. For another version install that one, "
+                "and check again"
+            )
     return status
 
 

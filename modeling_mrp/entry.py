@@ -1,4 +1,5 @@
-"""Import of a file that another process may still be copying: the code of the entry that `bundle` generates."""
+"""Import of a file that another process may still be copying: the code of the entry that `bundle`
+generates."""
 
 import sys
 import time
@@ -21,24 +22,28 @@ class WholeFile(SourceFileLoader):
         self.end, self.seconds = end.encode(), seconds
 
     def get_data(self, path: str) -> bytes:
-        """Read the source once it is whole, and other files (byte code) as they are; `ImportError` if it stays incomplete."""
+        """Read the source once it is whole, and other files (byte code) as they are; `ImportError`
+        if it stays incomplete."""
         if path != self.path:
             return super().get_data(path)
         deadline = time.monotonic() + self.seconds
         while True:
             text = Path(path).read_bytes() if Path(path).is_file() else b""
-            if text.rstrip().endswith(self.end) and b"\0" not in text:  # on some file systems parts arrive in any order
+            # on some file systems parts arrive in any order
+            if text.rstrip().endswith(self.end) and b"\0" not in text:
                 return text
             if time.monotonic() > deadline:
                 raise ImportError(
-                    f"{path} is not whole: for {self.seconds:g} s it did not end with {self.end.decode()!r}. A process that "
-                    f"copied it may have been killed: delete the folder {Path(path).parent}, and load again"
+                    f"{path} is not whole: for {self.seconds:g} s it did not end with "
+                    f"{self.end.decode()!r}. A process that copied it may have been killed: delete "
+                    f"the folder {Path(path).parent}, and load again"
                 )
             time.sleep(0.02)
 
 
 def import_whole(name: str, path: Path, end: str, seconds: float = 60.0) -> ModuleType:
-    """Import a file as the module `name` once it ends with `end`; `ImportError` if it does not in `seconds`."""
+    """Import a file as the module `name` once it ends with `end`; `ImportError` if it does not in
+    `seconds`."""
     if name in sys.modules:
         return sys.modules[name]
     spec = spec_from_file_location(name, path, loader=WholeFile(name, str(path), end, seconds))

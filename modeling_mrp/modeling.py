@@ -1,4 +1,5 @@
-"""The model: a block-diffusion backbone with an optional MRP head on top; symbols as in `model.head`."""
+"""The model: a block-diffusion backbone with an optional MRP head on top; symbols as in
+`model.head`."""
 
 from typing import Any
 
@@ -31,7 +32,8 @@ _PASSED_ON = ("output_hidden_states", "output_attentions", "cache_position")
 class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
     """A block-diffusion language model with an optional MRP head.
 
-    A token attends to all tokens of earlier blocks and of its own block; a masked position predicts the token at that position.
+    A token attends to all tokens of earlier blocks and of its own block; a masked position predicts
+    the token at that position.
 
     Example:
         >>> from modeling_mrp import MRPForCausalLM
@@ -54,20 +56,26 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         self.post_init()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute as torch does; an `lm_head` that gets an adapter is untied first (`untie`)."""
+        """Set an attribute as torch does; an `lm_head` that gets an adapter is untied first
+        (`untie`)."""
         untie(self, name, value)
         super().__setattr__(name, value)
 
-    def backbone(self, input_ids: Tensor, position_ids: Tensor, mask: AnyMask, cache: Cache | None = None) -> Tensor:
-        """Run the backbone; return its final-norm hidden states h_A, [batch, length, hidden_size], at their inputs' positions.
+    def backbone(
+        self, input_ids: Tensor, position_ids: Tensor, mask: AnyMask, cache: Cache | None = None
+    ) -> Tensor:
+        """Run the backbone; return its final-norm hidden states h_A, [batch, length, hidden_size],
+        at their inputs' positions.
 
         Args:
             input_ids: [batch, length] long.
             position_ids: [batch, length] long, absolute.
-            mask: [batch, 1, length, keys] bool, True where a query sees a key; a `BlockMask` under flex attention.
+            mask: [batch, 1, length, keys] bool, True where a query sees a key; a `BlockMask` under
+                flex attention.
             cache: A cache that the layers update, or None.
         """
-        # With a cache the length differs from call to call, and a module compiled by `nn.Module.compile` would recompile.
+        # With a cache the length differs from call to call, and a module compiled by
+        # `nn.Module.compile` would recompile.
         model = self.model if cache is None else self.model._call_impl
         return model(
             input_ids=input_ids,
@@ -86,17 +94,20 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         mask: AnyMask,
         cache: Cache | None = None,
     ) -> Tensor:
-        """Compute the head's residual h_C = Head(embed(x'), h_A), [batch, length, hidden_size]; `ValueError` without a head.
+        """Compute the head's residual h_C = Head(embed(x'), h_A), [batch, length, hidden_size];
+        `ValueError` without a head.
 
         Args:
             input_ids: [batch, length] long, the state x' after a reveal.
-            hidden_states: [batch, length, hidden_size], h_A, or an estimate of it: h_A plus earlier residuals.
-            position_ids, mask, cache: As for `backbone`; a cache must have room for the head's layers.
+            hidden_states: [batch, length, hidden_size], h_A, or an estimate of it: h_A plus earlier
+                residuals.
+            position_ids, mask, cache: As for `backbone`; a cache must have room for the head's
+                layers.
         """
         if self.mrp_head is None:
             raise ValueError(
-                "this model has no MRP head (num_nextn_predict_layers is 0): load one with attach_head(head) or "
-                "from_backbone(backbone, head=...), or train a head"
+                "this model has no MRP head (num_nextn_predict_layers is 0): load one with "
+                "attach_head(head) or from_backbone(backbone, head=...), or train a head"
             )
         embeds = self.model.embed_tokens(input_ids)
         rotary = turned_as(self.model.rotary_emb(embeds, position_ids), self.config.head_dim)
@@ -120,62 +131,93 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         cache: Cache | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Compute the logits of every position given the revealed tokens; with `labels`, the block-diffusion loss, too.
+        """Compute the logits of every position given the revealed tokens; with `labels`, the
+        block-diffusion loss, too.
 
-        With `labels`, each learned token is masked with probability t ~ U(0, 1], drawn per sequence (in eval mode from a seed
-        made of its tokens, for a reproducible loss). One pass holds [x_t | x_0]; the loss is the cross-entropy at masks,
-        weighted 1 / t, divided by the number of learned tokens (SDAR, equation 3). The logits are those of x_t.
+        With `labels`, each learned token is masked with probability t ~ U(0, 1], drawn per sequence
+        (in eval mode from a seed made of its tokens, for a reproducible loss). One pass holds [x_t
+        | x_0]; the loss is the cross-entropy at masks, weighted 1 / t, divided by the number of
+        learned tokens (SDAR, equation 3). The logits are those of x_t.
 
         Args:
             input_ids: [batch, length] long. Positions that hold `mask_token_id` are predicted.
-            attention_mask: [batch, past + length], 1 for real tokens (padding on either side), or a boolean or additive
-                [batch, 1, length, past + length] mask that replaces the block-causal one.
-            position_ids: [batch, length] long, absolute; by default counted from the first real token.
-            past_key_values: Keys and values of earlier, clean blocks; must be empty in a `shifted` family. `cache` is its name
-                from transformers 5.24 on.
+            attention_mask: [batch, past + length], 1 for real tokens (padding on either side), or a
+                boolean or additive [batch, 1, length, past + length] mask that replaces the
+                block-causal one.
+            position_ids: [batch, length] long, absolute; by default counted from the first real
+                token.
+            past_key_values: Keys and values of earlier, clean blocks; must be empty in a `shifted`
+                family. `cache` is its name from transformers 5.24 on.
             inputs_embeds: [batch, length, hidden_size] in place of `input_ids`.
-            labels: [batch, length] long, the true tokens; -100 where nothing is learned (the prompt).
-            text_noise: With `labels`, [batch, 1 + length] in [0, 1), by default drawn: 1 - t, then by token, masked if below t.
-            num_items_in_batch: With `labels`, the divisor of the loss, by default the number of learned tokens; transformers'
-                Trainer passes the number of all accumulation steps.
+            labels: [batch, length] long, the true tokens; -100 where nothing is learned (the
+                prompt).
+            text_noise: With `labels`, [batch, 1 + length] in [0, 1), by default drawn: 1 - t, then
+                by token, masked if below t.
+            num_items_in_batch: With `labels`, the divisor of the loss, by default the number of
+                learned tokens; transformers' Trainer passes the number of all accumulation steps.
             use_cache, logits_to_keep, kwargs: As in transformers.
 
         Returns:
-            Logits [batch, kept, vocab]; with `labels`, the loss; with `output_hidden_states=True`, hidden states, h_A the last.
+            Logits [batch, kept, vocab]; with `labels`, the loss; with `output_hidden_states=True`,
+            hidden states, h_A the last.
 
         Raises:
-            ValueError: for an argument that has no effect or does not fit the tokens, or for a `BlockCache` of `generate`.
+            ValueError: for an argument that has no effect or does not fit the tokens, or for a
+                `BlockCache` of `generate`.
         """
-        if unknown := sorted(name for name, value in kwargs.items() if value is not None and name not in _PASSED_ON):
-            raise ValueError(f"forward has no argument {', '.join(unknown)}: check the spelling, or leave it out")
+        if unknown := sorted(
+            name for name, value in kwargs.items() if value is not None and name not in _PASSED_ON
+        ):
+            raise ValueError(
+                f"forward has no argument {', '.join(unknown)}: check the spelling, or leave it out"
+            )
         cache = chosen_cache(cache, past_key_values)
         tokens = input_ids if input_ids is not None else inputs_embeds
         if tokens is None:
             raise ValueError("forward got neither input_ids nor inputs_embeds: pass one of them")
         if labels is not None:
             keeps = isinstance(logits_to_keep, Tensor) or logits_to_keep or None
-            given = {"inputs_embeds": inputs_embeds, "position_ids": position_ids, OLD_CACHE_NAME: cache}
+            given = {
+                "inputs_embeds": inputs_embeds,
+                "position_ids": position_ids,
+                OLD_CACHE_NAME: cache,
+            }
             given |= {"use_cache": use_cache, "logits_to_keep": keeps, **kwargs}
-            given["an attention_mask that is not 2-D"] = attention_mask is not None and attention_mask.dim() != 2
-            if unused := [name for name, value in given.items() if value is not None and value is not False]:
+            given["an attention_mask that is not 2-D"] = (
+                attention_mask is not None and attention_mask.dim() != 2
+            )
+            if unused := [
+                name for name, value in given.items() if value is not None and value is not False
+            ]:
                 raise ValueError(
-                    f"{', '.join(unused)}: no effect with labels, whose pass packs [x_t | x_0] of input_ids with a mask and "
-                    "positions of its own. Leave out either. For a prompt, prefix or P-tuning adapter use others, such as LoRA"
+                    f"{', '.join(unused)}: no effect with labels, whose pass packs [x_t | x_0] of "
+                    "input_ids with a mask and positions of its own. Leave out either. For a "
+                    "prompt, prefix or P-tuning adapter use others, such as LoRA"
                 )
-            return self._training_pass(tokens, labels, attention_mask, text_noise, num_items_in_batch)
+            return self._training_pass(
+                tokens, labels, attention_mask, text_noise, num_items_in_batch
+            )
         if text_noise is not None or num_items_in_batch is not None:
             raise ValueError(
-                "text_noise, num_items_in_batch: no effect without labels. Pass these too, or leave both out. A Trainer keeps "
-                "labels for a loss of its own (compute_loss_func, label_smoothing_factor) on clean text: leave that option out"
+                "text_noise, num_items_in_batch: no effect without labels. Pass these too, or "
+                "leave both out. A Trainer keeps labels for a loss of its own (compute_loss_func, "
+                "label_smoothing_factor) on clean text: leave that option out"
             )
         if isinstance(cache, BlockCache):
-            raise ValueError("past_key_values are a BlockCache, which only generate goes on from: pass a DynamicCache here")
-        told = input_ids is None or self.training or input_ids.is_meta or torch.compiler.is_compiling()
-        if not told and not (input_ids == self.config.mask_token_id).any():  # lm-eval's log-likelihood tasks ask for them
+            raise ValueError(
+                "past_key_values are a BlockCache, which only generate goes on from: pass a "
+                "DynamicCache here"
+            )
+        told = (
+            input_ids is None or self.training or input_ids.is_meta or torch.compiler.is_compiling()
+        )
+        # lm-eval's log-likelihood tasks ask for them
+        if not told and not (input_ids == self.config.mask_token_id).any():
             logger.warning_once(
-                "In a text without masks each position predicts its own token: log-likelihoods made of them mean nothing. Call "
-                "model.score(input_ids), with lm-eval `python -m mrp_trainer.evaluate.lm_eval run --model mrp`, or put the "
-                f"mask, id {self.config.mask_token_id}, where a token is to be predicted"
+                "In a text without masks each position predicts its own token: log-likelihoods "
+                "made of them mean nothing. Call model.score(input_ids), with lm-eval `python -m "
+                "mrp_trainer.evaluate.lm_eval run --model mrp`, or put the mask, id "
+                f"{self.config.mask_token_id}, where a token is to be predicted"
             )
         mask, position_ids = self._block_causal(tokens, attention_mask, position_ids, cache)
         outputs = self.model(
@@ -192,8 +234,9 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         if self.model.shifted:
             if cache is not None and cache.get_seq_length() > hidden.shape[1]:
                 raise ValueError(
-                    f"past_key_values hold earlier tokens, but in the family {self.config.family!r} the logits of a position "
-                    "come from the one before it, of which they hold none: pass the whole text"
+                    "past_key_values hold earlier tokens, but in the family "
+                    f"{self.config.family!r} the logits of a position come from the one before it, "
+                    "of which they hold none: pass the whole text"
                 )
             before = torch.arange(hidden.shape[1], device=hidden.device) - 1
             hidden = taken_from(hidden, torch.where(position_ids > 0, before, -1))
@@ -206,9 +249,14 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         )
 
     def _block_causal(
-        self, given: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cache: Cache | None
+        self,
+        given: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        cache: Cache | None,
     ) -> tuple[Tensor, Tensor]:
-        """Make the attention's mask (block-causal, or a given 4-D one) and positions [batch, length] for new tokens `given`."""
+        """Make the attention's mask (block-causal, or a given 4-D one) and positions [batch,
+        length] for new tokens `given`."""
         batch, length = given.shape[:2]
         past = cache.get_seq_length() if cache is not None else 0
         valid = torch.ones(batch, past + length, dtype=torch.bool, device=given.device)
@@ -223,27 +271,49 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         if attention_mask is not None and attention_mask.dim() == 4:
             return self._attention_bias(attention_mask), position_ids
         mask = block_causal_mask(position_ids, key_positions, valid, self.config.block_size)
-        mask |= torch.eye(length, past + length, dtype=torch.bool, device=given.device).roll(past, -1)  # padding sees itself
+        # padding sees itself
+        mask |= torch.eye(length, past + length, dtype=torch.bool, device=given.device).roll(
+            past, -1
+        )
         return self._attention_bias(mask), position_ids
 
     def _attention_bias(self, mask: Any) -> Any:
-        """Make a boolean mask additive if the chosen attention adds it to its scores (flex, and those with `eager_mask`)."""
+        """Make a boolean mask additive if the chosen attention adds it to its scores (flex, and
+        those with `eager_mask`)."""
         chosen = self.config._attn_implementation
         adds = chosen == "flex_attention" or ALL_MASK_ATTENTION_FUNCTIONS.get(chosen) is eager_mask
         if isinstance(mask, BlockMask) or not adds or mask.dtype != torch.bool:
             return mask
-        if chosen == "flex_attention" and mask.device.type == "cpu":  # where it is compiled to what writes outside its memory
-            raise ValueError("attn_implementation is 'flex_attention', not for a CPU: call set_attn_implementation('sdpa')")
-        return torch.zeros(mask.shape, dtype=self.dtype, device=mask.device).masked_fill_(~mask, torch.finfo(self.dtype).min)
+        # where it is compiled to what writes outside its memory
+        if chosen == "flex_attention" and mask.device.type == "cpu":
+            raise ValueError(
+                "attn_implementation is 'flex_attention', not for a CPU: call "
+                "set_attn_implementation('sdpa')"
+            )
+        return torch.zeros(mask.shape, dtype=self.dtype, device=mask.device).masked_fill_(
+            ~mask, torch.finfo(self.dtype).min
+        )
 
     def _training_pass(
-        self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None, noise: Tensor | None, items: int | Tensor | None
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        attention_mask: Tensor | None,
+        noise: Tensor | None,
+        items: int | Tensor | None,
     ) -> CausalLMOutputWithPast:
         batch, length = input_ids.shape
         for name, given in (("labels", labels), ("attention_mask", attention_mask)):
             if given is not None and given.shape != input_ids.shape:
-                raise ValueError(f"{name} has shape {list(given.shape)}: with these input_ids it must be {[batch, length]}")
-        valid = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+                raise ValueError(
+                    f"{name} has shape {list(given.shape)}: with these input_ids it must be "
+                    f"{[batch, length]}"
+                )
+        valid = (
+            torch.ones_like(input_ids, dtype=torch.bool)
+            if attention_mask is None
+            else attention_mask.bool()
+        )
         check_rows(valid, 0, self.config.max_position_embeddings)
         learned = labels != -100
         clean = torch.where(learned, labels, input_ids)
@@ -260,6 +330,11 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
             states = taken_from(states, torch.where(positions > 0, before, -1))
         logits = self.lm_head(states[:, :length])
         picked = logits[hidden] if logits.dtype == torch.float64 else logits[hidden].float()
-        losses = F.cross_entropy(picked, clean[hidden], reduction="none") / level.expand(batch, length)[hidden].float()
-        items = (learned & valid).sum() if items is None else torch.as_tensor(items, device=ids.device)
+        losses = (
+            F.cross_entropy(picked, clean[hidden], reduction="none")
+            / level.expand(batch, length)[hidden].float()
+        )
+        items = (
+            (learned & valid).sum() if items is None else torch.as_tensor(items, device=ids.device)
+        )
         return CausalLMOutputWithPast(loss=losses.sum() / items.clamp(min=1), logits=logits)

@@ -1,4 +1,5 @@
-"""The versions of transformers on which this release was tested, told where something fails on another one."""
+"""The versions of transformers on which this release was tested, told where something fails on
+another one."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +9,8 @@ TESTED = "5.17.0", "5.24.0"
 
 
 def version_note() -> str | None:
-    """Return which versions of transformers were tested and what to do, or None if the installed one is among them."""
+    """Return which versions of transformers were tested and what to do, or None if the installed
+    one is among them."""
     import transformers
 
     oldest, newest = TESTED
@@ -16,8 +18,8 @@ def version_note() -> str | None:
     if _release(oldest) <= _release(installed) and _release(installed)[:2] <= _release(newest)[:2]:
         return None
     return (
-        f"This code was tested with transformers {oldest} to {newest}, and {installed} is installed. If the error comes from "
-        f"that: pip install 'transformers>={oldest},<={newest}'"
+        f"This code was tested with transformers {oldest} to {newest}, and {installed} is "
+        f"installed. If the error comes from that: pip install 'transformers>={oldest},<={newest}'"
     )
 
 

@@ -1,7 +1,7 @@
 """Write the folder of the Space, ready to upload: ``python space/folder.py FOLDER``.
 
-It gets the app, its requirements, the two packages and the embedded checkpoint, since a Space has nothing else:
-``hf upload org/name FOLDER --repo-type space``.
+It gets the app, its requirements, the two packages and the embedded checkpoint, since a Space has
+nothing else: ``hf upload org/name FOLDER --repo-type space``.
 """
 
 import shutil

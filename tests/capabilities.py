@@ -1,5 +1,5 @@
-"""The registry of capabilities whose pairs are tried (`tests/pairs.py`): an entry says how it changes a case, and what refuses
-it."""
+"""The registry of capabilities whose pairs are tried (`tests/pairs.py`): an entry says how it
+changes a case, and what refuses it."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -25,7 +25,11 @@ from tests.random_cases import Row, Sways, given_in
 from tests.tape import TapeRecorder
 from tests.watches import Blocks, Drafts, Watch, assert_asked, assert_streamed
 
-LORA = LoraConfig(task_type="CAUSAL_LM", target_modules=r".*layers\.\d+\.self_attn\.[qv]_proj", init_lora_weights=False)
+LORA = LoraConfig(
+    task_type="CAUSAL_LM",
+    target_modules=r".*layers\.\d+\.self_attn\.[qv]_proj",
+    init_lora_weights=False,
+)
 
 
 def fixed(**options: Any) -> Callable[[Trial], Options]:
@@ -35,34 +39,48 @@ def fixed(**options: Any) -> Callable[[Trial], Options]:
 
 def sampled(name: str, *values: float) -> Capability:
     """Make an entry of an option of sampling."""
-    return Capability(name, options=lambda trial: {"do_sample": True, name: trial.rng.choice(values)})
+    return Capability(
+        name, options=lambda trial: {"do_sample": True, name: trial.rng.choice(values)}
+    )
 
 
 def argument(name: str, *values: Any) -> Capability:
     """Make an entry of an argument that leaves the text."""
-    return Capability(name, arguments=lambda trial, *_: {name: values[trial.seeds[0] % len(values)]})
+    return Capability(
+        name, arguments=lambda trial, *_: {name: values[trial.seeds[0] % len(values)]}
+    )
 
 
 def ids_of(trial: Trial, count: int) -> list[int]:
     return trial.rng.sample(range(1, 50), count)
 
 
-# ------------------------------------------------------------------------------------------------- modes and options
+# -------------------------------------------------------------------------------------------------
+# modes and options
 
 NEEDS_HEAD = "needs an MRP head, and this model has none.*attach_head"
 MODES = [
-    *(Capability(mode, "mode", options=fixed(decoding=mode)) for mode in ("static", "dynamic", "sequential", "entropy_bound")),
+    *(
+        Capability(mode, "mode", options=fixed(decoding=mode))
+        for mode in ("static", "dynamic", "sequential", "entropy_bound")
+    ),
     *(Capability(mode, "mode", options=fixed(decoding=mode)) for mode in PUBLISHED),
     Capability(
         "mrp_direct",
         "mode",
-        options=lambda trial: {"decoding": "mrp_direct", "mrp_steps": trial.rng.randint(1, min(3, trial.block))},
+        options=lambda trial: {
+            "decoding": "mrp_direct",
+            "mrp_steps": trial.rng.randint(1, min(3, trial.block)),
+        },
         without={"no head": NEEDS_HEAD, "drafts": "target is 'mrp_direct': choose one of"},
     ),
     Capability(
         "mrp_remask",
         "mode",
-        options=lambda trial: {"decoding": "mrp_remask", "remask_rule": trial.rng.choice(REMASK_RULES)},
+        options=lambda trial: {
+            "decoding": "mrp_remask",
+            "remask_rule": trial.rng.choice(REMASK_RULES),
+        },
         without={"no head": NEEDS_HEAD, "drafts": "target is 'mrp_remask': choose one of"},
     ),
 ]
@@ -80,7 +98,9 @@ def many(count: int) -> Callable[[Trial], None]:
 
     def begin(trial: Trial) -> None:
         rng = trial.rng
-        trial.prompts = [trial.prompts[row % len(trial.prompts)][: rng.randint(1, 9)] for row in range(count)]
+        trial.prompts = [
+            trial.prompts[row % len(trial.prompts)][: rng.randint(1, 9)] for row in range(count)
+        ]
         trial.seeds = [rng.randrange(1 << 62) for _ in range(2 * count)]
 
     return begin
@@ -98,7 +118,9 @@ def infilled(trial: Trial) -> None:
     """Let rows go on with given tokens and masks."""
     rng, most = trial.rng, trial.options["max_new_tokens"]
     count = rng.randint(1, most)
-    trial.infill = [[rng.choice((MASK, rng.randrange(1, 50))) for _ in range(count)] for _ in trial.prompts]
+    trial.infill = [
+        [rng.choice((MASK, rng.randrange(1, 50))) for _ in range(count)] for _ in trial.prompts
+    ]
 
 
 def copied(trial: Trial) -> None:
@@ -115,16 +137,29 @@ TEXT = [
     sampled("epsilon_cutoff", 0.02),
     sampled("eta_cutoff", 0.05),
     sampled("top_h", 0.4),
-    Capability("repetition_penalty", options=lambda trial: {"repetition_penalty": trial.rng.choice((0.7, 2.0))}),
-    Capability("no_repeat_ngram_size", options=lambda trial: {"no_repeat_ngram_size": trial.rng.choice((1, 2))}),
-    Capability("bad_words_ids", options=lambda trial: {"bad_words_ids": [[one] for one in ids_of(trial, 9)]}),
+    Capability(
+        "repetition_penalty",
+        options=lambda trial: {"repetition_penalty": trial.rng.choice((0.7, 2.0))},
+    ),
+    Capability(
+        "no_repeat_ngram_size",
+        options=lambda trial: {"no_repeat_ngram_size": trial.rng.choice((1, 2))},
+    ),
+    Capability(
+        "bad_words_ids",
+        options=lambda trial: {"bad_words_ids": [[one] for one in ids_of(trial, 9)]},
+    ),
     Capability(
         "bad words of several tokens",
         options=lambda trial: {"bad_words_ids": [ids_of(trial, 2) for _ in range(60)]},
         apart=("bad_words_ids",),
     ),
     Capability("suppress_tokens", options=lambda trial: {"suppress_tokens": ids_of(trial, 20)}),
-    Capability("sequence_bias", "bias", options=lambda trial: {"sequence_bias": [[[one], 4.0] for one in ids_of(trial, 4)]}),
+    Capability(
+        "sequence_bias",
+        "bias",
+        options=lambda trial: {"sequence_bias": [[[one], 4.0] for one in ids_of(trial, 4)]},
+    ),
     Capability(
         "sequence_bias of several tokens",
         "bias",
@@ -132,23 +167,45 @@ TEXT = [
             "sequence_bias": [[ids_of(trial, 2), 3.0] for _ in range(40)],
             **({} if "mode" in trial.slots else {"decoding": "sequential"}),
         },
-        without=dict.fromkeys([*(mode.name for mode in MODES if mode.name != "sequential"), "denoising_steps"], SEVERAL),
+        without=dict.fromkeys(
+            [*(mode.name for mode in MODES if mode.name != "sequential"), "denoising_steps"],
+            SEVERAL,
+        ),
     ),
-    Capability("logits_processor", options=lambda trial: {"logits_processor": [Sways(trial.rng.choice((0.1, 1.0)))]}),
+    Capability(
+        "logits_processor",
+        options=lambda trial: {"logits_processor": [Sways(trial.rng.choice((0.1, 1.0)))]},
+    ),
     Capability("remove_invalid_values", options=fixed(remove_invalid_values=True)),
-    Capability("renormalize_logits", options=fixed(renormalize_logits=True), apart=("logits_processor",)),
+    Capability(
+        "renormalize_logits", options=fixed(renormalize_logits=True), apart=("logits_processor",)
+    ),
     Capability("many eos", options=fixed(eos_token_id=list(range(1, 20)))),
     Capability("min_new_tokens", options=fixed(min_new_tokens=2, eos_token_id=list(range(1, 20)))),
-    Capability("stop_strings", "stops", options=lambda trial: {"stops": ("strings", ids_of(trial, 12))}),
-    Capability("stopping_criteria", "stops", options=lambda trial: {"stops": ("criterion", ids_of(trial, 12))}),
-    Capability("denoising_steps", options=lambda trial: {"denoising_steps": trial.rng.randint(1, min(2, trial.block))}),
-    Capability("one new token", "length", options=fixed(max_new_tokens=1), apart=("min_new_tokens",)),
-    Capability("many new tokens", "length", options=lambda trial: {"max_new_tokens": 3 * trial.block + 1}),
+    Capability(
+        "stop_strings", "stops", options=lambda trial: {"stops": ("strings", ids_of(trial, 12))}
+    ),
+    Capability(
+        "stopping_criteria",
+        "stops",
+        options=lambda trial: {"stops": ("criterion", ids_of(trial, 12))},
+    ),
+    Capability(
+        "denoising_steps",
+        options=lambda trial: {"denoising_steps": trial.rng.randint(1, min(2, trial.block))},
+    ),
+    Capability(
+        "one new token", "length", options=fixed(max_new_tokens=1), apart=("min_new_tokens",)
+    ),
+    Capability(
+        "many new tokens", "length", options=lambda trial: {"max_new_tokens": 3 * trial.block + 1}
+    ),
     Capability("infill_ids", begin=infilled),
     Capability("num_return_sequences", begin=copied, options=fixed(do_sample=True)),
 ]
 
-# ------------------------------------------------------------------------------------------------- models
+# -------------------------------------------------------------------------------------------------
+# models
 
 
 def eager(_: Trial, model: Any) -> Any:
@@ -157,7 +214,13 @@ def eager(_: Trial, model: Any) -> Any:
 
 
 EXPERTS: Options = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
-LLADA2: Options = {**EXPERTS, "num_experts": 8, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
+LLADA2: Options = {
+    **EXPERTS,
+    "num_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+}
 LLADA2 |= {"first_k_dense_replace": 1, "partial_rotary_factor": 0.5, "num_hidden_layers": 2}
 
 
@@ -179,7 +242,9 @@ SHAPES = [
     Capability("tied embeddings", shape={"tie_word_embeddings": True}),
     Capability("attention bias", shape={"attention_bias": True}),
     Capability("sdar_moe", "family", shape={"family": "sdar_moe", "num_experts": 4, **EXPERTS}),
-    Capability("llada2_moe", "family", shape={"family": "llada2_moe", **LLADA2}, begin=no_slow_head),
+    Capability(
+        "llada2_moe", "family", shape={"family": "llada2_moe", **LLADA2}, begin=no_slow_head
+    ),
     Capability("fast_dllm_v2", "family", shape={"family": "fast_dllm_v2"}, begin=by_calls_alone),
     Capability("stable_diffcoder", "family", shape={"family": "stable_diffcoder"}),
 ]
@@ -203,7 +268,9 @@ def quantized(config: Callable[[], Any]) -> Callable[[Trial, Any], Any]:
 
     def loaded(trial: Trial, model: Any) -> Any:
         model.float().save_pretrained(trial.folder / "whole")
-        made: Any = MRPForCausalLM.from_pretrained(trial.folder / "whole", quantization_config=config())
+        made: Any = MRPForCausalLM.from_pretrained(
+            trial.folder / "whole", quantization_config=config()
+        )
         return made.eval()
 
     return loaded
@@ -219,10 +286,16 @@ def nf4() -> Any:
     return transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
 
 
-KEPT_ELSEWHERE = ("place", "saved")  # what loads or moves weights, which are loaded quantized already
+# what loads or moves weights, which are loaded quantized already
+KEPT_ELSEWHERE = ("place", "saved")
 WEIGHTS = [
     Capability("float32", "dtype", weights=in_float32),
-    Capability("to bfloat16 and back", "dtype", weights=rounded, model=lambda _, model: model.bfloat16().double()),
+    Capability(
+        "to bfloat16 and back",
+        "dtype",
+        weights=rounded,
+        model=lambda _, model: model.bfloat16().double(),
+    ),
 ]
 if find_spec("torchao"):
     WEIGHTS.append(Capability("torchao int8", "dtype", KEPT_ELSEWHERE, weights=quantized(torchao)))
@@ -231,9 +304,11 @@ if find_spec("bitsandbytes"):
         "hidden_size": 64,
         "intermediate_size": 64,
         "head_dim": 16,
-        "moe_intermediate_size": 64,
-    }  # groups are of 64
-    WEIGHTS.append(Capability("bitsandbytes nf4", "dtype", KEPT_ELSEWHERE, shape=WIDE, weights=quantized(nf4)))
+        "moe_intermediate_size": 64,  # groups are of 64
+    }
+    WEIGHTS.append(
+        Capability("bitsandbytes nf4", "dtype", KEPT_ELSEWHERE, shape=WIDE, weights=quantized(nf4))
+    )
 
 
 def adapted(trial: Trial, model: Any) -> Any:
@@ -271,13 +346,18 @@ def merged(_: Trial, model: Any) -> Any:
 QUANTIZED = ("torchao int8", "bitsandbytes nf4")  # whose merged weights are rounded again
 ADAPTERS = [
     Capability("LoRA", "adapter", weights=adapted),
-    Capability("another LoRA", "adapter", weights=lambda trial, model: another(trial, adapted(trial, model))),
+    Capability(
+        "another LoRA",
+        "adapter",
+        weights=lambda trial, model: another(trial, adapted(trial, model)),
+    ),
     Capability("LoRA merged", "adapter", QUANTIZED, weights=adapted, model=merged),
     Capability("LoRA switched off", "adapter", model=adapted, around=switched_off),
     Capability("a LoRA for each row", "adapter", weights=adapted, begin=of_rows, apart=("score",)),
 ]
 
-# ------------------------------------------------------------------------------------------------- ways to the same text
+# -------------------------------------------------------------------------------------------------
+# ways to the same text
 
 
 def drafted(name: str) -> Capability:
@@ -285,7 +365,11 @@ def drafted(name: str) -> Capability:
     return Capability(
         name,
         "drafts",
-        arguments=lambda trial, *_: {"decoding": name, "target": trial.mode, "num_draft_states": 2 + trial.seeds[0] % 5},
+        arguments=lambda trial, *_: {
+            "decoding": name,
+            "target": trial.mode,
+            "num_draft_states": 2 + trial.seeds[0] % 5,
+        },
         without=without,
     )
 
@@ -315,7 +399,9 @@ def one_seed(trial: Trial) -> None:
 def streaming(kind: type[Blocks]) -> Capability:
     def check(trial: Trial, result: Result) -> Callable[[list[Row]], None]:
         def compare(rows: list[Row]) -> None:
-            for streamer, prompt, row in zip(result.given["streamer"], result.prompts, rows, strict=True):
+            for streamer, prompt, row in zip(
+                result.given["streamer"], result.prompts, rows, strict=True
+            ):
                 assert_streamed(streamer.events, prompt, row["tokens"], row["steps"])
 
         return compare
@@ -339,7 +425,8 @@ def watched(trial: Trial, result: Result) -> Callable[[list[Row]], None]:
 
 
 def with_scores(name: str) -> Capability:
-    """Make an entry of `output_scores` or `output_logits`: a column says just what was drawn, with its log-probability."""
+    """Make an entry of `output_scores` or `output_logits`: a column says just what was drawn, with
+    its log-probability."""
 
     def check(trial: Trial, result: Result) -> Callable[[list[Row]], None]:
         columns = [column.tolist() for column in getattr(result.out, name.removeprefix("output_"))]
@@ -347,7 +434,9 @@ def with_scores(name: str) -> Capability:
         def compare(rows: list[Row]) -> None:
             assert len(columns) == len(result.rows[0]["tokens"])
             for number, row in enumerate(rows):
-                for column, (token, step) in enumerate(zip(row["tokens"], row["steps"], strict=True)):
+                for column, (token, step) in enumerate(
+                    zip(row["tokens"], row["steps"], strict=True)
+                ):
                     numbers = torch.tensor(columns[column][number], dtype=torch.float64)
                     assert numbers[token].isfinite()
                     if step < 0:
@@ -361,7 +450,8 @@ def with_scores(name: str) -> Capability:
 
 
 def going_on(kind: str) -> Capability:
-    """Make an entry of a cache that a call continues: `continued`, `edited`, `copied`, `in advance` or `interrupted`."""
+    """Make an entry of a cache that a call continues: `continued`, `edited`, `copied`, `in advance`
+    or `interrupted`."""
 
     def call(trial: Trial, run: Run) -> Run:
         rng, mode = trial.rng, trial.options.get("sequence_bias") and trial.mode
@@ -369,11 +459,18 @@ def going_on(kind: str) -> Capability:
         new, cut, tail = rng.randint(1, 2 * trial.block), rng.randint(1, 9), rng.randrange(1, 50)
 
         def runs(prompts: list[list[int]], copies: int | None = None, **more: Any) -> Result:
-            first: Options = {"infill_ids": None, "decoding": mode, "return_dict_in_generate": True, "max_new_tokens": new}
+            first: Options = {
+                "infill_ids": None,
+                "decoding": mode,
+                "return_dict_in_generate": True,
+                "max_new_tokens": new,
+            }
             first |= {"max_length": None, "min_new_tokens": None}
             if kind == "in advance":
                 with_head = base_of(trial.tested).mrp_head is not None
-                past = base_of(trial.tested).block_cache(len(prompts), 64 + -64 % trial.block, 64, with_head=with_head)
+                past = base_of(trial.tested).block_cache(
+                    len(prompts), 64 + -64 % trial.block, 64, with_head=with_head
+                )
                 first["past_key_values"] = past
             begun = run([prompt[:cut] for prompt in prompts], copies=1, **first)
             longer = [
@@ -389,7 +486,12 @@ def going_on(kind: str) -> Capability:
                 run(longer, copies, past_key_values=kept, **more)
             if kind == "interrupted":
                 with suppress(Interrupted):
-                    run(longer, copies, past_key_values=past, **{**more, "criteria": [Raises(rng.randint(1, 3))]})
+                    run(
+                        longer,
+                        copies,
+                        past_key_values=past,
+                        **{**more, "criteria": [Raises(rng.randint(1, 3))]},
+                    )
             return run(longer, copies, past_key_values=past, **more)
 
         return runs
@@ -438,7 +540,10 @@ def in_threads(_: Trial, run: Run) -> Run:
 
     def runs(prompts: list[list[int]], *args: Any, **more: Any) -> Result:
         with ThreadPoolExecutor(3) as pool:
-            first, *others = [call.result() for call in [pool.submit(run, prompts, *args, **more) for _ in range(3)]]
+            first, *others = [
+                call.result()
+                for call in [pool.submit(run, prompts, *args, **more) for _ in range(3)]
+            ]
         assert all(other.rows[0]["tokens"] == first.rows[0]["tokens"] for other in others)
         assert all(len(other.rows) == len(first.rows) for other in others)
         return first
@@ -479,8 +584,13 @@ def compiled(_: Trial, model: Any) -> Any:
 
 def places_of(model: Any, first: Any, second: Any) -> dict[str, Any]:
     """Give the first layer and the head another place than the rest."""
-    places = dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head"), first)
-    places |= {f"model.layers.{layer}": second if layer == 0 else first for layer in range(len(model.model.layers))}
+    places = dict.fromkeys(
+        ("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head"), first
+    )
+    places |= {
+        f"model.layers.{layer}": second if layer == 0 else first
+        for layer in range(len(model.model.layers))
+    }
     return places | ({"mrp_head": second} if model.mrp_head is not None else {})
 
 
@@ -539,24 +649,37 @@ def reloaded(kind: str) -> Callable[[Trial, Any], Any]:
 
 def scored(trial: Trial, result: Result) -> Callable[[list[Row]], None]:
     """Score the texts as a batch, which has to be as each alone."""
-    texts = [[*prompt, *row["tokens"]] for prompt, row in zip(result.prompts, result.rows, strict=True)]
-    logprobs, inputs = base_of(trial.tested).score(**padded(texts, trial.side)), padded(texts, trial.side)
+    texts = [
+        [*prompt, *row["tokens"]] for prompt, row in zip(result.prompts, result.rows, strict=True)
+    ]
+    logprobs, inputs = (
+        base_of(trial.tested).score(**padded(texts, trial.side)),
+        padded(texts, trial.side),
+    )
     found = torch.tensor(logprobs.logprobs.tolist(), dtype=torch.float64)
 
     def compare(_: list[Row]) -> None:
         for row, text in enumerate(texts):
             alone = base_of(trial.plain).score(torch.tensor([text])).logprobs[0].double()
             real = inputs["attention_mask"][row].bool()
-            torch.testing.assert_close(found[row, real], alone, rtol=0, atol=1e-5 if alone.dtype == torch.float64 else 1e-2)
+            torch.testing.assert_close(
+                found[row, real], alone, rtol=0, atol=1e-5 if alone.dtype == torch.float64 else 1e-2
+            )
 
     return compare
 
 
 UNMERGED = r"Merge adapters first \(merge_and_unload\)"
-UNSAVED = dict.fromkeys(("LoRA", "another LoRA", "LoRA switched off", "a LoRA for each row"), UNMERGED)
+UNSAVED = dict.fromkeys(
+    ("LoRA", "another LoRA", "LoRA switched off", "a LoRA for each row"), UNMERGED
+)
 UNSAVED["no head"] = "the model has no MRP head"
-UNKNOWN = "graphs is True, but weights are of the kind .*, and where those lie is not known: .*leave graphs unset"
-# On the stand-ins for devices torch makes indices of a list of numbers, as these have, where no mode sees it.
+UNKNOWN = (
+    "graphs is True, but weights are of the kind .*, and where those lie is not known: .*leave "
+    "graphs unset"
+)
+# On the stand-ins for devices torch makes indices of a list of numbers, as these have, where no
+# mode sees it.
 BY_LISTS = ("bias", "a LoRA for each row")
 SAME = [
     drafted("self_spec"),
@@ -568,11 +691,20 @@ SAME = [
     *map(in_way, ("dict", "theirs", "ours", "own")),
     Capability("max_length", arguments=by_length),
     Capability("one seed", begin=one_seed, arguments=lambda trial, *_: {"seed": trial.seeds[0]}),
-    Capability("int32 ids", arguments=lambda trial, prompts, _: {"input_ids": padded(prompts, trial.side)["input_ids"].int()}),
-    Capability("no attention_mask", arguments=lambda *_: {"attention_mask": None}, apart=("cache",)),
+    Capability(
+        "int32 ids",
+        arguments=lambda trial, prompts, _: {
+            "input_ids": padded(prompts, trial.side)["input_ids"].int()
+        },
+    ),
+    Capability(
+        "no attention_mask", arguments=lambda *_: {"attention_mask": None}, apart=("cache",)
+    ),
     streaming(Blocks),
     streaming(Drafts),
-    Capability("a watching criterion", arguments=lambda *_: {"stopping_criteria": [Watch()]}, check=watched),
+    Capability(
+        "a watching criterion", arguments=lambda *_: {"stopping_criteria": [Watch()]}, check=watched
+    ),
     with_scores("output_scores"),
     with_scores("output_logits"),
     Capability("ids alone", arguments=lambda *_: {"return_dict_in_generate": False}),
@@ -580,9 +712,16 @@ SAME = [
     Capability("interrupted", call=interrupted),
     Capability("twice", call=twice),
     Capability("threads", call=in_threads, apart=("place", "options: own", "kernels interpreted")),
-    Capability("graphs taped", around=taped, arguments=lambda *_: {"graphs": True}, without=dict.fromkeys(QUANTIZED, UNKNOWN)),
+    Capability(
+        "graphs taped",
+        around=taped,
+        arguments=lambda *_: {"graphs": True},
+        without=dict.fromkeys(QUANTIZED, UNKNOWN),
+    ),
     Capability("prefill in chunks", around=in_chunks),
-    Capability("inference mode", around=lambda _: torch.inference_mode(), apart=("a small device",)),
+    Capability(
+        "inference mode", around=lambda _: torch.inference_mode(), apart=("a small device",)
+    ),
     Capability("compiled", model=compiled),
     Capability("eager attention", model=eager),
     Capability("deep copy", model=lambda _, model: copy.deepcopy(model)),
@@ -592,10 +731,20 @@ SAME = [
     Capability("offloaded to disk", "place", model=reloaded("disk"), apart=("saved", "adapter")),
     Capability("offloaded to the host", "place", model=reloaded("cpu"), apart=("saved", "adapter")),
     Capability("two devices", "place", BY_LISTS, model=itself, around=over_two),
-    Capability("a small device", "place", ("dtype", *BY_LISTS), weights=in_float32, model=itself, around=on_small),
+    Capability(
+        "a small device",
+        "place",
+        ("dtype", *BY_LISTS),
+        weights=in_float32,
+        model=itself,
+        around=on_small,
+    ),
     Capability("score", check=scored),
 ]
-UNFUSED = "kernels is True, but the kernels of its layers cannot be used: .*use kernels=None or kernels=False"
+UNFUSED = (
+    "kernels is True, but the kernels of its layers cannot be used: .*use kernels=None or "
+    "kernels=False"
+)
 if triton is not None:
     SAME.append(
         Capability(

@@ -14,7 +14,8 @@ def mrp(*arguments: str, fails: bool = False) -> str:
     """Run a command; return its standard output, or its standard error if it has to fail."""
     result = RUNNER.invoke(cli.app, list(arguments))
     if fails:
-        assert isinstance(result.exception, SystemExit), repr(result.exception)  # anything else would be a traceback
+        # anything else would be a traceback
+        assert isinstance(result.exception, SystemExit), repr(result.exception)
         assert result.exit_code in (1, 2), result.output
         return result.stderr
     assert result.exit_code == 0, result.output

@@ -1,6 +1,8 @@
-"""Random-weight models small enough for a laptop, the embedded checkpoint, and tokenizers of whole words.
+"""Random-weight models small enough for a laptop, the embedded checkpoint, and tokenizers of whole
+words.
 
-What takes seconds to import is imported where it is used: the process that hands tests out to others needs none of it.
+What takes seconds to import is imported where it is used: the process that hands tests out to
+others needs none of it.
 """
 
 import os
@@ -15,7 +17,8 @@ from fresh import Fresh
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# transformers copies a repository's code once for each commit, and the tests have one commit for all that they make.
+# transformers copies a repository's code once for each commit, and the tests have one commit for
+# all that they make.
 os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp()
 
 ROOT = Path(__file__).parent.parent
@@ -23,7 +26,8 @@ TINY = ROOT / "hub_configs" / "sdar-tiny-mrp"
 
 
 def pytest_collectstart() -> None:
-    """Let kernels that a test forces be interpreted where there is no GPU; triton reads this where they are defined."""
+    """Let kernels that a test forces be interpreted where there is no GPU; triton reads this where
+    they are defined."""
     import torch
 
     if not torch.cuda.is_available():
@@ -35,9 +39,11 @@ def pytest_unconfigure() -> None:
 
 
 @pytest.fixture
-def hub(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A Hub on loopback, which this process uses as Alice. What is pushed is tried in a fresh process only with the mark
-    `real_trial`, as that takes seconds."""
+def hub(
+    tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Any]:
+    """A Hub on loopback, which this process uses as Alice. What is pushed is tried in a fresh
+    process only with the mark `real_trial`, as that takes seconds."""
     from hub_server import HubServer, using
 
     if request.node.get_closest_marker("real_trial") is None:
@@ -56,29 +62,34 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fresh]:
 
 @pytest.fixture
 def few_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let sampled drafts choose among four tokens of a position, since the interpreter of kernels takes them one by one."""
+    """Let sampled drafts choose among four tokens of a position, since the interpreter of kernels
+    takes them one by one."""
     monkeypatch.setattr("modeling_mrp.networks.picker.LIKELIEST", 4)
 
 
 @pytest.fixture
 def wide_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a program of `rotated` take many heads, since the interpreter runs programs one after the other."""
+    """Let a program of `rotated` take many heads, since the interpreter runs programs one after the
+    other."""
     monkeypatch.setattr("modeling_mrp.kernels.round_layers._HEADS", 1024)
 
 
 @pytest.fixture
 def new_memory_is_nan() -> Iterator[None]:
-    """Fill new memory with NaN, so that a test fails if a kernel leaves out numbers that it should write."""
+    """Fill new memory with NaN, so that a test fails if a kernel leaves out numbers that it should
+    write."""
     import torch
 
-    torch.use_deterministic_algorithms(True, warn_only=torch.cuda.is_available())  # cuBLAS is deterministic only if configured
+    # cuBLAS is deterministic only if configured
+    torch.use_deterministic_algorithms(True, warn_only=torch.cuda.is_available())
     assert torch.empty(3).isnan().all()
     yield
     torch.use_deterministic_algorithms(False)
 
 
 def embedded() -> Any:
-    """Load the embedded checkpoint with a fixed number of drafts, so that counts are the same in every run."""
+    """Load the embedded checkpoint with a fixed number of drafts, so that counts are the same in
+    every run."""
     from modeling_mrp import MRPForCausalLM
 
     model = MRPForCausalLM.from_pretrained(TINY).eval()
@@ -124,8 +135,14 @@ def word_tokenizer() -> Any:
     for index in range(150):
         for family in ("math", "code"):
             problem = make_problem(family, "train", index)
-            words |= {word for text in (problem.prompt, problem.answer) for word, _ in splitter.pre_tokenize_str(text)}
-    vocab = {word: i for i, word in enumerate(["<pad>", "<end>", "<mask>", "<unk>", *sorted(words)])}
+            words |= {
+                word
+                for text in (problem.prompt, problem.answer)
+                for word, _ in splitter.pre_tokenize_str(text)
+            }
+    vocab = {
+        word: i for i, word in enumerate(["<pad>", "<end>", "<mask>", "<unk>", *sorted(words)])
+    }
     words_only = Tokenizer(WordLevel(vocab, unk_token="<unk>"))
     words_only.pre_tokenizer = splitter
     return PreTrainedTokenizerFast(
@@ -148,8 +165,8 @@ def id_tokenizer() -> Any:
 
 @pytest.fixture
 def exact_norms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compute Qwen3's RMSNorm in the precision of its input. Its own code rounds to float32, which would hide the package's
-    arithmetic from tests that ask for 1e-10."""
+    """Compute Qwen3's RMSNorm in the precision of its input. Its own code rounds to float32, which
+    would hide the package's arithmetic from tests that ask for 1e-10."""
     from helpers import naive_norm
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 

@@ -1,5 +1,5 @@
-"""Stand-ins for devices, in a CPU's memory: two that refuse each other's tensors, over which a model is spread, and one that
-lacks what Apple's MPS lacks."""
+"""Stand-ins for devices, in a CPU's memory: two that refuse each other's tensors, over which a
+model is spread, and one that lacks what Apple's MPS lacks."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,8 +18,16 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 FIRST, SECOND = "lazy:0", "lazy:1"  # of a kind for which this build of torch has no kernels
 SMALL = "lazy:0"
-# Operations that may take tensors of several devices: copies, and indexing by tensors made on the host.
-_ACROSS = ("aten::_to_copy", "aten::copy_", "aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
+# Operations that may take tensors of several devices: copies, and indexing by tensors made on the
+# host.
+_ACROSS = (
+    "aten::_to_copy",
+    "aten::copy_",
+    "aten::index",
+    "aten::index_put",
+    "aten::index_put_",
+    "aten::_index_put_impl_",
+)
 
 
 class Placed(Tensor):
@@ -29,7 +37,11 @@ class Placed(Tensor):
 
     @staticmethod
     def __new__(cls, held: Tensor, device: torch.device) -> "Placed":
-        like = {"strides": held.stride(), "storage_offset": held.storage_offset(), "dtype": held.dtype}
+        like = {
+            "strides": held.stride(),
+            "storage_offset": held.storage_offset(),
+            "dtype": held.dtype,
+        }
         made: Placed = torch.Tensor._make_wrapper_subclass(cls, held.shape, **like, device=device)
         made.held = held
         return made
@@ -43,11 +55,18 @@ class Placed(Tensor):
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run an operation on the CPU; return its result on the device of its tensors, or on the device that it asks for."""
+    """Run an operation on the CPU; return its result on the device of its tensors, or on the device
+    that it asks for."""
     tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-    places = {one.device for one in tensors if one.dim()} or {one.device for one in tensors} or {torch.device("cpu")}
+    places = (
+        {one.device for one in tensors if one.dim()}
+        or {one.device for one in tensors}
+        or {torch.device("cpu")}
+    )
     if len(places) > 1 and func._schema.name not in _ACROSS:
-        raise RuntimeError(f"{func._schema.name} was given tensors on {', '.join(sorted(map(str, places)))}")
+        raise RuntimeError(
+            f"{func._schema.name} was given tensors on {', '.join(sorted(map(str, places)))}"
+        )
     first = next((one.device for one in tensors if one.dim()), next(iter(places)))
     device = torch.device(kwargs["device"]) if kwargs.get("device") is not None else first
     if "device" in kwargs:
@@ -57,39 +76,63 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         out = func(*given[0], **given[1])
     if func._schema.is_mutable and func._schema.name.endswith("_"):
         return args[0]
-    return tree_map(lambda one: Placed(one, device) if isinstance(one, Tensor) and device.type != "cpu" else one, out)
+    return tree_map(
+        lambda one: (
+            Placed(one, device) if isinstance(one, Tensor) and device.type != "cpu" else one
+        ),
+        out,
+    )
 
 
 @cache
 def _operations() -> dict[str, dict[str, Any]]:
-    """Read torch's own list of its operations, by name with overload, as it comes with the package."""
+    """Read torch's own list of its operations, by name with overload, as it comes with the
+    package."""
     file = Path(torchgen.__file__).parent / "packaged/ATen/native/native_functions.yaml"
-    return {entry["func"].partition("(")[0]: entry for entry in yaml.load(file.read_text(), Loader=yaml.CSafeLoader)}
+    return {
+        entry["func"].partition("(")[0]: entry
+        for entry in yaml.load(file.read_text(), Loader=yaml.CSafeLoader)
+    }
 
 
 def runs_on_mps(name: str) -> bool:
-    """Tell if this release of torch has an operation of aten on MPS, given its name with overload."""
+    """Tell if this release of torch has an operation of aten on MPS, given its name with
+    overload."""
     entry = _operations()[name]
     if "structured_delegate" in entry:
         return runs_on_mps(entry["structured_delegate"])
     keys = ",".join(entry.get("dispatch", {"CompositeImplicitAutograd": ""}))
-    return any(key.strip() == "MPS" or key.strip().startswith("Composite") for key in keys.split(","))
+    return any(
+        key.strip() == "MPS" or key.strip().startswith("Composite") for key in keys.split(",")
+    )
 
 
 _WIDE = (torch.float64, torch.complex128)
-# Tensors of another layout end in wrong numbers in releases of torch (pytorch/pytorch#175191, on CUDA, too).
-_SCATTER = ("aten::scatter", "aten::scatter_", "aten::scatter_add", "aten::scatter_add_", "aten::scatter_reduce")
+# Tensors of another layout end in wrong numbers in releases of torch (pytorch/pytorch#175191, on
+# CUDA, too).
+_SCATTER = (
+    "aten::scatter",
+    "aten::scatter_",
+    "aten::scatter_add",
+    "aten::scatter_add_",
+    "aten::scatter_reduce",
+)
 _PUT = ("aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
 
 
 def _refusal(func: Any, args: Any, kwargs: dict[str, Any]) -> str | None:
-    """Say why `SMALL` cannot run an operation; None if it can, or if the operation is none of that device's."""
+    """Say why `SMALL` cannot run an operation; None if it can, or if the operation is none of that
+    device's."""
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     here = [tensor for tensor in tensors if isinstance(tensor, Placed)]
     device = kwargs.get("device")
     to_host = device is not None and torch.device(device).type == "cpu"
     if not here and (device is None or to_host):
-        return "it pins memory" if "pin_memory" in func._schema.name or kwargs.get("pin_memory") else None
+        return (
+            "it pins memory"
+            if "pin_memory" in func._schema.name or kwargs.get("pin_memory")
+            else None
+        )
     name = func._schema.name
     if "pin_memory" in name or kwargs.get("pin_memory"):
         return "it pins memory"
@@ -97,9 +140,13 @@ def _refusal(func: Any, args: Any, kwargs: dict[str, Any]) -> str | None:
         return "it takes or makes float64"
     if name in _SCATTER and not all(tensor.is_contiguous() for tensor in here):
         return "it scatters tensors that are not contiguous"
-    if name in _PUT and any(tensor.dtype == torch.int64 and not tensor.is_contiguous() for tensor in (here[0], here[-1])):
+    if name in _PUT and any(
+        tensor.dtype == torch.int64 and not tensor.is_contiguous() for tensor in (here[0], here[-1])
+    ):
         return "it writes int64 that is not contiguous"
-    full = name.removeprefix("aten::") + (f".{func._overloadname}" if func._overloadname != "default" else "")
+    full = name.removeprefix("aten::") + (
+        f".{func._overloadname}" if func._overloadname != "default" else ""
+    )
     if name.startswith("aten::") and not to_host and not runs_on_mps(full):
         return "there is none on MPS"
     return None
@@ -128,7 +175,8 @@ class _Operations(TorchDispatchMode):
 
 
 class _Literals(TorchFunctionMode):
-    """A mode for `torch.tensor` and `new_tensor`, which fill memory without dispatching an operation."""
+    """A mode for `torch.tensor` and `new_tensor`, which fill memory without dispatching an
+    operation."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -148,8 +196,8 @@ def two_devices() -> Iterator[None]:
 
 @contextmanager
 def small_device() -> Iterator[_SmallOperations]:
-    """Let tensors be on `SMALL`, which has no float64, no pinned memory, no operation that torch lacks on MPS, and scatters
-    only what is contiguous."""
+    """Let tensors be on `SMALL`, which has no float64, no pinned memory, no operation that torch
+    lacks on MPS, and scatters only what is contiguous."""
     with _SmallOperations() as operations, _Literals():
         yield operations
 
@@ -162,11 +210,16 @@ def place(module: nn.Module, device: str) -> None:
                 if tensor is not None:
                     placed: Any = Placed(tensor.data, torch.device(device))
                     is_weight = tensors is part._parameters
-                    tensors[name] = nn.Parameter(placed, requires_grad=tensor.requires_grad) if is_weight else placed
+                    tensors[name] = (
+                        nn.Parameter(placed, requires_grad=tensor.requires_grad)
+                        if is_weight
+                        else placed
+                    )
 
 
 def spread(model: nn.Module, places: Mapping[str, str]) -> None:
-    """Put modules on devices, each with a hook that fetches what it is given, as accelerate does for a `device_map`."""
+    """Put modules on devices, each with a hook that fetches what it is given, as accelerate does
+    for a `device_map`."""
     for name, device in places.items():
         module = model.get_submodule(name)
         place(module, device)

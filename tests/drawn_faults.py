@@ -1,9 +1,11 @@
-"""Faults drawn at random from the syntax trees of the packages, each tried on the tests that can see it.
+"""Faults drawn at random from the syntax trees of the packages, each tried on the tests that can
+see it.
 
-`python tests/mutants.py --measure` has to run before: it measures which tests run which lines (`line_map.py`). Then
-`--seed 7 --count 150 --only trainer/mrp_trainer` draws faults, as many of each kind (`fault_kinds.py`), and tries each in a
-copy of the tree, in a fork of a process that has imported the libraries, up to the first test that fails. Results lie in
-`build/mutants`; the same command goes on where it was interrupted, and tries those again that survived.
+`python tests/mutants.py --measure` has to run before: it measures which tests run which lines
+(`line_map.py`). Then `--seed 7 --count 150 --only trainer/mrp_trainer` draws faults, as many of
+each kind (`fault_kinds.py`), and tries each in a copy of the tree, in a fork of a process that has
+imported the libraries, up to the first test that fails. Results lie in `build/mutants`; the same
+command goes on where it was interrupted, and tries those again that survived.
 `tests/harmless_faults.json` lists faults that no test can find, with the reason.
 """
 
@@ -30,7 +32,8 @@ from fault_kinds import KINDS, Fault, faults_of
 from line_map import FOLDER, ROOT, LineMap, sources
 
 HARMLESS = ROOT / "tests" / "harmless_faults.json"
-CPU_SECONDS, WALL_SECONDS = 300, 1200  # of a process that tries a fault; one that takes longer has no end
+# of a process that tries a fault; one that takes longer has no end
+CPU_SECONDS, WALL_SECONDS = 300, 1200
 ENDLESS, CRASHED, HARMLESS_NAME = "a run without end", "a crash", "harmless"
 Result = dict[str, Any]
 
@@ -39,9 +42,15 @@ def harmless() -> dict[tuple[str, str, str], str]:
     """Read the reasons by `Fault.key`; an error if a line is not in its file."""
     entries = json.loads(HARMLESS.read_text(encoding="utf-8"))
     for entry in entries:
-        if entry["before"] not in " ".join((ROOT / entry["file"]).read_text(encoding="utf-8").split()):
-            raise SystemExit(f"{entry['file']} has no {entry['before']!r}, mend {HARMLESS.relative_to(ROOT)}")
-    return {(entry["file"], entry["before"], entry["after"]): entry["harmless"] for entry in entries}
+        if entry["before"] not in " ".join(
+            (ROOT / entry["file"]).read_text(encoding="utf-8").split()
+        ):
+            raise SystemExit(
+                f"{entry['file']} has no {entry['before']!r}, mend {HARMLESS.relative_to(ROOT)}"
+            )
+    return {
+        (entry["file"], entry["before"], entry["after"]): entry["harmless"] for entry in entries
+    }
 
 
 def drawn(files: Iterable[str], seed: int, count: int) -> list[Fault]:
@@ -84,8 +93,11 @@ class Tree:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, folder / name)
 
-    def first_failure(self, tests: Sequence[str], fault: Fault | None = None, options: Sequence[str] = ("-x",)) -> str:
-        """Run tests in a process of its own; return the names of those that failed, by lines, or what else ended it."""
+    def first_failure(
+        self, tests: Sequence[str], fault: Fault | None = None, options: Sequence[str] = ("-x",)
+    ) -> str:
+        """Run tests in a process of its own; return the names of those that failed, by lines, or
+        what else ended it."""
         path = self.folder / fault.file if fault else None
         if fault and path:
             source = (ROOT / fault.file).read_bytes()
@@ -106,7 +118,8 @@ class Tree:
 
     def write(self, path: Path, source: bytes) -> None:
         path.write_bytes(source)
-        Path(cache_from_source(str(path))).unlink(missing_ok=True)  # it has the seconds of a file's time, and its size
+        # it has the seconds of a file's time, and its size
+        Path(cache_from_source(str(path))).unlink(missing_ok=True)
 
     def run(self, tests: Sequence[str], report: Path, options: Sequence[str]) -> None:
         import pytest
@@ -116,7 +129,9 @@ class Tree:
 
             names: list[str] = []
 
-            def pytest_collectreport(self, report: pytest.CollectReport | pytest.TestReport) -> None:
+            def pytest_collectreport(
+                self, report: pytest.CollectReport | pytest.TestReport
+            ) -> None:
                 if report.failed:
                     self.names.append(report.nodeid)
 
@@ -127,13 +142,21 @@ class Tree:
             os.dup2(null, stream)
         os.chdir(self.folder)
         inside = [str(self.folder / part) for part in ("", "trainer", "serving", "tests")]
-        sys.modules["__main__"] = ModuleType("__main__")  # which processes that tests start would import
+        # which processes that tests start would import
+        sys.modules["__main__"] = ModuleType("__main__")
         os.environ["PYTHONPATH"] = os.pathsep.join(inside[:3])
         sys.path[:] = [
             *inside,
-            *(entry for entry in sys.path if not Path(entry or ".").resolve().is_relative_to(ROOT / "tests")),
+            *(
+                entry
+                for entry in sys.path
+                if not Path(entry or ".").resolve().is_relative_to(ROOT / "tests")
+            ),
         ]
-        pytest.main(["-q", *options, "-p", "no:cacheprovider", "-p", "no:xdist", *tests], plugins=[Failures()])
+        pytest.main(
+            ["-q", *options, "-p", "no:cacheprovider", "-p", "no:xdist", *tests],
+            plugins=[Failures()],
+        )
         report.write_text("\n".join(Failures.names), encoding="utf-8")
 
 
@@ -154,8 +177,8 @@ def waited(child: int) -> int | None:
 
 
 def chosen_tests(fault: Fault, lines: LineMap, seconds: float) -> list[str]:
-    """List the tests that can see a fault, in order, as many as took some seconds together, the first in any case; then
-    files of tests that were not measured."""
+    """List the tests that can see a fault, in order, as many as took some seconds together, the
+    first in any case; then files of tests that were not measured."""
     tests: list[str] = []
     for test in lines.tests_of(fault.file, fault.first, fault.last, fault.function):
         seconds -= lines.seconds[test]
@@ -196,7 +219,9 @@ def recorded(path: Path) -> dict[tuple[str, str, str], Result]:
 
 def false_alarms(results: Sequence[Result], folder: Path) -> list[str]:
     """Run the tests that found faults without a fault; return those that fail."""
-    tests = sorted({result["found_by"] for result in results if result["found_by"].startswith("tests/")})
+    tests = sorted(
+        {result["found_by"] for result in results if result["found_by"].startswith("tests/")}
+    )
     files = {test.split("::")[0] for test in tests}
     failures: list[str] = []
     for file in sorted(files):
@@ -209,12 +234,21 @@ def false_alarms(results: Sequence[Result], folder: Path) -> list[str]:
 
 
 def table(results: Sequence[Result], column: str, name: Callable[[Result], str]) -> str:
-    """Make a table of Markdown: how many faults were drawn, found, harmless, and survived, by a property of theirs."""
+    """Make a table of Markdown: how many faults were drawn, found, harmless, and survived, by a
+    property of theirs."""
     lines = [f"| {column} | faults | found | harmless | survive |", "|---|---|---|---|---|"]
-    groups = {key: [result for result in results if name(result) == key] for key in sorted(set(map(name, results)))}
+    groups = {
+        key: [result for result in results if name(result) == key]
+        for key in sorted(set(map(name, results)))
+    }
     for key, group in {**groups, "all": results}.items():
-        counts = Counter("harmless" if result["found_by"] == HARMLESS_NAME else bool(result["found_by"]) for result in group)
-        lines.append(f"| {key} | {len(group)} | {counts[True]} | {counts['harmless']} | {counts[False]} |")
+        counts = Counter(
+            "harmless" if result["found_by"] == HARMLESS_NAME else bool(result["found_by"])
+            for result in group
+        )
+        lines.append(
+            f"| {key} | {len(group)} | {counts[True]} | {counts['harmless']} | {counts[False]} |"
+        )
     return "\n".join(lines)
 
 
@@ -223,7 +257,8 @@ def room(result: Result) -> str:
 
 
 def campaign(seed: int, count: int, only: Sequence[str], seconds: float, workers: int) -> int:
-    """Draw faults, try those that no earlier run has found, print each result and tables; return 1 if one survives."""
+    """Draw faults, try those that no earlier run has found, print each result and tables; return 1
+    if one survives."""
     lines, known = LineMap.load(), harmless()
     if not lines.seconds:
         raise SystemExit("no lines are measured yet: run python tests/mutants.py --measure")
@@ -242,7 +277,10 @@ def campaign(seed: int, count: int, only: Sequence[str], seconds: float, workers
     print(f"{total} faults, {len(results)} of them known to be found or harmless", flush=True)
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as scratch:
-        with context.Pool(workers, prepare, (scratch, lines)) as pool, path.open("a", encoding="utf-8") as file:
+        with (
+            context.Pool(workers, prepare, (scratch, lines)) as pool,
+            path.open("a", encoding="utf-8") as file,
+        ):
             for result in pool.imap_unordered(tried, [(fault, seconds) for fault in left]):
                 results.append(result)
                 print(json.dumps(result), file=file, flush=True)
@@ -254,16 +292,28 @@ def campaign(seed: int, count: int, only: Sequence[str], seconds: float, workers
     survivors = [result for result in results if not result["found_by"]]
     print("", *map(summary_of, survivors), sep="\n")
     print(*(f"fails without a fault, so that it finds none: {alarm}" for alarm in alarms), sep="\n")
-    print(table(results, "kind", lambda result: str(result["kind"])), table(results, "folder", room), sep="\n\n")
+    print(
+        table(results, "kind", lambda result: str(result["kind"])),
+        table(results, "folder", room),
+        sep="\n\n",
+    )
     return int(bool(survivors))
 
 
 def described(fault: Fault) -> Result:
-    return {"file": fault.file, "line": fault.line, "kind": fault.kind, "before": fault.before, "after": fault.after}
+    return {
+        "file": fault.file,
+        "line": fault.line,
+        "kind": fault.kind,
+        "before": fault.before,
+        "after": fault.after,
+    }
 
 
 def summary_of(result: Result) -> str:
     where = f"{result['file']}:{result['line']}: {result['kind']}"
     if result["found_by"]:
         return f"{where}: {result['found_by']}"
-    return f"{where}: SURVIVES {result['tests']} tests\n  - {result['before']}\n  + {result['after']}"
+    return (
+        f"{where}: SURVIVES {result['tests']} tests\n  - {result['before']}\n  + {result['after']}"
+    )

@@ -1,7 +1,9 @@
-"""A serving engine of two hundred lines: pools, a scheduler, and forwards that recompute everything that a row sees.
+"""A serving engine of two hundred lines: pools, a scheduler, and forwards that recompute everything
+that a row sees.
 
-In place of keys and values, a slot holds their inputs: the id and, for the head, the hidden state. So a row sees what its slots
-hold when the row is scored. All rows of a forward write before any of them reads.
+In place of keys and values, a slot holds their inputs: the id and, for the head, the hidden state.
+So a row sees what its slots hold when the row is scored. All rows of a forward write before any of
+them reads.
 """
 
 from collections.abc import Callable, Sequence
@@ -55,12 +57,16 @@ class FakeAllocator:
         assert count % self.size == 0
         if count > self.available_size():
             return None
-        pages = torch.tensor([self.free_pages.pop(0) for _ in range(count // self.size)], dtype=torch.long)
+        pages = torch.tensor(
+            [self.free_pages.pop(0) for _ in range(count // self.size)], dtype=torch.long
+        )
         return (pages[:, None] * self.size + torch.arange(self.size)).flatten()
 
     def free_segment(self, slots: Tensor, start_pos: int) -> None:
         assert start_pos == 0
-        assert (slots.view(-1, self.size) % self.size == torch.arange(self.size)).all(), "pages in order"
+        assert (slots.view(-1, self.size) % self.size == torch.arange(self.size)).all(), (
+            "pages in order"
+        )
         self.free(slots)
 
     def free(self, slots: Tensor) -> None:
@@ -71,14 +77,35 @@ class FakeAllocator:
 
 
 _FILLED = (
-    *("batch_size", "input_ids", "positions", "req_pool_indices", "seq_lens", "out_cache_loc", "seq_lens_sum"),
+    *(
+        "batch_size",
+        "input_ids",
+        "positions",
+        "req_pool_indices",
+        "seq_lens",
+        "out_cache_loc",
+        "seq_lens_sum",
+    ),
     *("extend_num_tokens", "extend_seq_lens", "extend_prefix_lens", "extend_start_loc"),
     *("extend_seq_lens_cpu", "extend_prefix_lens_cpu", "rids"),
 )
 _ABSENT = (
-    *("extend_logprob_start_lens_cpu", "req_pool_indices_cpu", "seq_lens_cpu", "orig_seq_lens", "lora_ids", "residual_stream"),
+    *(
+        "extend_logprob_start_lens_cpu",
+        "req_pool_indices_cpu",
+        "seq_lens_cpu",
+        "orig_seq_lens",
+        "lora_ids",
+        "residual_stream",
+    ),
     *("global_num_token_non_padded", "global_num_token_non_padded_cpu", "num_token_non_padded"),
-    *("kv_loc_plan", "kv_loc_cols", "out_cache_loc_virtual", "out_cache_loc_is_physical", "forward_metadata_ready"),
+    *(
+        "kv_loc_plan",
+        "kv_loc_cols",
+        "out_cache_loc_virtual",
+        "out_cache_loc_is_physical",
+        "forward_metadata_ready",
+    ),
 )
 # The fields of a `ForwardBatch` that the plugin replaces.
 FakeBatch: Any = make_dataclass("FakeBatch", [*_FILLED, *((name, Any, None) for name in _ABSENT)])
@@ -99,21 +126,31 @@ class FakeModel(torch.nn.Module):
 
 
 class FakeEngine:
-    """A stand-in for the `ModelRunner`; with `graphs`, forwards return one buffer, which the next forward overwrites."""
+    """A stand-in for the `ModelRunner`; with `graphs`, forwards return one buffer, which the next
+    forward overwrites."""
 
     prefill_attention_backend_str = "torch_native"
 
-    def __init__(self, model: Any, rows: int, pages: int, context: int = 256, graphs: bool = False) -> None:
+    def __init__(
+        self, model: Any, rows: int, pages: int, context: int = 256, graphs: bool = False
+    ) -> None:
         self.model, self.block = FakeModel(model), model.config.block_size
         self.model_config = SimpleNamespace(context_len=context, vocab_size=model.config.vocab_size)
         self.req_to_token_pool = FakePool(rows, context)
         self.token_to_kv_pool_allocator = FakeAllocator(pages, self.block)
-        self.kv_index_translator = SimpleNamespace(own_plan=lambda batch: SimpleNamespace(bind=lambda *_: None))
+        self.kv_index_translator = SimpleNamespace(
+            own_plan=lambda batch: SimpleNamespace(bind=lambda *_: None)
+        )
         slots = (pages + 1) * self.block
-        self.ids, self.head_ids = torch.zeros(slots, dtype=torch.long), torch.zeros(slots, dtype=torch.long)
+        self.ids, self.head_ids = (
+            torch.zeros(slots, dtype=torch.long),
+            torch.zeros(slots, dtype=torch.long),
+        )
         self.positions = torch.zeros(slots, dtype=torch.long)
         self.hidden = torch.zeros(slots, model.config.hidden_size, dtype=model.dtype)
-        self.replayed = self.hidden.new_zeros(rows * self.block, self.hidden.shape[1]) if graphs else None
+        self.replayed = (
+            self.hidden.new_zeros(rows * self.block, self.hidden.shape[1]) if graphs else None
+        )
         self.widths: list[int] = []
 
     def forward(self, batch: FakeBatch, pp_proxy_tensors: Any = None) -> Any:
@@ -122,10 +159,14 @@ class FakeEngine:
         if self.replayed is not None:
             self.replayed[: len(hidden)] = hidden.detach()
             hidden = self.replayed[: len(hidden)]
-        return SimpleNamespace(logits_output=SimpleNamespace(hidden_states=hidden), can_run_graph=self.replayed is not None)
+        return SimpleNamespace(
+            logits_output=SimpleNamespace(hidden_states=hidden),
+            can_run_graph=self.replayed is not None,
+        )
 
     def recompute(self, batch: FakeBatch, ids: Tensor, hidden: Tensor | None) -> Tensor:
-        """Compute hidden states [tokens, hidden_size] of a batch, or the head's residual if `hidden` is given."""
+        """Compute hidden states [tokens, hidden_size] of a batch, or the head's residual if
+        `hidden` is given."""
         at, block, inner = batch.out_cache_loc, self.block, self.model.inner
         assert len(at.unique()) == len(at), "two rows write to one slot"
         ids[at], self.positions[at] = batch.input_ids, batch.positions
@@ -148,7 +189,13 @@ class FakeEngine:
 # The engine's fields for a request that gives nothing but a temperature of 0.
 SAMPLING_PARAMS: dict[str, Any] = {
     **{"temperature": 1.0, "top_k": 1, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0},
-    **{"frequency_penalty": 0.0, "presence_penalty": 0.0, "max_new_tokens": 40, "min_new_tokens": 0, "ignore_eos": False},
+    **{
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "max_new_tokens": 40,
+        "min_new_tokens": 0,
+        "ignore_eos": False,
+    },
     **{"stop_strs": [], "stop_regex_strs": []},
     **dict.fromkeys(("json_schema", "regex", "ebnf", "structural_tag", "custom_params")),
     **dict.fromkeys(("sampling_seed", "logit_bias", "stop_token_ids")),
@@ -162,7 +209,8 @@ def abort(req: Any, message: str) -> None:
 
 @dataclass(eq=False)
 class FakeRequest:
-    """A request with the fields that plugin and scheduler read; `asked` has fields of its `SamplingParams`."""
+    """A request with the fields that plugin and scheduler read; `asked` has fields of its
+    `SamplingParams`."""
 
     origin_input_ids: list[int]
     max_new_tokens: int = 40
@@ -179,9 +227,14 @@ class FakeRequest:
 
     def __post_init__(self) -> None:
         self.eos_token_ids = set(self.stop)
-        self.sampling_params = SimpleNamespace(**{**SAMPLING_PARAMS, "max_new_tokens": self.max_new_tokens, **self.asked})
+        self.sampling_params = SimpleNamespace(
+            **{**SAMPLING_PARAMS, "max_new_tokens": self.max_new_tokens, **self.asked}
+        )
         self.logprob = SimpleNamespace(
-            output_token_logprobs_val=[], output_token_logprobs_idx=[], top_logprobs_num=0, token_ids_logprob=None
+            output_token_logprobs_val=[],
+            output_token_logprobs_idx=[],
+            top_logprobs_num=0,
+            token_ids_logprob=None,
         )
 
     def finished(self) -> bool:
@@ -197,12 +250,17 @@ class FakeRequest:
     def output_ids_through_stop(self) -> list[int]:
         """The ids that a client is shown: up to the first eos, or the limit."""
         shown = self.output_ids[: self.max_new_tokens]
-        ends = [] if self.sampling_params.ignore_eos else [place for place, token in enumerate(shown) if token in self.stop]
+        ends = (
+            []
+            if self.sampling_params.ignore_eos
+            else [place for place, token in enumerate(shown) if token in self.stop]
+        )
         return shown[: ends[0] + 1] if ends else shown
 
 
 class FakeScheduler:
-    """Serves requests as the engine does: first all prompts, a block in each forward; then rounds for all requests."""
+    """Serves requests as the engine does: first all prompts, a block in each forward; then rounds
+    for all requests."""
 
     def __init__(self, engine: FakeEngine, rounds: Rounds, sees_new: bool = True) -> None:
         self.engine, self.rounds, self.sees_new = engine, rounds, sees_new
@@ -217,7 +275,8 @@ class FakeScheduler:
             self.running.append(req)
 
     def release(self, req: FakeRequest) -> None:
-        """Free the row and the slots of a request that has ended, was aborted, or has to make room."""
+        """Free the row and the slots of a request that has ended, was aborted, or has to make
+        room."""
         self.running.remove(req)
         pool = self.engine.req_to_token_pool
         self.engine.token_to_kv_pool_allocator.free(pool.req_to_token[req.row, : req.length].long())
@@ -235,8 +294,14 @@ class FakeScheduler:
         if self.engine.replayed is not None:
             self.engine.replayed.fill_(torch.nan)  # as other batches would overwrite it
         block, mask = self.engine.block, self.rounds.mask_id
-        starts = {req: (req.length - block if self.fresh.get(req) else req.length) for req in self.running}
-        prompts = [req for req in self.running if starts[req] + block <= len(req.origin_input_ids) + len(req.output_ids)]
+        starts = {
+            req: (req.length - block if self.fresh.get(req) else req.length) for req in self.running
+        }
+        prompts = [
+            req
+            for req in self.running
+            if starts[req] + block <= len(req.origin_input_ids) + len(req.output_ids)
+        ]
         batch = prompts or list(self.running)
         pool, ids = self.engine.req_to_token_pool, []
         for req in batch:
@@ -253,7 +318,8 @@ class FakeScheduler:
         blocks, grown, _ = self.rounds(self.engine, made, batch, lambda count: None, self.sees_new)
         for req, tokens, size, start in zip(batch, blocks, grown, begins, strict=True):
             self.fresh[req] = not size
-            known = len(req.origin_input_ids) + len(req.output_ids)  # for a retracted request, its answer so far, too
+            # for a retracted request, its answer so far, too
+            known = len(req.origin_input_ids) + len(req.output_ids)
             if size and start + size > known:
                 req.output_ids += tokens[max(0, known - start) :]
                 if (
@@ -266,7 +332,10 @@ class FakeScheduler:
 
     def _batch(self, requests: Sequence[FakeRequest], ids: Tensor, starts: list[int]) -> FakeBatch:
         block, count = self.engine.block, len(requests)
-        rows, prefix = torch.tensor([req.row for req in requests], dtype=torch.int32), torch.tensor(starts)
+        rows, prefix = (
+            torch.tensor([req.row for req in requests], dtype=torch.int32),
+            torch.tensor(starts),
+        )
         positions = prefix[:, None] + torch.arange(block)
         slots = self.engine.req_to_token_pool.req_to_token[rows[:, None], positions].long()
         return FakeBatch(
@@ -293,10 +362,17 @@ class FakeScheduler:
             on_step()
         pool, allocator = self.engine.req_to_token_pool, self.engine.token_to_kv_pool_allocator
         assert sorted(pool.free_slots) == list(range(1, len(pool.req_to_token)))
-        assert sorted(allocator.free_pages) == list(range(1, len(self.engine.ids) // allocator.size))
+        assert sorted(allocator.free_pages) == list(
+            range(1, len(self.engine.ids) // allocator.size)
+        )
 
 
 def rounds_of(model: Any, options: dict[str, Any], kind: type[Rounds] = Rounds) -> Rounds:
     """Make the rounds of a server with some options."""
     config = model.config
-    return kind(settings_of(options, {}, config.block_size, True), config.block_size, config.mask_token_id, abort)
+    return kind(
+        settings_of(options, {}, config.block_size, True),
+        config.block_size,
+        config.mask_token_id,
+        abort,
+    )

@@ -1,4 +1,5 @@
-"""Faults of a Python file, by kind, from its syntax tree: each replaces one expression or statement with another text."""
+"""Faults of a Python file, by kind, from its syntax tree: each replaces one expression or statement
+with another text."""
 
 import ast
 import copy
@@ -25,7 +26,8 @@ OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
     ast.Mult: ast.FloorDiv,
     ast.Div: ast.Mult,
 }
-# Keyword arguments that no test can see: `strict` asserts what holds, a locale decides `encoding`; `**fields` has no name.
+# Keyword arguments that no test can see: `strict` asserts what holds, a locale decides `encoding`;
+# `**fields` has no name.
 UNSEEN = {"strict", "encoding", "stacklevel", "init", "repr", None}
 # Whose arguments' order, presence or text decides nothing that is promised.
 UNPROMISED = {"print", "info", "warning", "debug", "getLogger", "TypeVar"}
@@ -39,7 +41,8 @@ class Fault:
         file: Relative to the root of the project.
         kind: One of `KINDS`.
         start, end: The bytes that `text` replaces.
-        first, last: Lines by which tests are found that run the change: those of the body where a check is left out.
+        first, last: Lines by which tests are found that run the change: those of the body where a
+            check is left out.
         function: Lines of the innermost function around it; empty if there is none.
         before, after: The changed lines, stripped and joined.
     """
@@ -72,7 +75,8 @@ class Fault:
 
 
 def with_fields(node: ast.AST, **fields: object) -> str:
-    """Return the text of a copy of an expression with other fields, in parentheses where it may need them."""
+    """Return the text of a copy of an expression with other fields, in parentheses where it may
+    need them."""
     changed = copy.copy(node)
     for name, value in fields.items():
         setattr(changed, name, value)
@@ -91,7 +95,10 @@ def comparison(node: ast.AST) -> Iterator[Change]:
     if isinstance(node, ast.Compare):
         for index, operator in enumerate(node.ops):
             for turned in TURNED[type(operator)]:
-                yield node, with_fields(node, ops=[*node.ops[:index], turned(), *node.ops[index + 1 :]])
+                yield (
+                    node,
+                    with_fields(node, ops=[*node.ops[:index], turned(), *node.ops[index + 1 :]]),
+                )
 
 
 def index(node: ast.AST) -> Iterator[Change]:
@@ -99,14 +106,21 @@ def index(node: ast.AST) -> Iterator[Change]:
     match node:
         case ast.Subscript(slice=ast.Slice(lower=lower, upper=upper)):
             ends = [end for end in (lower, upper) if end is not None]
-        case ast.Subscript(slice=(ast.Constant(value=int()) | ast.BinOp() | ast.UnaryOp()) as place):
+        case ast.Subscript(
+            slice=(ast.Constant(value=int()) | ast.BinOp() | ast.UnaryOp()) as place
+        ):
             ends = [place]
         case ast.Call(func=ast.Name(id="range"), args=ends):
             ends = [end for end in ends if not isinstance(end, ast.Starred)]
         case _:
             return
     for end in ends:
-        yield end, f"{ast.unparse(end)} + 1" if isinstance(end, ast.Constant | ast.Name) else f"({ast.unparse(end)}) + 1"
+        yield (
+            end,
+            f"{ast.unparse(end)} + 1"
+            if isinstance(end, ast.Constant | ast.Name)
+            else f"({ast.unparse(end)}) + 1",
+        )
         if not (isinstance(end, ast.Constant) and end.value == 0):
             yield end, f"({ast.unparse(end)}) - 1"
 
@@ -115,7 +129,9 @@ def boolean(node: ast.AST) -> Iterator[Change]:
     match node:
         case ast.Constant(value=bool(value)):
             yield node, str(not value)
-        case ast.If(test=test) | ast.While(test=test) | ast.IfExp(test=test) if not isinstance(test, ast.Compare | ast.BoolOp):
+        case ast.If(test=test) | ast.While(test=test) | ast.IfExp(test=test) if not isinstance(
+            test, ast.Compare | ast.BoolOp
+        ):
             yield test, f"(not ({ast.unparse(test)}))"
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             yield node, f"({ast.unparse(operand)})"
@@ -128,7 +144,12 @@ def conjunction(node: ast.AST) -> Iterator[Change]:
         for index in range(len(node.values)):
             rest = [*node.values[:index], *node.values[index + 1 :]]
             if not any(isinstance(part, ast.NamedExpr) for part in ast.walk(node.values[index])):
-                yield node, with_fields(node, values=rest) if len(rest) > 1 else f"({ast.unparse(rest[0])})"
+                yield (
+                    node,
+                    with_fields(node, values=rest)
+                    if len(rest) > 1
+                    else f"({ast.unparse(rest[0])})",
+                )
 
 
 def check(node: ast.AST) -> Iterator[Change]:
@@ -139,7 +160,9 @@ def check(node: ast.AST) -> Iterator[Change]:
                 yield test, "False"
             else:
                 yield test, f"(({ast.unparse(test)}) and False)"
-        case ast.Expr(value=ast.Call(func=func)) if ast.unparse(func).split(".")[-1] not in UNPROMISED:
+        case ast.Expr(value=ast.Call(func=func)) if (
+            ast.unparse(func).split(".")[-1] not in UNPROMISED
+        ):
             yield node, "pass"
 
 
@@ -148,15 +171,22 @@ def keyword(node: ast.AST) -> Iterator[Change]:
     if isinstance(node, ast.Call):
         for index, argument in enumerate(node.keywords):
             if argument.arg not in UNSEEN:
-                yield node, with_fields(node, keywords=[*node.keywords[:index], *node.keywords[index + 1 :]])
+                yield (
+                    node,
+                    with_fields(
+                        node, keywords=[*node.keywords[:index], *node.keywords[index + 1 :]]
+                    ),
+                )
 
 
 def unclosed(node: ast.AST) -> Iterator[Change]:
-    """Enter a context and never leave it, or leave out one that gives nothing; and drop what `finally` does."""
+    """Enter a context and never leave it, or leave out one that gives nothing; and drop what
+    `finally` does."""
     if isinstance(node, ast.With):
         for item in node.items:
             if isinstance(item.optional_vars, ast.Name):
-                held = f"_held_{item.optional_vars.id}"  # so that it is not closed because nobody holds it
+                # so that it is not closed because nobody holds it
+                held = f"_held_{item.optional_vars.id}"
                 entered = f"({held} := {ast.unparse(item.context_expr)}).__enter__()"
                 text = f"__import__('contextlib').nullcontext({entered})"
             elif item.optional_vars is None:
@@ -207,7 +237,9 @@ def branch(node: ast.AST) -> Iterator[Change]:
     match node:
         case ast.IfExp():
             yield node, with_fields(node, body=node.orelse, orelse=node.body)
-        case ast.Return(value=ast.expr() as value) if not (isinstance(value, ast.Constant) and value.value is None):
+        case ast.Return(value=ast.expr() as value) if not (
+            isinstance(value, ast.Constant) and value.value is None
+        ):
             yield node, "return None"
 
 
@@ -241,7 +273,9 @@ def pair(node: ast.AST) -> Iterator[Change]:
         case ast.Tuple(elts=elements, ctx=ast.Load()):
             for order in swapped(elements):
                 yield node, with_fields(node, elts=order)
-        case ast.Call(args=arguments) if not isinstance(node.func, ast.Name) or node.func.id not in {
+        case ast.Call(args=arguments) if not isinstance(
+            node.func, ast.Name
+        ) or node.func.id not in {
             "max",
             "min",
             "isinstance",
@@ -269,8 +303,9 @@ KINDS: dict[str, Callable[[ast.AST], Iterator[Change]]] = {
 def parts(node: ast.AST, function: range = range(0)) -> Iterator[tuple[ast.AST, range]]:
     """Walk over nodes whose changes may be faults, with the lines of the function around each.
 
-    Left out are annotations, texts with fields (whose parts have no positions in Python 3.11), messages of errors and of logs,
-    docstrings, and sets of which the order decides nothing: bases, `isinstance`, `except` and `in (...)`.
+    Left out are annotations, texts with fields (whose parts have no positions in Python 3.11),
+    messages of errors and of logs, docstrings, and sets of which the order decides nothing: bases,
+    `isinstance`, `except` and `in (...)`.
     """
     body = function
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -278,13 +313,25 @@ def parts(node: ast.AST, function: range = range(0)) -> Iterator[tuple[ast.AST, 
     yield node, body
     for name, child in ast.iter_fields(node):
         match node, name:
-            case (_, "annotation" | "returns" | "bases" | "decorator_list" | "type_params" | "exc" | "cause"):
+            case (
+                _,
+                "annotation"
+                | "returns"
+                | "bases"
+                | "decorator_list"
+                | "type_params"
+                | "exc"
+                | "cause",
+            ):
                 continue
             case ast.ExceptHandler(), "type":
                 continue
             case ast.JoinedStr(), _:
                 continue
-            case ast.Call(func=ast.Name(id="isinstance" | "print" | "TypeVar") | ast.Attribute(attr="warning" | "info")), _:
+            case ast.Call(
+                func=ast.Name(id="isinstance" | "print" | "TypeVar")
+                | ast.Attribute(attr="warning" | "info")
+            ), _:
                 continue
             case ast.Compare(ops=[ast.In() | ast.NotIn()]), "comparators" if isinstance(
                 node.comparators[0], ast.Tuple | ast.List
@@ -318,7 +365,11 @@ def faults_of(root: Path, file: str) -> list[Fault]:
                 elif isinstance(node, ast.arguments):
                     ran = function.start, function.stop - 1
                 whole = source[starts[first - 1] : starts[last]].decode()
-                changed = source[starts[first - 1] : start].decode() + text + source[end : starts[last]].decode()
+                changed = (
+                    source[starts[first - 1] : start].decode()
+                    + text
+                    + source[end : starts[last]].decode()
+                )
                 before, after = (" ".join(shown.split()) for shown in (whole, changed))
                 fault = Fault(file, kind, start, end, text, first, *ran, function, before, after)
                 if before != after:

@@ -13,7 +13,8 @@ KERNELS = {kernel.name: kernel for kernel in (PICK, ROUND_ATTENTION, SUM_AND_NOR
 
 
 def broken(result: Any) -> Any:
-    """Set the last tenth of a result to zero, at least its last number, as a kernel does that leaves it out."""
+    """Set the last tenth of a result to zero, at least its last number, as a kernel does that
+    leaves it out."""
     if isinstance(result, tuple):
         return tuple(map(broken, result))
     wrong = result.flatten().clone()
@@ -22,7 +23,8 @@ def broken(result: Any) -> Any:
 
 
 class Stale(TapeRecorder):
-    """A recorder that always returns a step's first output, as a graph does whose inputs lie elsewhere."""
+    """A recorder that always returns a step's first output, as a graph does whose inputs lie
+    elsewhere."""
 
     def record(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
         output = step().clone()

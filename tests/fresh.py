@@ -1,5 +1,5 @@
-"""Scripts in processes that know nothing of this checkout: forks of one interpreter that has imported transformers, but no
-remote code of a repository."""
+"""Scripts in processes that know nothing of this checkout: forks of one interpreter that has
+imported transformers, but no remote code of a repository."""
 
 import json
 import os
@@ -8,18 +8,21 @@ import sys
 import textwrap
 from pathlib import Path
 
-# Runs before a script: connections to other machines are refused, and their hosts are written to the file "elsewhere".
+# Runs before a script: connections to other machines are refused, and their hosts are written to
+# the file "elsewhere".
 ALONE = """
 import sys
 def listen(event, arguments):
     if event in ("socket.connect", "socket.getaddrinfo"):
-        host = arguments[1][0] if event == "socket.connect" and isinstance(arguments[1], tuple) else arguments[0]
+        address = event == "socket.connect" and isinstance(arguments[1], tuple)
+        host = arguments[1][0] if address else arguments[0]
         if isinstance(host, str) and host not in ("127.0.0.1", "::1", "localhost", "0.0.0.0"):
             open("elsewhere", "a").write(f"{host}\\n")
             raise OSError(f"{host} is elsewhere")
 sys.addaudithook(listen)
 """
-# A machine without optional packages: these names cannot be imported. A script that takes five minutes is ended.
+# A machine without optional packages: these names cannot be imported. A script that takes five
+# minutes is ended.
 LOOP = """
 import contextlib, io, json, os, pathlib, signal, sys, traceback
 for name in ("triton", "flash_attn", "modeling_mrp", "mrp_trainer"):
@@ -49,7 +52,8 @@ for number, line in enumerate(sys.stdin):
 
 
 class Fresh:
-    """Runs scripts offline, each with an empty cache of remote code; a script that tries to connect fails.
+    """Runs scripts offline, each with an empty cache of remote code; a script that tries to connect
+    fails.
 
     Args:
         folder: The scripts' working folder.
@@ -59,9 +63,17 @@ class Fresh:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.hub_cache, self._log, self._elsewhere = folder / "hf" / "hub", folder / "fresh.log", folder / "elsewhere"
+        self.hub_cache, self._log, self._elsewhere = (
+            folder / "hf" / "hub",
+            folder / "fresh.log",
+            folder / "elsewhere",
+        )
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        environment |= {"HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+        environment |= {
+            "HF_HOME": str(folder / "hf"),
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+        }
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", ALONE + LOOP],

@@ -11,9 +11,14 @@ EOS = 9
 
 
 def row(
-    text: Sequence[int] = (1, 2, 3, 4), new: int = 8, given: Sequence[int] = (), eos: Sequence[int] = (EOS,), width: int = 4
+    text: Sequence[int] = (1, 2, 3, 4),
+    new: int = 8,
+    given: Sequence[int] = (),
+    eos: Sequence[int] = (EOS,),
+    width: int = 4,
 ) -> Row:
-    """Make a row in blocks of 4 that drafts: the prompt `text`, given tokens, and masks up to `new` tokens."""
+    """Make a row in blocks of 4 that drafts: the prompt `text`, given tokens, and masks up to `new`
+    tokens."""
     length, limit = len(text), len(text) + new
     full = [*text, *given] + [M] * (-(-limit // 4) * 4 - length - len(given))
     given_end = length + max((at + 1 for at, token in enumerate(given) if token != M), default=0)
@@ -23,12 +28,20 @@ def row(
     return made
 
 
-def state(ids: Sequence[int], start: int = 4, step: int | None = None, eos: Sequence[int] = (EOS,)) -> State:
+def state(
+    ids: Sequence[int], start: int = 4, step: int | None = None, eos: Sequence[int] = (EOS,)
+) -> State:
     """Make a state; its step is by default the number of revealed columns."""
     end = next((column for column, token in enumerate(ids) if token in eos), len(ids))
     masked = [column for column, token in enumerate(ids) if token == M]
     free = tuple(column for column in masked if column < end)
-    return State((start, tuple(ids)), free, end, len(masked), len(ids) - len(masked) if step is None else step)
+    return State(
+        (start, tuple(ids)),
+        free,
+        end,
+        len(masked),
+        len(ids) - len(masked) if step is None else step,
+    )
 
 
 def says(odds: Sequence[float], token: Sequence[int] = (A, B, C, D), **others: Any) -> Scores:

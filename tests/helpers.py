@@ -1,4 +1,5 @@
-"""Parts that several test files share: prompts, calls of `generate`, comparisons, a chi-square test and training samples."""
+"""Parts that several test files share: prompts, calls of `generate`, comparisons, a chi-square test
+and training samples."""
 
 import hashlib
 import shutil
@@ -22,12 +23,19 @@ from tests.random_cases import batch_of
 BLOCK, MASK, PAD, VOCAB = 4, 60, 0, 64  # of make_model
 ALPHA = 1e-4  # false-alarm rate of each chi-square test; seeds are fixed
 PROMPTS = [[1, 2, 3, 4, 5], [9, 8, 7], [21, 22, 23, 24, 25, 26, 27, 28, 29, 30]]
-# Greedy texts of random weights repeat themselves, so these are sampled; with these thresholds every mode uses all its rules.
-LIVELY: dict[str, Any] = {"do_sample": True, "top_k": 0, "confidence_threshold": 0.04, "low_threshold": 0.03}
+# Greedy texts of random weights repeat themselves, so these are sampled; with these thresholds
+# every mode uses all its rules.
+LIVELY: dict[str, Any] = {
+    "do_sample": True,
+    "top_k": 0,
+    "confidence_threshold": 0.04,
+    "low_threshold": 0.03,
+}
 LIVELY |= {"entropy_threshold": 5.0}
 
 left_padded = batch_of
-# Only two of the rules from papers, one without a memo and one with: their differences are tested without a model.
+# Only two of the rules from papers, one without a memo and one with: their differences are tested
+# without a model.
 MODES = [mode for mode in DECODINGS if mode not in {*PUBLISHED} - {"hierarchy", "credit"}]
 
 
@@ -47,14 +55,19 @@ def naive_norm(norm: Any, x: Tensor) -> Tensor:
 
 
 def chi_square_p(counts: Tensor, probabilities: Tensor) -> float:
-    """Compute the p-value of Pearson's chi-square test; the rarest cells are merged into one that expects at least 5."""
+    """Compute the p-value of Pearson's chi-square test; the rarest cells are merged into one that
+    expects at least 5."""
     assert probabilities.sum().item() == pytest.approx(1)
     expected, order = (counts.sum() * probabilities.double()).sort()
     counts = counts[order]
     together = max(int((expected < 5).sum()), int((expected.cumsum(0) < 5).sum()) + 1)
-    counts, expected = (torch.cat([t[:together].sum()[None], t[together:]]) for t in (counts, expected))
+    counts, expected = (
+        torch.cat([t[:together].sum()[None], t[together:]]) for t in (counts, expected)
+    )
     statistic = ((counts - expected) ** 2 / expected).sum()
-    return torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2, dtype=torch.float64), statistic / 2).item()
+    return torch.special.gammaincc(
+        torch.tensor((len(counts) - 1) / 2, dtype=torch.float64), statistic / 2
+    ).item()
 
 
 def generate(model: MRPForCausalLM, prompts: Sequence[list[int]], **options: Any) -> Any:
@@ -62,7 +75,15 @@ def generate(model: MRPForCausalLM, prompts: Sequence[list[int]], **options: Any
     return model.generate(**left_padded(prompts), return_dict_in_generate=True, **options)
 
 
-_TABLES = ("row_forwards", "row_head_forwards", "drafted", "accepted", "revoked", "accepted_lengths", "revocations")
+_TABLES = (
+    "row_forwards",
+    "row_head_forwards",
+    "drafted",
+    "accepted",
+    "revoked",
+    "accepted_lengths",
+    "revocations",
+)
 
 
 def same_output(got: Any, expected: Any) -> None:
@@ -79,7 +100,10 @@ def texts(model: MRPForCausalLM, prompts: Sequence[list[int]], **options: Any) -
     """Decode prompts; return the generated tokens of every row, without padding."""
     out = generate(model, prompts, **options)
     width = max(map(len, prompts))
-    return [row[width:][steps >= 0].tolist() for row, steps in zip(out.sequences, out.reveal_step, strict=True)]
+    return [
+        row[width:][steps >= 0].tolist()
+        for row, steps in zip(out.sequences, out.reveal_step, strict=True)
+    ]
 
 
 def text(model: MRPForCausalLM, prompt: list[int], **options: Any) -> list[int]:
@@ -88,7 +112,8 @@ def text(model: MRPForCausalLM, prompt: list[int], **options: Any) -> list[int]:
 
 
 def says_all(number: float, committed: int = 0) -> dict[str, Any]:
-    """Return options under which every score is `number` as soon as `committed` tokens are known."""
+    """Return options under which every score is `number` as soon as `committed` tokens are
+    known."""
 
     def says(input_ids: Tensor, scores: Tensor) -> Tensor:
         return torch.full_like(scores, number) if input_ids.shape[1] >= committed else scores
@@ -113,12 +138,18 @@ def same_tensors(a: Any, b: Any) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-SPEC: dict[str, Any] = {"decoding": "mrp_spec", "num_draft_states": 4, "max_new_tokens": 12, "eos_token_id": None}
+SPEC: dict[str, Any] = {
+    "decoding": "mrp_spec",
+    "num_draft_states": 4,
+    "max_new_tokens": 12,
+    "eos_token_id": None,
+}
 SPEC |= {"pad_token_id": 0, "return_dict_in_generate": True}
 
 
 def speculate(model: MRPForCausalLM, prompt: Tensor) -> tuple[list[int], list[int], list[int]]:
-    """Decode a prompt; return its tokens, and counts of drafted and of accepted states, which depend on the head."""
+    """Decode a prompt; return its tokens, and counts of drafted and of accepted states, which
+    depend on the head."""
     out: Any = model.generate(prompt, **SPEC)
     return out.sequences[0].tolist(), out.stats.drafted.tolist(), out.stats.accepted.tolist()
 
@@ -143,14 +174,36 @@ def python_function(source: str) -> Callable[[Any], Any]:
 
 def hashes(folder: Path) -> dict[str, str]:
     """Return the SHA-256 of every file under a folder, by path."""
-    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.rglob("*") if p.is_file()}
+    return {
+        str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest()
+        for p in folder.rglob("*")
+        if p.is_file()
+    }
 
 
-def word_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0, head_layers: int = 1) -> MRPForCausalLM:
+def word_model(
+    tokenizer: PreTrainedTokenizerFast, seed: int = 0, head_layers: int = 1
+) -> MRPForCausalLM:
     """Make a model of one layer with random weights for a tokenizer, in blocks of 8."""
     set_seed(seed)
-    shape: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 16}
-    shape |= {"num_attention_heads": 2, "num_key_value_heads": 1, "num_nextn_predict_layers": head_layers}
-    sizes = {"block_size": 8, "max_position_embeddings": 256, "vocab_size": len(tokenizer), "initializer_range": 0.1}
-    ids = {name: getattr(tokenizer, name) for name in ("mask_token_id", "pad_token_id", "eos_token_id")}
+    shape: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "head_dim": 16,
+    }
+    shape |= {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "num_nextn_predict_layers": head_layers,
+    }
+    sizes = {
+        "block_size": 8,
+        "max_position_embeddings": 256,
+        "vocab_size": len(tokenizer),
+        "initializer_range": 0.1,
+    }
+    ids = {
+        name: getattr(tokenizer, name) for name in ("mask_token_id", "pad_token_id", "eos_token_id")
+    }
     return MRPForCausalLM(MRPConfig(**shape, **sizes, **ids))

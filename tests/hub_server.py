@@ -1,6 +1,8 @@
-"""A stand-in for the Hub, with one user, alice: it writes commits straight to the Hub's cache, as a download would.
+"""A stand-in for the Hub, with one user, alice: it writes commits straight to the Hub's cache, as a
+download would.
 
-So commits load offline, in other processes, too. Calls that ask the Hub for nothing are huggingface_hub's own.
+So commits load offline, in other processes, too. Calls that ask the Hub for nothing are
+huggingface_hub's own.
 """
 
 import hashlib
@@ -56,8 +58,11 @@ class HubServer:
     def files(self, repo_id: str, revision: str = "main") -> Files:
         return next((commit.files for commit in self.repository(repo_id).history(revision)), {})
 
-    def commit(self, repo_id: str, files: Files, title: str = "by the test", ref: str = "main") -> str:
-        """Write a commit with exactly these files to a ref, in a new repository if there is none; return the commit's id."""
+    def commit(
+        self, repo_id: str, files: Files, title: str = "by the test", ref: str = "main"
+    ) -> str:
+        """Write a commit with exactly these files to a ref, in a new repository if there is none;
+        return the commit's id."""
         repo = self.repositories.setdefault(repo_id, Repository(False, {"main": []}))
         oid = hashlib.sha1(f"{repo_id} {sum(map(len, repo.refs.values()))}".encode()).hexdigest()
         repo.refs[ref] = [Commit(oid, title, files), *repo.refs.get(ref, [])]
@@ -98,7 +103,9 @@ class HubServer:
                     files[operation.path_in_repo] = file.read()
             else:
                 del files[operation.path_in_repo]
-        oid = self.commit(repo_id, files, commit_message, "refs/pr/1" if create_pr else revision or "main")
+        oid = self.commit(
+            repo_id, files, commit_message, "refs/pr/1" if create_pr else revision or "main"
+        )
         proposed = f"{URL}/{repo_id}/discussions/1" if create_pr else None
         return CommitInfo(f"{URL}/{repo_id}/commit/{oid}", commit_message, "", oid, pr_url=proposed)
 
@@ -111,7 +118,10 @@ def using(hub: HubServer, home: Path) -> Iterator[None]:
         return lambda api, *given, **options: getattr(hub, name)(*given, **options)
 
     hub.cache = home / "hub-cache"
-    methods = {name: method(name) for name in ("create_repo", "create_branch", "list_repo_files", "create_commit")}
+    methods = {
+        name: method(name)
+        for name in ("create_repo", "create_branch", "list_repo_files", "create_commit")
+    }
     methods["_validate_yaml"] = lambda *_, **__: None
     with (
         mock.patch.multiple(HfApi, **methods),

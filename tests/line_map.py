@@ -1,9 +1,11 @@
-"""Which tests run which lines of the packages, measured once: `tests/mutants.py` runs the tests that can see a fault.
+"""Which tests run which lines of the packages, measured once: `tests/mutants.py` runs the tests
+that can see a fault.
 
-Each file of tests runs once under a tracer, in a fork of a process that has imported the libraries, and leaves a file in
-`build/mutants`: for each test that passed its seconds and the lines inside functions that it ran. Other lines run when a module
-is imported, and what a process of its own runs is not seen: for those all tests count that run some line of the file, and those
-of the room of the same name. A source file that has changed since counts as such a line.
+Each file of tests runs once under a tracer, in a fork of a process that has imported the libraries,
+and leaves a file in `build/mutants`: for each test that passed its seconds and the lines inside
+functions that it ran. Other lines run when a module is imported, and what a process of its own runs
+is not seen: for those all tests count that run some line of the file, and those of the room of the
+same name. A source file that has changed since counts as such a line.
 """
 
 import hashlib
@@ -39,7 +41,8 @@ ROOMS = (
     "serve",
     "kernels",
 )
-# These compare sources as texts, so that they see every change of one, whatever it does; or they need what is not here.
+# These compare sources as texts, so that they see every change of one, whatever it does; or they
+# need what is not here.
 TEXTUAL = ("tests/model/test_bundle.py", "tests/kernels/test_compiled.py")
 
 
@@ -50,30 +53,42 @@ def digest(path: Path) -> str:
 def sources(folders: Sequence[str] = PACKAGES) -> list[str]:
     """List the Python files of folders, or files, relative to the root."""
     files = (
-        path for folder in folders for path in ([ROOT / folder] if folder.endswith(".py") else (ROOT / folder).rglob("*.py"))
+        path
+        for folder in folders
+        for path in ([ROOT / folder] if folder.endswith(".py") else (ROOT / folder).rglob("*.py"))
     )
     return sorted(str(path.relative_to(ROOT)) for path in files)
 
 
 def test_files() -> list[str]:
-    files = (str(path.relative_to(ROOT)) for room in ROOMS for path in sorted((ROOT / "tests" / room).glob("test_*.py")))
+    files = (
+        str(path.relative_to(ROOT))
+        for room in ROOMS
+        for path in sorted((ROOT / "tests" / room).glob("test_*.py"))
+    )
     return [file for file in files if file not in TEXTUAL]
 
 
 class LineRecorder:
-    """A pytest plugin that records, for each test that passes, its seconds and the lines of the packages that it ran."""
+    """A pytest plugin that records, for each test that passes, its seconds and the lines of the
+    packages that it ran."""
 
     def __init__(self) -> None:
         self.tests: dict[str, dict[str, Any]] = {}
         self.failed: set[str] = set()
         self.lines: defaultdict[str, set[int]] = defaultdict(set)
-        self.names: dict[CodeType, str] = {}  # of the source file of a function; "" for what is not to be traced
+        # of the source file of a function; "" for what is not to be traced
+        self.names: dict[CodeType, str] = {}
 
     def name_of(self, code: CodeType) -> str:
         if code not in self.names:
-            inside = code.co_filename.startswith(tuple(f"{ROOT / package}/" for package in PACKAGES))
+            inside = code.co_filename.startswith(
+                tuple(f"{ROOT / package}/" for package in PACKAGES)
+            )
             function = bool(code.co_flags & inspect.CO_OPTIMIZED)
-            self.names[code] = os.path.relpath(code.co_filename, ROOT) if inside and function else ""
+            self.names[code] = (
+                os.path.relpath(code.co_filename, ROOT) if inside and function else ""
+            )
         return self.names[code]
 
     def trace(self, frame: FrameType, event: str, argument: Any) -> Any:
@@ -104,7 +119,8 @@ class LineRecorder:
 
 
 def measure(file: str) -> tuple[str, float]:
-    """Run a file of tests in a process of its own and write its lines; return its name and seconds."""
+    """Run a file of tests in a process of its own and write its lines; return its name and
+    seconds."""
     import pytest
 
     start = time.monotonic()
@@ -115,7 +131,9 @@ def measure(file: str) -> tuple[str, float]:
         os.chdir(ROOT)
         recorder = LineRecorder()
         pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", file], plugins=[recorder])
-        passed = {test: facts for test, facts in recorder.tests.items() if test not in recorder.failed}
+        passed = {
+            test: facts for test, facts in recorder.tests.items() if test not in recorder.failed
+        }
         record = {"sources": {name: digest(ROOT / name) for name in sources()}, "tests": passed}
         path = measured(file)
         path.with_suffix(".part").write_text(json.dumps(record), encoding="utf-8")
@@ -185,11 +203,18 @@ class LineMap:
         """
         ran = self.lines.get(file, {})
         lines = range(first, last + 1) if function and file not in self.changed else range(0)
-        seen = {test: numbers.intersection(function) for test, numbers in ran.items() if not numbers.isdisjoint(lines)}
-        return list(self.varied(seen)) or list(dict.fromkeys((*self.of_room(file), *self.varied(ran))))
+        seen = {
+            test: numbers.intersection(function)
+            for test, numbers in ran.items()
+            if not numbers.isdisjoint(lines)
+        }
+        return list(self.varied(seen)) or list(
+            dict.fromkeys((*self.of_room(file), *self.varied(ran)))
+        )
 
     def varied(self, ran: Mapping[str, frozenset[int]]) -> Iterator[str]:
-        """Order tests so that the first ones differ in the lines that they ran, and quick ones come before slow ones."""
+        """Order tests so that the first ones differ in the lines that they ran, and quick ones come
+        before slow ones."""
         groups: defaultdict[frozenset[int], list[str]] = defaultdict(list)
         for test in sorted(ran, key=lambda test: self.seconds[test]):
             groups[ran[test]].append(test)
@@ -200,13 +225,19 @@ class LineMap:
                     del groups[key]
 
     def of_room(self, file: str) -> list[str]:
-        """List the tests of the room that has the name of the file or of its folder, quick ones first."""
+        """List the tests of the room that has the name of the file or of its folder, quick ones
+        first."""
         tests = (test for test in self.seconds if test.startswith(rooms_of(file)))
         return sorted(tests, key=lambda test: self.seconds[test])
 
     def unmeasured_of(self, file: str) -> list[str]:
-        """List the files of tests of the room, and those that test the file by its name, that were not measured."""
-        return [tests for tests in self.unmeasured if tests.startswith(rooms_of(file)) or Path(file).stem in tests]
+        """List the files of tests of the room, and those that test the file by its name, that were
+        not measured."""
+        return [
+            tests
+            for tests in self.unmeasured
+            if tests.startswith(rooms_of(file)) or Path(file).stem in tests
+        ]
 
 
 def rooms_of(file: str) -> tuple[str, ...]:

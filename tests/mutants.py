@@ -1,9 +1,10 @@
-"""Small faults put into the packages, one at a time, to see whether the tests find them: `make mutants`. With `--seed`, faults
-that are drawn anew from the syntax trees (`drawn_faults.py`).
+"""Small faults put into the packages, one at a time, to see whether the tests find them: `make
+mutants`. With `--seed`, faults that are drawn anew from the syntax trees (`drawn_faults.py`).
 
-`tests/mutants.json` lists the faults: the file, a text that occurs there once, its replacement, the test that found the fault,
-and the reason if no test can: such a fault is left out. Each fault is made in a copy of the package, on which a fast selection
-of tests runs in a process of its own, up to the first failure. Faults that survive are printed at the end.
+`tests/mutants.json` lists the faults: the file, a text that occurs there once, its replacement, the
+test that found the fault, and the reason if no test can: such a fault is left out. Each fault is
+made in a copy of the package, on which a fast selection of tests runs in a process of its own, up
+to the first failure. Faults that survive are printed at the end.
 """
 
 import argparse
@@ -25,7 +26,8 @@ from line_map import PACKAGES, measure_all
 
 ROOT = Path(__file__).parent.parent
 RECORD = ROOT / "tests" / "mutants.json"
-# The tests, quickest finders first: a few seeds of the fuzz, tests of the fault's subpackage, of the others, the whole fuzz.
+# The tests, quickest finders first: a few seeds of the fuzz, tests of the fault's subpackage, of
+# the others, the whole fuzz.
 FIRST = [f"tests/generate/test_fuzz.py::test_random_decodes[{seed}]" for seed in range(8)]
 SELECTION = {
     "rules": ("rules", "golden_traces"),
@@ -41,12 +43,18 @@ Mutant = dict[str, str]
 
 
 def file_of(mutant: Mutant) -> str:
-    """Return the path of its file from the root; the list's are within `modeling_mrp`, or begin with `trainer/`."""
-    return mutant["file"] if mutant["file"].startswith("trainer/") else f"modeling_mrp/{mutant['file']}"
+    """Return the path of its file from the root; the list's are within `modeling_mrp`, or begin
+    with `trainer/`."""
+    return (
+        mutant["file"]
+        if mutant["file"].startswith("trainer/")
+        else f"modeling_mrp/{mutant['file']}"
+    )
 
 
 def changed(mutant: Mutant) -> str | None:
-    """Return the text of its file with the change; None if the old text does not stand there once, or it is no Python."""
+    """Return the text of its file with the change; None if the old text does not stand there once,
+    or it is no Python."""
     text = (ROOT / file_of(mutant)).read_text(encoding="utf-8")
     made = text.replace(mutant["old"], mutant["new"])
     with suppress(SyntaxError):
@@ -55,10 +63,13 @@ def changed(mutant: Mutant) -> str | None:
 
 
 def selected(mutant: Mutant) -> list[list[str]]:
-    """List the tests to run, in order, a list for each call of pytest; the test that found the mutant before comes first."""
+    """List the tests to run, in order, a list for each call of pytest; the test that found the
+    mutant before comes first."""
     room = mutant["file"].split("/")[0]
     if room not in SELECTION:
-        of_room = sorted(str(path) for path in ROOT.glob(f"tests/{Path(mutant['file']).parent.name}/test_*.py"))
+        of_room = sorted(
+            str(path) for path in ROOT.glob(f"tests/{Path(mutant['file']).parent.name}/test_*.py")
+        )
         return [[mutant["found_by"]], of_room] if mutant["found_by"] else [of_room]
     names = dict.fromkeys(name for one in (room, *SELECTION) for name in SELECTION[one])
     files = [[str(next(ROOT.glob(f"tests/*/test_{name}.py")))] for name in names]
@@ -68,11 +79,14 @@ def selected(mutant: Mutant) -> list[list[str]]:
 
 
 def outcome(mutant: Mutant, text: str, folder: Path) -> str:
-    """Run the tests in a process of its own, on a copy with a changed file; return what failed first, "" if nothing did."""
+    """Run the tests in a process of its own, on a copy with a changed file; return what failed
+    first, "" if nothing did."""
     report, tests = folder / "report", selected(mutant)
     shutil.rmtree(folder, ignore_errors=True)
     for package in PACKAGES:
-        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__")
+        )
     (folder / file_of(mutant)).write_text(text, encoding="utf-8")
     if not (child := os.fork()):
         resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 1))
@@ -81,7 +95,9 @@ def outcome(mutant: Mutant, text: str, folder: Path) -> str:
     _, status = os.waitpid(child, 0)
     if os.WIFSIGNALED(status):
         return "a run without end" if os.WTERMSIG(status) == signal.SIGXCPU else "a crash"
-    return report.read_text(encoding="utf-8") if report.exists() else "an error before the first test"
+    return (
+        report.read_text(encoding="utf-8") if report.exists() else "an error before the first test"
+    )
 
 
 def run_tests(calls: Sequence[list[str]], folder: Path, report: Path) -> None:
@@ -107,28 +123,43 @@ def run_tests(calls: Sequence[list[str]], folder: Path, report: Path) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])  # of processes that tests start
     note, options = (
         Note(),
-        ["-x", "-q", "-p", "no:cacheprovider", "-o", f"pythonpath={folder} {folder}/trainer . trainer serving"],
+        [
+            "-x",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-o",
+            f"pythonpath={folder} {folder}/trainer . trainer serving",
+        ],
     )
     ran = False
     for tests in calls:  # a test that fails at once need not wait for the others' imports
-        if not note.failed:  # a test that is gone ends with a code of its own, and so does a package that cannot be imported
+        # a test that is gone ends with a code of its own, and so does a package that cannot be
+        # imported
+        if not note.failed:
             ran |= pytest.main([*options, *tests], plugins=[note]) <= pytest.ExitCode.TESTS_FAILED
     if ran:
         report.write_text(note.failed, encoding="utf-8")
 
 
 def of_list(arguments: Sequence[str]) -> int:
-    """Try all mutants of the list, or those whose file or text has an argument in it; `harmless` selects those that no test can
-    find."""
+    """Try all mutants of the list, or those whose file or text has an argument in it; `harmless`
+    selects those that no test can find."""
     mutants: list[Mutant] = json.loads(RECORD.read_text(encoding="utf-8"))
     stale = [f"{one['file']}: {one['old']!r}" for one in mutants if changed(one) is None]
     if stale:
-        raise SystemExit("old text not once in its file, or new text no Python, mend tests/mutants.json:\n" + "\n".join(stale))
+        raise SystemExit(
+            "old text not once in its file, or new text no Python, mend tests/mutants.json:\n"
+            + "\n".join(stale)
+        )
     chosen = [
         one
         for one in mutants
         if ("harmless" in one) == ("harmless" in arguments)
-        and (not arguments or any(word in f"{one['file']}{one['old']} harmless" for word in arguments))
+        and (
+            not arguments
+            or any(word in f"{one['file']}{one['old']} harmless" for word in arguments)
+        )
     ]
     survivors = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -148,17 +179,32 @@ def of_list(arguments: Sequence[str]) -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Try faults of the list, or with `--seed` new ones, for which `--measure` has to run before."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("words", nargs="*", help="of the list, those whose file or text has one of these; or `harmless`")
+    """Try faults of the list, or with `--seed` new ones, for which `--measure` has to run
+    before."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--measure", action="store_true", help="measure which lines the tests run, those of files named by WORDS"
+        "words",
+        nargs="*",
+        help="of the list, those whose file or text has one of these; or `harmless`",
+    )
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="measure which lines the tests run, those of files named by WORDS",
     )
     parser.add_argument("--seed", type=int, help="draw faults from the syntax trees")
     parser.add_argument("--count", type=int, default=150, help="how many")
-    parser.add_argument("--only", nargs="+", default=PACKAGES, metavar="FOLDER", help="of these folders or files")
-    parser.add_argument("--seconds", type=float, default=120, help="of tests for each fault, as they were measured")
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes side by side")
+    parser.add_argument(
+        "--only", nargs="+", default=PACKAGES, metavar="FOLDER", help="of these folders or files"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=120, help="of tests for each fault, as they were measured"
+    )
+    parser.add_argument(
+        "--workers", type=int, default=os.cpu_count(), help="processes side by side"
+    )
     options = parser.parse_args(arguments)
     os.environ.setdefault("TRITON_INTERPRET", "1")  # triton reads it where it is imported
     for name in WARM:

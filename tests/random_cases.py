@@ -1,4 +1,5 @@
-"""Random models, batches and options, their decodes, and comparisons of two decodes: for tests and `benchmarks.soak`."""
+"""Random models, batches and options, their decodes, and comparisons of two decodes: for tests and
+`benchmarks.soak`."""
 
 import random
 from collections.abc import Sequence
@@ -10,7 +11,12 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, PreTrainedTokenizerFast, StoppingCriteria
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    PreTrainedTokenizerFast,
+    StoppingCriteria,
+)
 
 from modeling_mrp import MRPConfig, MRPForCausalLM, MRPGenerationConfig
 from modeling_mrp.generate.option_table import DRAFTING, PUBLISHED, REMASK_RULES, TARGETS
@@ -20,13 +26,18 @@ from tests.reference import reference_decode
 
 Row = dict[str, Any]
 MASK, VOCAB = 60, 64
-WAYS = ("arguments", "dict", "theirs", "ours", "own")  # to give options, the last in the model's own config
+# to give options, the last in the model's own config
+WAYS = ("arguments", "dict", "theirs", "ours", "own")
 # Modes that do not draft, in such numbers that about half of the cases have rules from papers.
-MODES = (*2 * ("static", "dynamic", "sequential", "entropy_bound", "mrp_direct", "mrp_remask"), *PUBLISHED)
+MODES = (
+    *2 * ("static", "dynamic", "sequential", "entropy_bound", "mrp_direct", "mrp_remask"),
+    *PUBLISHED,
+)
 
 
 def make_model(seed: int = 0, **overrides: Any) -> MRPForCausalLM:
-    """Make a float64 model with random weights, large enough that its logits, and the head's changes to them, vary."""
+    """Make a float64 model with random weights, large enough that its logits, and the head's
+    changes to them, vary."""
     options: dict[str, Any] = {
         "vocab_size": 64,
         "hidden_size": 32,
@@ -54,7 +65,8 @@ def make_model(seed: int = 0, **overrides: Any) -> MRPForCausalLM:
 
 @cache
 def word_tokenizer() -> PreTrainedTokenizerFast:
-    """Make a tokenizer of one word for each id; transformers tokenises "abcdef" to learn how words join."""
+    """Make a tokenizer of one word for each id; transformers tokenises "abcdef" to learn how words
+    join."""
     words = {f"w{i:02d}": i for i in range(VOCAB - 2)} | {"abcdef": VOCAB - 2, "[UNK]": VOCAB - 1}
     backend = Tokenizer(WordLevel(words, unk_token="[UNK]"))
     backend.pre_tokenizer = Whitespace()
@@ -74,7 +86,8 @@ def batch_of(prompts: Sequence[list[int]], side: str = "left") -> dict[str, Tens
 
 
 def dampened(model: MRPForCausalLM, factor: float) -> MRPForCausalLM:
-    """Scale attention outputs of a model by a factor, so that a reveal changes little and drafts are often right."""
+    """Scale attention outputs of a model by a factor, so that a reveal changes little and drafts
+    are often right."""
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight *= factor
@@ -82,10 +95,19 @@ def dampened(model: MRPForCausalLM, factor: float) -> MRPForCausalLM:
 
 
 def random_case_model(rng: random.Random) -> MRPForCausalLM:
-    """Make a model of random weights whose drafts are nearly always wrong or, if its attention is dampened, often right."""
+    """Make a model of random weights whose drafts are nearly always wrong or, if its attention is
+    dampened, often right."""
     seed = rng.randrange(1 << 16)
-    shape = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
-    layers = {"num_hidden_layers": rng.choice((1, 2)), "num_nextn_predict_layers": rng.choice((1, 2))}
+    shape = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
+    layers = {
+        "num_hidden_layers": rng.choice((1, 2)),
+        "num_nextn_predict_layers": rng.choice((1, 2)),
+    }
     block_size = rng.choice((4, 4, 8, 8, 16, 32))
     model = make_model(seed, block_size=block_size, **shape, **layers)
     assert model.mrp_head is not None
@@ -95,7 +117,8 @@ def random_case_model(rng: random.Random) -> MRPForCausalLM:
 
 
 class Sways(LogitsProcessor):
-    """Favours tokens by all ids before a position, masks too; scores some tokens NaN, and lifts scores of -inf.
+    """Favours tokens by all ids before a position, masks too; scores some tokens NaN, and lifts
+    scores of -inf.
 
     Lifted scores are never equal: which of two equal ones a top-p keeps is an accident of sorting.
     """
@@ -124,7 +147,8 @@ class StopsBehind(StoppingCriteria):
 
 
 def random_processors(rng: random.Random, left_to_right: bool) -> dict[str, Any]:
-    """Draw options for logits processors, often none; else some for transformers' and one of our own."""
+    """Draw options for logits processors, often none; else some for transformers' and one of our
+    own."""
     ids = rng.sample(range(1, 50), 6)
     biased = ids[:2] if left_to_right else ids[:1]  # else the token before may not be known yet
     kinds: dict[str, Any] = {
@@ -165,14 +189,27 @@ def random_options(rng: random.Random, block: int, mode: str) -> dict[str, Any]:
             "temperature": rng.choice((0.3, 0.7, 1.0, 1.7)),
             "top_k": rng.choice((0, 0, 1, 5, 50)),
             "top_p": rng.choice((1.0, 1.0, 0.5, 0.9)),
-            **rng.choice(({}, {}, {}, {"min_p": 0.05}, {"typical_p": 0.8}, {"epsilon_cutoff": 0.02}, {"eta_cutoff": 0.05})),
+            **rng.choice(
+                (
+                    {},
+                    {},
+                    {},
+                    {"min_p": 0.05},
+                    {"typical_p": 0.8},
+                    {"epsilon_cutoff": 0.02},
+                    {"eta_cutoff": 0.05},
+                )
+            ),
             **rng.choice(({}, {}, {}, {}, {"top_h": 0.4})),
         }
-    return options | random_processors(rng, mode == "sequential" and options["denoising_steps"] in (None, block))
+    return options | random_processors(
+        rng, mode == "sequential" and options["denoising_steps"] in (None, block)
+    )
 
 
 def random_drafting(rng: random.Random, block: int) -> dict[str, Any]:
-    """Draw drafting options, which do not change the text; twelve states of 32 tokens would take the slow decoder seconds."""
+    """Draw drafting options, which do not change the text; twelve states of 32 tokens would take
+    the slow decoder seconds."""
     width = rng.randint(1, 12 if block < 32 else 6)
     return {
         "num_draft_states": rng.choice((width, width, width, "auto")),
@@ -188,7 +225,8 @@ def random_prompts(rng: random.Random, count: int, longest: int) -> list[list[in
 
 
 def random_infill(rng: random.Random, rows: int, most: int) -> Tensor | None:
-    """Draw given tokens and masks that continue each prompt, sometimes whole blocks of either; mostly return None."""
+    """Draw given tokens and masks that continue each prompt, sometimes whole blocks of either;
+    mostly return None."""
     if rng.random() < 0.6:
         return None
     count = rng.choice((most, rng.randint(1, most)))  # to the limit, too
@@ -197,13 +235,16 @@ def random_infill(rng: random.Random, rows: int, most: int) -> Tensor | None:
         share, ids = rng.random(), list[int]()
         while len(ids) < count:
             run = rng.randint(1, 9)
-            ids += [MASK] * run if rng.random() < share else [rng.randrange(1, 50) for _ in range(run)]
+            ids += (
+                [MASK] * run if rng.random() < share else [rng.randrange(1, 50) for _ in range(run)]
+            )
         pattern.append(ids[:count])
     return torch.tensor(pattern)
 
 
 def given_in(way: str, model: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments that give the same options in one of `WAYS`; "own" changes the model's own config."""
+    """Return arguments that give the same options in one of `WAYS`; "own" changes the model's own
+    config."""
     if way == "arguments":
         return given
     fields = {name: value for name, value in given.items() if name in OPTION_NAMES}
@@ -250,7 +291,8 @@ class Case:
         self.infill = random_infill(rng, len(self.prompts), self.options["max_new_tokens"])
 
     def drafted(self) -> dict[str, Any]:
-        """Draw the options of a mode that drafts for the case's mode; return an empty dict if none does."""
+        """Draw the options of a mode that drafts for the case's mode; return an empty dict if none
+        does."""
         if self.mode not in TARGETS:
             return {}
         drafting = random_drafting(self.rng, self.model.config.block_size)
@@ -260,7 +302,10 @@ class Case:
         """Draw the options that end texts at `stops`: stop strings or a criterion."""
         if not self.stops:
             return {}
-        strings = {"stop_strings": [f"w{id:02d}" for id in self.stops], "tokenizer": word_tokenizer()}
+        strings = {
+            "stop_strings": [f"w{id:02d}" for id in self.stops],
+            "tokenizer": word_tokenizer(),
+        }
         return self.rng.choice((strings, {"stopping_criteria": [StopsBehind(self.stops)]}))
 
     def decode(
@@ -270,23 +315,36 @@ class Case:
         way: str = "arguments",
         **options: Any,
     ) -> tuple[list[Row], Any]:
-        """Decode all rows, or the rows in `order`, with more criteria and options given in one of `WAYS`; return each row's
-        tokens, steps and log-probabilities, and the whole output."""
+        """Decode all rows, or the rows in `order`, with more criteria and options given in one of
+        `WAYS`; return each row's tokens, steps and log-probabilities, and the whole output."""
         self.calls += 1
         places = range(len(self.prompts)) if order is None else order
-        inputs: dict[str, Any] = batch_of([self.prompts[i] for i in places], self.rng.choice(("left", "right")))
-        given = {"decoding": self.mode, **self.options, **self.stopping(), "seed": [self.seeds[i] for i in places], **options}
+        inputs: dict[str, Any] = batch_of(
+            [self.prompts[i] for i in places], self.rng.choice(("left", "right"))
+        )
+        given = {
+            "decoding": self.mode,
+            **self.options,
+            **self.stopping(),
+            "seed": [self.seeds[i] for i in places],
+            **options,
+        }
         if criteria:
             given["stopping_criteria"] = [*given.get("stopping_criteria", []), *criteria]
         infill = None if self.infill is None else self.infill[list(places)]
         own, given = self.model.generation_config, given_in(way, self.model, given)
         try:
-            out: Any = self.model.generate(**inputs, infill_ids=infill, return_dict_in_generate=True, **given)
+            out: Any = self.model.generate(
+                **inputs, infill_ids=infill, return_dict_in_generate=True, **given
+            )
         finally:
             self.model.generation_config = own
         new = out.sequences[:, inputs["input_ids"].shape[1] :].tolist()
         parts = zip(new, out.reveal_step.tolist(), out.token_logprobs, strict=True)
-        return [{"tokens": tokens, "steps": steps, "logprobs": logprobs} for tokens, steps, logprobs in parts], out
+        return [
+            {"tokens": tokens, "steps": steps, "logprobs": logprobs}
+            for tokens, steps, logprobs in parts
+        ], out
 
     def by_reference(self, row: int, **options: Any) -> SlowRow:
         """Decode a row by the slow decoder."""
@@ -295,15 +353,27 @@ class Case:
         if self.stops:
             given["stop"] = lambda ids: ids[-1] in self.stops
         return reference_decode(
-            self.model, self.prompts[row], () if self.infill is None else self.infill[row].tolist(), **given
+            self.model,
+            self.prompts[row],
+            () if self.infill is None else self.infill[row].tolist(),
+            **given,
         )
 
     def go_on(self, rows: Sequence[Row], longest: int) -> None:
-        """Extend prompts by cut answers and further tokens, sometimes change a token; draw mode, options and infill anew."""
+        """Extend prompts by cut answers and further tokens, sometimes change a token; draw mode,
+        options and infill anew."""
         rng = self.rng
         for place, row in enumerate(rows):
-            answer = [token for token in row["tokens"][: rng.randint(0, len(row["tokens"]))] if token != MASK]
-            said = [*self.prompts[place], *answer, *(rng.randrange(1, 50) for _ in range(rng.randint(0, 5)))][:longest]
+            answer = [
+                token
+                for token in row["tokens"][: rng.randint(0, len(row["tokens"]))]
+                if token != MASK
+            ]
+            said = [
+                *self.prompts[place],
+                *answer,
+                *(rng.randrange(1, 50) for _ in range(rng.randint(0, 5))),
+            ][:longest]
             if rng.random() < 0.2:
                 said[rng.randrange(len(said))] = rng.randrange(1, 50)
             self.prompts[place] = said
@@ -312,13 +382,20 @@ class Case:
 
 def of_slow(told: SlowRow) -> Row:
     """Convert a row of the slow decoder to the results of a decode."""
-    return {"tokens": told.tokens, "steps": told.reveal_step, "logprobs": torch.tensor(told.logprobs)}
+    return {
+        "tokens": told.tokens,
+        "steps": told.reveal_step,
+        "logprobs": torch.tensor(told.logprobs),
+    }
 
 
 def assert_same_text(a: Row, b: Row, case: Any, atol: float = 1e-5) -> None:
-    """Assert that two rows are equal, up to the padding that a row may have in a batch; log-probabilities up to `atol`."""
+    """Assert that two rows are equal, up to the padding that a row may have in a batch;
+    log-probabilities up to `atol`."""
     count = min(len(a["steps"]), len(b["steps"]))
     assert a["tokens"][:count] == b["tokens"][:count], case
     assert a["steps"][:count] == b["steps"][:count], case
     assert all(step == -1 for step in a["steps"][count:] + b["steps"][count:]), case
-    torch.testing.assert_close(a["logprobs"][:count].double(), b["logprobs"][:count].double(), rtol=0, atol=atol)
+    torch.testing.assert_close(
+        a["logprobs"][:count].double(), b["logprobs"][:count].double(), rtol=0, atol=atol
+    )

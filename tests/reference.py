@@ -1,8 +1,10 @@
-"""A slow and obvious decoder of block-diffusion language models: the yardstick for the fast one, in text and in counts.
+"""A slow and obvious decoder of block-diffusion language models: the yardstick for the fast one, in
+text and in counts.
 
-One row, no cache, no packing. A *state* is the whole text so far in whole blocks, the last of them with or without masks; every
-step runs all of it through the model. Drafts are made as slowly. x is the state before a reveal, x' the state after it, h_A the
-backbone's hidden states at x (MRP, arXiv 2605.18817).
+One row, no cache, no packing. A *state* is the whole text so far in whole blocks, the last of them
+with or without masks; every step runs all of it through the model. Drafts are made as slowly. x is
+the state before a reveal, x' the state after it, h_A the backbone's hidden states at x (MRP, arXiv
+2605.18817).
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,28 +27,66 @@ from tests.reference_rules import Step, chosen_by
 State = tuple[int, ...]
 
 
-# The options of `generate` and their defaults. One stands for all stopping criteria: `stop`, which is called with the ids of
-# the prompt and of the tokens up to some position.
+# The options of `generate` and their defaults. One stands for all stopping criteria: `stop`, which
+# is called with the ids of the prompt and of the tokens up to some position.
 DEFAULTS: dict[str, Any] = {
-    **{option.name: option.default for option in OPTIONS if option.name not in ("kernels", "graphs")},
-    **{"num_draft_states": 4, "draft_branches": 3, "draft_shortlist": 0, "seed": 0, "max_new_tokens": 20, "min_new_tokens": 0},
-    **{"do_sample": False, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "stop": None},
-    **{"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "bad_words_ids": None, "suppress_tokens": None},
-    **{"eos_token_id": (), "logits_processor": (), "sequence_bias": None, "remove_invalid_values": False},
+    **{
+        option.name: option.default
+        for option in OPTIONS
+        if option.name not in ("kernels", "graphs")
+    },
+    **{
+        "num_draft_states": 4,
+        "draft_branches": 3,
+        "draft_shortlist": 0,
+        "seed": 0,
+        "max_new_tokens": 20,
+        "min_new_tokens": 0,
+    },
+    **{
+        "do_sample": False,
+        "temperature": 1.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "typical_p": 1.0,
+        "stop": None,
+    },
+    **{
+        "repetition_penalty": 1.0,
+        "no_repeat_ngram_size": 0,
+        "bad_words_ids": None,
+        "suppress_tokens": None,
+    },
+    **{
+        "eos_token_id": (),
+        "logits_processor": (),
+        "sequence_bias": None,
+        "remove_invalid_values": False,
+    },
     **{"epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "top_h": None, "renormalize_logits": False},
 }
 
 
 def options_of(given: dict[str, Any]) -> SimpleNamespace:
-    """Return all options; those with a class in transformers become `processors` and `warpers`, in transformers' order."""
+    """Return all options; those with a class in transformers become `processors` and `warpers`, in
+    transformers' order."""
     assert given.keys() <= DEFAULTS.keys(), given.keys() - DEFAULTS.keys()
     options: Any = SimpleNamespace(**{**DEFAULTS, **given})
     options.eos_ids = list(options.eos_token_id or ())
     options.processors = [
         *([hf.SequenceBiasLogitsProcessor(options.sequence_bias)] if options.sequence_bias else []),
-        *([hf.RepetitionPenaltyLogitsProcessor(options.repetition_penalty)] if options.repetition_penalty != 1 else []),
+        *(
+            [hf.RepetitionPenaltyLogitsProcessor(options.repetition_penalty)]
+            if options.repetition_penalty != 1
+            else []
+        ),
         *([hf.InfNanRemoveLogitsProcessor()] if options.remove_invalid_values else []),
-        *([hf.SuppressTokensLogitsProcessor(options.suppress_tokens)] if options.suppress_tokens else []),
+        *(
+            [hf.SuppressTokensLogitsProcessor(options.suppress_tokens)]
+            if options.suppress_tokens
+            else []
+        ),
         *options.logits_processor,
         *([hf.LogitNormalization()] if options.renormalize_logits else []),
     ]
@@ -67,7 +107,8 @@ def options_of(given: dict[str, Any]) -> SimpleNamespace:
 class Pick:
     """The token picked at one position, and its confidence before truncation (top-k and the like).
 
-    `scores` [vocab] are after processors and temperature; `kept` [vocab] bool marks the tokens that truncation leaves.
+    `scores` [vocab] are after processors and temperature; `kept` [vocab] bool marks the tokens that
+    truncation leaves.
     """
 
     position: int
@@ -81,7 +122,8 @@ class Pick:
 
 @dataclass
 class Said:
-    """Predictions at a state: picks by position, and the hidden states [block, hidden_size] that they are made from.
+    """Predictions at a state: picks by position, and the hidden states [block, hidden_size] that
+    they are made from.
 
     For predictions of the head, `stale` holds the picks of the backbone that the head started from.
     """
@@ -91,32 +133,43 @@ class Said:
     stale: dict[int, Pick] = field(default_factory=dict)
 
 
-Node = tuple[State, Said | None, bool]  # a drafted state, the predictions that led to it, and whether it opens a new block
+# a drafted state, the predictions that led to it, and whether it opens a new block
+Node = tuple[State, Said | None, bool]
 
 
 class Row:
     """The decode of one prompt, with counts as in `MRPGenerateStats`.
 
     Attributes:
-        tokens, reveal_step, logprobs: By position after the prompt, up to and including the eos that ends the text; given
-            tokens have step -1 and log-probability 0.
-        revocations: Pairs (index after the prompt, token) of reveals that `mrp_remask` put back to masks, in order.
+        tokens, reveal_step, logprobs: By position after the prompt, up to and including the eos
+            that ends the text; given tokens have step -1 and log-probability 0.
+        revocations: Pairs (index after the prompt, token) of reveals that `mrp_remask` put back to
+            masks, in order.
         lengths: By round, the number of states that the path went through.
-        depths: By round, the depth to which drafts were offered and the depth to which they were accepted.
+        depths: By round, the depth to which drafts were offered and the depth to which they were
+            accepted.
         verified: By round, whether drafts were scored.
-        made, drawn: By position, step and log-probability of the reveal; by position, the scores [vocab] it was drawn from.
+        made, drawn: By position, step and log-probability of the reveal; by position, the scores
+            [vocab] it was drawn from.
         step_of: By state, the number of steps since its block was opened.
         past: Steps so far, with the picks that each chose before bans.
     """
 
-    def __init__(self, model: MRPForCausalLM, prompt: Sequence[int], infill: Sequence[int], options: Any) -> None:
+    def __init__(
+        self, model: MRPForCausalLM, prompt: Sequence[int], infill: Sequence[int], options: Any
+    ) -> None:
         assert model.config._attn_implementation == "sdpa", "eager attention takes no boolean mask"
         self.model, self.prompt, self.options = model, list(prompt), options
         self.block, self.mask = model.config.block_size, model.config.mask_token_id
         self.limit = len(prompt) + options.max_new_tokens
-        self.text = [*prompt, *infill] + [self.mask] * (options.max_new_tokens - len(infill))  # given tokens, then masks
-        self.given_end = max([i + 1 for i in range(len(prompt), self.limit) if self.text[i] != self.mask], default=0)
-        self.open_end = max([i + 1 for i in range(self.limit) if self.text[i] == self.mask], default=0)
+        # given tokens, then masks
+        self.text = [*prompt, *infill] + [self.mask] * (options.max_new_tokens - len(infill))
+        self.given_end = max(
+            [i + 1 for i in range(len(prompt), self.limit) if self.text[i] != self.mask], default=0
+        )
+        self.open_end = max(
+            [i + 1 for i in range(self.limit) if self.text[i] == self.mask], default=0
+        )
         self.no_eos_before = max(len(prompt) + (options.min_new_tokens or 0), self.given_end)
         self.rule = self.target_rule()
         self.past: list[Step] = []
@@ -125,7 +178,8 @@ class Row:
         self.step_of: dict[State, int] = {}
         self.computed: dict[State, Tensor] = {}
         self.known: dict[State, Said] = {}
-        self.read: dict[tuple[State, int], tuple[Said, Said]] = {}  # by state and id of a source: source, head's predictions
+        # by state and id of a source: source, head's predictions
+        self.read: dict[tuple[State, int], tuple[Said, Said]] = {}
         self.steps = self.row_forwards = self.row_head_forwards = self.drafted = self.accepted = 0
         self.head_read = 0  # number of positions whose keys and values the head has
         self.asked = len(prompt)  # number of positions that the criterion has seen
@@ -145,7 +199,8 @@ class Row:
         self.logprobs = [self.made.get(i, (-1, 0.0))[1] for i in range(begin, end)]
         return self
 
-    # ------------------------------------------------------------------------------------------------------- states
+    # ----------------------------------------------------------------------------------------------
+    # states
 
     def opened(self, state: State) -> State:
         """Append a block of given tokens and masks to a state."""
@@ -169,10 +224,13 @@ class Row:
     def end(self, state: State) -> int | None:
         """Return the position after the first eos that ends the text; None if there is none."""
         first = max(len(self.prompt), self.given_end)
-        return next((i + 1 for i in range(first, len(state)) if state[i] in self.options.eos_ids), None)
+        return next(
+            (i + 1 for i in range(first, len(state)) if state[i] in self.options.eos_ids), None
+        )
 
     def candidates(self, state: State) -> list[int]:
-        """List masked positions before the eos that ends the text, whatever the limit on new tokens."""
+        """List masked positions before the eos that ends the text, whatever the limit on new
+        tokens."""
         end = self.end(state) or len(state)
         return [i for i in self.masked(state) if i < end]
 
@@ -189,39 +247,56 @@ class Row:
         self.step_of[tuple(made)] = self.step_of[state] + 1
         return tuple(made)
 
-    # --------------------------------------------------------------------------------------------------- what is said
+    # ----------------------------------------------------------------------------------------------
+    # what is said
 
     def inputs(self, state: State) -> tuple[Tensor, Tensor, Tensor]:
         """Make ids, block-causal mask and positions of the whole sequence."""
         positions = torch.arange(len(state), device=self.model.device)
         block = positions // self.block
-        return torch.tensor([state], device=self.model.device), (block <= block[:, None])[None, None], positions[None]
+        return (
+            torch.tensor([state], device=self.model.device),
+            (block <= block[:, None])[None, None],
+            positions[None],
+        )
 
     def backbone(self, state: State) -> Tensor:
         """Compute h_A [length, hidden_size] at a state."""
         if state in self.computed:
             return self.computed[state]
         ids, mask, positions = self.inputs(state)
-        given = {"input_ids": ids, "attention_mask": {"full_attention": mask}, "position_ids": positions}
+        given = {
+            "input_ids": ids,
+            "attention_mask": {"full_attention": mask},
+            "position_ids": positions,
+        }
         hidden: Tensor = self.model.model(**given, use_cache=False).last_hidden_state[0]
         self.computed[state] = hidden
         return hidden
 
     def head(self, state: State, hidden: Tensor) -> Tensor:
-        """Compute the head's residual [block, hidden_size] at a state, given the hidden states of its last block."""
+        """Compute the head's residual [block, hidden_size] at a state, given the hidden states of
+        its last block."""
         ids, mask, positions = self.inputs(state)
         embeds = self.model.model.embed_tokens(ids)
-        known = torch.cat([self.backbone(state)[: -self.block], hidden])  # those of clean blocks stay the same
+        # those of clean blocks stay the same
+        known = torch.cat([self.backbone(state)[: -self.block], hidden])
         rotary = self.model.model.rotary_emb(embeds, positions)
-        residual: Tensor = self.model.mrp_head(embeds, known[None], mask, rotary, None)[0, -self.block :]
+        residual: Tensor = self.model.mrp_head(embeds, known[None], mask, rotary, None)[
+            0, -self.block :
+        ]
         return residual
 
     def scores(self, state: State, hidden: Tensor, positions: Sequence[int]) -> Tensor:
-        """Compute logits [n, vocab] over temperature from hidden states [block, hidden_size], without mask id and early eos.
+        """Compute logits [n, vocab] over temperature from hidden states [block, hidden_size],
+        without mask id and early eos.
 
-        Processors see the state's ids to the left of a position; bans see all known tokens on both sides.
+        Processors see the state's ids to the left of a position; bans see all known tokens on both
+        sides.
         """
-        scores = self.model.lm_head(hidden[[position - len(state) for position in positions]]).clone()
+        scores = self.model.lm_head(
+            hidden[[position - len(state) for position in positions]]
+        ).clone()
         scores[:, self.mask] = -torch.inf
         for row, position in zip(scores, positions, strict=True):
             for processor in self.options.processors:
@@ -235,9 +310,17 @@ class Row:
         return scores / self.options.temperature if self.options.do_sample else scores
 
     def barred(self, state: State, position: int) -> list[int]:
-        """List the tokens that would complete a banned sequence at a position, given all known tokens of the text."""
-        words = [word for word in self.options.bad_words_ids or [] if word not in [[eos] for eos in self.options.eos_ids]]
-        size, text = self.options.no_repeat_ngram_size, [*state, *self.text[len(state) : self.given_end]]
+        """List the tokens that would complete a banned sequence at a position, given all known
+        tokens of the text."""
+        words = [
+            word
+            for word in self.options.bad_words_ids or []
+            if word not in [[eos] for eos in self.options.eos_ids]
+        ]
+        size, text = (
+            self.options.no_repeat_ngram_size,
+            [*state, *self.text[len(state) : self.given_end]],
+        )
         text[position] = 0
 
         def through(length: int) -> list[int]:
@@ -251,12 +334,15 @@ class Row:
             text[position] = token
             runs = [text[i : i + size] for i in range(len(text) - size + 1)] if once else []
             again = any(runs.count(runs[i]) > 1 for i in once)
-            if again or any(text[i : i + len(word)] == word for word, begins in whole for i in begins):
+            if again or any(
+                text[i : i + len(word)] == word for word, begins in whole for i in begins
+            ):
                 found.append(token)
         return found
 
     def allowed(self, state: State, picks: list[Pick]) -> list[Pick]:
-        """Remove picks that would complete a banned sequence together with surer picks; return the others by position."""
+        """Remove picks that would complete a banned sequence together with surer picks; return the
+        others by position."""
         kept: list[Pick] = []
         for pick in most_confident(picks, len(picks)):
             if not kept or pick.token not in self.barred(self.after(state, kept), pick.position):
@@ -264,23 +350,32 @@ class Row:
         return sorted(kept, key=lambda pick: pick.position)
 
     def picks(self, state: State, scores: dict[int, tuple[Tensor, Tensor]]) -> dict[int, Pick]:
-        """Pick a token at each position from scores [vocab] and kept tokens [vocab] bool; the noise of sampling depends on the
-        position and on the number of masks left."""
+        """Pick a token at each position from scores [vocab] and kept tokens [vocab] bool; the noise
+        of sampling depends on the position and on the number of masks left."""
         if not scores:
             return {}
         made, kept = (torch.stack(part) for part in zip(*scores.values(), strict=True))
         shown = made.masked_fill(~kept, -torch.inf)
         if self.options.do_sample:
-            keys = noise_key(*torch.tensor([(self.options.seed, at, len(self.masked(state))) for at in scores]).T)
+            keys = noise_key(
+                *torch.tensor([(self.options.seed, at, len(self.masked(state))) for at in scores]).T
+            )
             shown = shown + gumbel_noise(keys, made.shape[1], made.dtype)
         token, logp = shown.argmax(-1), made.log_softmax(-1)
-        logprob, entropy = logp.gather(1, token[:, None])[:, 0].tolist(), torch.special.entr(logp.exp()).sum(-1).tolist()
-        odds = [one if some else -torch.inf for one, some in zip(log_odds(made, token), kept.any(-1), strict=True)]
+        logprob, entropy = (
+            logp.gather(1, token[:, None])[:, 0].tolist(),
+            torch.special.entr(logp.exp()).sum(-1).tolist(),
+        )
+        odds = [
+            one if some else -torch.inf
+            for one, some in zip(log_odds(made, token), kept.any(-1), strict=True)
+        ]
         told = zip(scores, token.tolist(), odds, logprob, entropy, made, kept, strict=True)
         return {position: Pick(position, *rest) for position, *rest in told}
 
     def shortlisted(self, state: State, hidden: Tensor, stale: dict[int, Pick]) -> Said:
-        """Predict from the head's hidden states among each candidate's likeliest tokens; others keep their stale scores."""
+        """Predict from the head's hidden states among each candidate's likeliest tokens; others
+        keep their stale scores."""
         count, free = self.options.draft_shortlist, self.candidates(state)
         told = {}
         for position, fresh in zip(free, self.scores(state, hidden, free), strict=True):
@@ -297,7 +392,12 @@ class Row:
         shown = scores
         for warper in self.options.warpers if free else []:
             shown = warper(torch.zeros(len(free), 1, dtype=torch.long), shown)
-        return Said(self.picks(state, dict(zip(free, zip(scores, shown > -torch.inf, strict=True), strict=True))), hidden)
+        return Said(
+            self.picks(
+                state, dict(zip(free, zip(scores, shown > -torch.inf, strict=True), strict=True))
+            ),
+            hidden,
+        )
 
     def said(self, state: State) -> Said:
         """Return the backbone's predictions at a state."""
@@ -305,7 +405,8 @@ class Row:
             self.known[state] = self.say(state, self.backbone(state)[-self.block :])
         return self.known[state]
 
-    # ------------------------------------------------------------------------------------------------------- targets
+    # ----------------------------------------------------------------------------------------------
+    # targets
 
     def choose(self, state: State, said: Said, decoding: str) -> list[Pick]:
         """Return the picks that the backbone's step at a state reveals, from left to right."""
@@ -313,7 +414,8 @@ class Row:
         return chosen_by(rule, self.told(state, said), self.past, self.options)
 
     def chosen(self, state: State, said: Said, decoding: str) -> list[Pick]:
-        """Choose a step's picks, and note the step for later ones; return the picks that bans leave."""
+        """Choose a step's picks, and note the step for later ones; return the picks that bans
+        leave."""
         fresh, told = self.choose(state, said, decoding), self.told(state, said)
         told.chosen = fresh
         self.past.append(told)
@@ -321,16 +423,25 @@ class Row:
 
     def told(self, state: State, said: Said) -> Step:
         """Make the `Step` that a reveal rule sees at a state."""
-        return Step(len(state) - self.block, self.block, len(self.masked(state)), self.step_of[state], [*said.picks.values()])
+        return Step(
+            len(state) - self.block,
+            self.block,
+            len(self.masked(state)),
+            self.step_of[state],
+            [*said.picks.values()],
+        )
 
     def write(self, picks: Sequence[Pick]) -> None:
         """Note a step's reveals, and count the step."""
         self.made |= {pick.position: (self.steps, pick.logprob) for pick in picks}
-        self.drawn |= {pick.position: pick.scores.masked_fill(~pick.kept, -torch.inf) for pick in picks}
+        self.drawn |= {
+            pick.position: pick.scores.masked_fill(~pick.kept, -torch.inf) for pick in picks
+        }
         self.steps += 1
 
     def asks_head(self, state: State) -> None:
-        """Count a forward of the head, and another one that reads the text if the head is more than a block behind."""
+        """Count a forward of the head, and another one that reads the text if the head is more than
+        a block behind."""
         held = len(state) - self.block
         self.row_head_forwards += 1 + (held - self.head_read > self.block)
         self.head_read = held
@@ -342,15 +453,20 @@ class Row:
         if decoding == "mrp_direct":
             fresh = fresh + self.extended_by_head(state, said, fresh)
         elif decoding == "mrp_remask":
-            keep = {"reread": self.reread, "threshold": self.believed, "residual": self.unmoved}[self.options.remask_rule]
+            keep = {"reread": self.reread, "threshold": self.believed, "residual": self.unmoved}[
+                self.options.remask_rule
+            ]
             kept = keep(state, said, fresh)
             behind = len(self.prompt)
-            self.revocations += [(pick.position - behind, pick.token) for pick in fresh if pick not in kept]
+            self.revocations += [
+                (pick.position - behind, pick.token) for pick in fresh if pick not in kept
+            ]
             fresh = kept
         return fresh
 
     def extended_by_head(self, state: State, said: Said, fresh: list[Pick]) -> list[Pick]:
-        """Return one more pick for each step of the head, by the accumulated estimate of the hidden states."""
+        """Return one more pick for each step of the head, by the accumulated estimate of the hidden
+        states."""
         extra: list[Pick] = []
         hidden = said.hidden
         for _ in range(self.options.mrp_steps):
@@ -362,23 +478,34 @@ class Row:
             extra += most_confident(list(self.say(shown, hidden).picks.values()), 1)
         return extra
 
-    def beliefs(self, state: State, said: Said, given: list[Pick], fresh: list[Pick]) -> dict[int, float]:
-        """Compute the head's log-odds of the fresh picks, by position, at the state that reveals only the given picks."""
+    def beliefs(
+        self, state: State, said: Said, given: list[Pick], fresh: list[Pick]
+    ) -> dict[int, float]:
+        """Compute the head's log-odds of the fresh picks, by position, at the state that reveals
+        only the given picks."""
         self.asks_head(state)
         hidden = said.hidden + self.head(self.after(state, given), said.hidden)
         positions = [pick.position for pick in fresh]
-        scores, token = self.scores(state, hidden, positions), torch.tensor([pick.token for pick in fresh])
+        scores, token = (
+            self.scores(state, hidden, positions),
+            torch.tensor([pick.token for pick in fresh]),
+        )
         return dict(zip(positions, log_odds(scores, token), strict=True))
 
     def believed(self, state: State, said: Said, fresh: list[Pick]) -> list[Pick]:
-        """Return the fresh picks that the head, shown all of them, still finds at the threshold or above; at least one."""
-        seen, threshold = self.beliefs(state, said, fresh, fresh), logit(self.options.confidence_threshold)
+        """Return the fresh picks that the head, shown all of them, still finds at the threshold or
+        above; at least one."""
+        seen, threshold = (
+            self.beliefs(state, said, fresh, fresh),
+            logit(self.options.confidence_threshold),
+        )
         best = min(fresh, key=lambda pick: (-seen[pick.position], pick.position))
         return [pick for pick in fresh if not seen[pick.position] < threshold] or [best]
 
     def reread(self, state: State, said: Said, fresh: list[Pick]) -> list[Pick]:
-        """Drop the pick that the head, shown all picks that are left, finds least likely, until all but the likeliest reach
-        tau; return the surest of these, and those that the head, shown only the surest, finds at tau / 2 or above."""
+        """Drop the pick that the head, shown all picks that are left, finds least likely, until all
+        but the likeliest reach tau; return the surest of these, and those that the head, shown only
+        the surest, finds at tau / 2 or above."""
         tau, kept = self.options.confidence_threshold, fresh
         while len(kept) > 1:
             seen = self.beliefs(state, said, kept, fresh)
@@ -395,17 +522,25 @@ class Row:
         return [pick for pick in kept if pick in surest or not seen[pick.position] < logit(tau / 2)]
 
     def unmoved(self, state: State, said: Said, fresh: list[Pick]) -> list[Pick]:
-        """Return the fresh picks whose own logit the head's residual at x moves by at most delta; at least one."""
+        """Return the fresh picks whose own logit the head's residual at x moves by at most delta;
+        at least one."""
         self.asks_head(state)
         residual = self.head(state, said.hidden)
-        moves = {p.position: self.model.lm_head(residual[p.position - len(state)])[p.token].abs().item() for p in fresh}
-        return [p for p in fresh if not moves[p.position] > self.options.residual_delta] or most_confident(fresh, 1)
+        moves = {
+            p.position: self.model.lm_head(residual[p.position - len(state)])[p.token].abs().item()
+            for p in fresh
+        }
+        return [
+            p for p in fresh if not moves[p.position] > self.options.residual_delta
+        ] or most_confident(fresh, 1)
 
     def decode(self, decoding: str) -> State:
-        """Decode without drafts; return the final state. A clean block shares a forward with the next, if that has masks."""
+        """Decode without drafts; return the final state. A clean block shares a forward with the
+        next, if that has masks."""
         state = self.first()
         self.row_forwards, self.head_read = 1, 0
-        while not (self.ended(state) if self.steps else self.whole(state)):  # prefill makes a step before `stop` is called
+        # prefill makes a step before `stop` is called
+        while not (self.ended(state) if self.steps else self.whole(state)):
             if not self.masked(state):
                 state = self.opened(state)
                 self.row_forwards += 1
@@ -417,7 +552,8 @@ class Row:
         return state
 
     def ended(self, state: State) -> bool:
-        """Tell if the text is whole or ended by the criterion, which is asked about a token once all before it are revealed."""
+        """Tell if the text is whole or ended by the criterion, which is asked about a token once
+        all before it are revealed."""
         final = [*state, *self.text[len(state) :]][: min(self.end(state) or self.limit, self.limit)]
         final = final[: final.index(self.mask)] if self.mask in final else final
         while self.stop is None and self.options.stop is not None and self.asked < len(final):
@@ -426,10 +562,19 @@ class Row:
                 self.stop = self.asked
         return self.stop is not None or self.whole(state)
 
-    # -------------------------------------------------------------------------------------------------------- drafts
+    # ----------------------------------------------------------------------------------------------
+    # drafts
 
-    def draft(self, own: State, source: Said | None, memory: set[State], estimates: dict[State, Said], size: int) -> Any:
-        """Draft the states of a round by best-first search, the likeliest first; chances of several ways to a state add up."""
+    def draft(
+        self,
+        own: State,
+        source: Said | None,
+        memory: set[State],
+        estimates: dict[State, Said],
+        size: int,
+    ) -> Any:
+        """Draft the states of a round by best-first search, the likeliest first; chances of several
+        ways to a state add up."""
         nodes: list[Node] = [(own, source, False)]
         waiting: dict[State, tuple[float, Node]] = {}
         chance = 1.0
@@ -450,12 +595,21 @@ class Row:
             nodes.append(node)
         return nodes
 
-    def followers(self, state: State, said: Said, memory: set[State]) -> Iterator[tuple[State, Said, float]]:
-        """Yield the states after the rule's likely reveals, each with the predictions that led to it and its chance."""
+    def followers(
+        self, state: State, said: Said, memory: set[State]
+    ) -> Iterator[tuple[State, Said, float]]:
+        """Yield the states after the rule's likely reveals, each with the predictions that led to
+        it and its chance."""
         start, free = len(state) - self.block, self.candidates(state)
-        picks = self.picks(state, {i: (said.picks[i].scores, said.picks[i].kept) for i in free})  # with this state's noise
-        odds = [picks[start + c].log_odds if start + c in picks else -torch.inf for c in range(self.block)]
-        named: Any = SimpleNamespace(free=tuple([i - start for i in free]), step=self.step_of[state])
+        # with this state's noise
+        picks = self.picks(state, {i: (said.picks[i].scores, said.picks[i].kept) for i in free})
+        odds = [
+            picks[start + c].log_odds if start + c in picks else -torch.inf
+            for c in range(self.block)
+        ]
+        named: Any = SimpleNamespace(
+            free=tuple([i - start for i in free]), step=self.step_of[state]
+        )
         for where, chance in self.rule.likely(named, odds, self.options.draft_branches):
             made, told = self.after(state, [picks[start + column] for column in where]), said
             while made in memory:  # the state after a scored one is known
@@ -465,16 +619,24 @@ class Row:
                 yield made, told, chance
 
     def target_rule(self) -> RevealRule:
-        """Make the target's reveal rule, for its guesses, which `tests/rules/test_rules.py` derives by hand."""
+        """Make the target's reveal rule, for its guesses, which `tests/rules/test_rules.py` derives
+        by hand."""
         options = {option.name: getattr(self.options, option.name, None) for option in OPTIONS}
-        config = MRPGenerationConfig(**{**options, "decoding": self.options.target}, eos_token_id=self.options.eos_ids)
+        config = MRPGenerationConfig(
+            **{**options, "decoding": self.options.target}, eos_token_id=self.options.eos_ids
+        )
         config.check(self.block, has_head=True)
         return config.mode(self.block).rule
 
     def decode_drafted(self, passes: int) -> State:
-        """Decode in rounds, and return the final state: draft states, score them all, go on while the next state is scored."""
+        """Decode in rounds, and return the final state: draft states, score them all, go on while
+        the next state is scored."""
         width = self.options.num_draft_states
-        shaped = self.options.processors or self.options.bad_words_ids or self.options.no_repeat_ngram_size
+        shaped = (
+            self.options.processors
+            or self.options.bad_words_ids
+            or self.options.no_repeat_ngram_size
+        )
         few = self.options.draft_shortlist and not shaped
         state, source, memory = self.first(), None, set[State]()
         self.row_forwards = 1
@@ -489,10 +651,16 @@ class Row:
                 nodes = self.draft(state, source, memory, estimates, size)[min(turn, 1) :]
                 told = [(node, of) for node, of, _ in nodes if of is not None and self.masked(node)]
                 for node, of in told:
-                    if (node, id(of)) not in self.read:  # each pass repeats most states of the last one
+                    # each pass repeats most states of the last one
+                    if (node, id(of)) not in self.read:
                         hidden = of.hidden + self.head(node, of.hidden)
                         stale = of.stale or of.picks
-                        self.read[node, id(of)] = of, self.shortlisted(node, hidden, stale) if few else self.say(node, hidden)
+                        self.read[node, id(of)] = (
+                            of,
+                            self.shortlisted(node, hidden, stale)
+                            if few
+                            else self.say(node, hidden),
+                        )
                     estimates[node] = self.read[node, id(of)][1]
                 if told:
                     self.asks_head(state)
@@ -524,7 +692,8 @@ class Row:
         return state
 
     def follows(self, state: State, last: State) -> bool:
-        """Tell if a state is of the same block as `last`, and reveals all that `last` does, and more."""
+        """Tell if a state is of the same block as `last`, and reveals all that `last` does, and
+        more."""
         more = len(state) == len(last) and state != last
         return more and all(b in (a, self.mask) for a, b in zip(state, last, strict=True))
 
@@ -552,8 +721,11 @@ def most_confident(picks: list[Pick], count: int) -> list[Pick]:
 
 
 @torch.no_grad()
-def reference_decode(model: MRPForCausalLM, prompt: Sequence[int], infill: Sequence[int] = (), **options: Any) -> Row:
-    """Decode one prompt, followed by `infill`: given ids, with the mask id for each token to be generated.
+def reference_decode(
+    model: MRPForCausalLM, prompt: Sequence[int], infill: Sequence[int] = (), **options: Any
+) -> Row:
+    """Decode one prompt, followed by `infill`: given ids, with the mask id for each token to be
+    generated.
 
     The options are those of `DEFAULTS`.
     """

@@ -1,7 +1,8 @@
-"""The reveal rules as their definitions read, slowly: from all earlier steps, without memos, in probabilities.
+"""The reveal rules as their definitions read, slowly: from all earlier steps, without memos, in
+probabilities.
 
-A rule is a function of the step, the earlier steps of its block, and the options. It returns picks; if there are none,
-`chosen_by` takes the surest.
+A rule is a function of the step, the earlier steps of its block, and the options. It returns picks;
+if there are none, `chosen_by` takes the surest.
 """
 
 import math
@@ -70,7 +71,9 @@ def by_dynamic(step: Step, past: list[Step], options: Any) -> list[Any]:
 def by_entropy_bound(step: Step, past: list[Step], options: Any) -> list[Any]:
     order = sorted(step.picks, key=lambda pick: (pick.entropy, pick.position))
     sums = [sum(pick.entropy for pick in order[: n + 1]) for n in range(len(order))]
-    return [pick for pick, total in zip(order, sums, strict=True) if total < options.entropy_threshold] or order[:1]
+    return [
+        pick for pick, total in zip(order, sums, strict=True) if total < options.entropy_threshold
+    ] or order[:1]
 
 
 def by_fast_dllm(step: Step, past: list[Step], options: Any) -> list[Any]:
@@ -83,7 +86,8 @@ def by_fast_dllm(step: Step, past: list[Step], options: Any) -> list[Any]:
 def by_eb_sampler(step: Step, past: list[Step], options: Any) -> list[Any]:
     order, best = sorted(step.picks, key=lambda pick: (pick.entropy, pick.position)), 1
     for n in range(1, len(order) + 1):
-        if sum(pick.entropy for pick in order[: n - 1]) <= options.entropy_threshold:  # the n-th is the largest
+        # the n-th is the largest
+        if sum(pick.entropy for pick in order[: n - 1]) <= options.entropy_threshold:
             best = n
     return order[:best]
 
@@ -127,13 +131,20 @@ def by_eoser(step: Step, past: list[Step], options: Any) -> list[Any]:
     factor = 0.01 + 0.99 * share
 
     def believed(pick: Any) -> tuple[float, int]:
-        """Make a sort key from log-odds, which keep their precision where a probability rounds to one."""
+        """Make a sort key from log-odds, which keep their precision where a probability rounds to
+        one."""
         if pick.token not in options.eos_ids:
             return -pick.log_odds, pick.position
-        return -math.log(factor * p(pick) / (1 - factor * p(pick))) if p(pick) > 0 else math.inf, pick.position
+        return -math.log(factor * p(pick) / (1 - factor * p(pick))) if p(
+            pick
+        ) > 0 else math.inf, pick.position
 
     order = sorted(step.picks, key=believed)
-    return order[: 2**step.number] if step.number < steps - 1 else order[: step.block - 2 ** (steps - 1) + 1]
+    return (
+        order[: 2**step.number]
+        if step.number < steps - 1
+        else order[: step.block - 2 ** (steps - 1) + 1]
+    )
 
 
 def by_prophet(step: Step, past: list[Step], options: Any) -> list[Any]:
@@ -146,7 +157,9 @@ def by_prophet(step: Step, past: list[Step], options: Any) -> list[Any]:
 
 
 def by_bacd(step: Step, past: list[Step], options: Any) -> list[Any]:
-    shown = [p(pick) for one in past for pick in one.chosen] or [max(p(pick) for pick in step.picks)]
+    shown = [p(pick) for one in past for pick in one.chosen] or [
+        max(p(pick) for pick in step.picks)
+    ]
     tau = min(max(sum(shown) / len(shown), lower(options, 0.6)), options.confidence_threshold)
     return [pick for pick in step.picks if p(pick) >= tau]
 
@@ -159,15 +172,20 @@ def by_slow_fast(step: Step, past: list[Step], options: Any) -> list[Any]:
             begin, end, estimates = end, None, []
         scope = [column for column in free if begin <= column < (end or one.block)] or free
         if end is None:
-            sure = [pick.position - step.start for pick in one.picks if p(pick) >= lower(options, 0.3)]
+            sure = [
+                pick.position - step.start for pick in one.picks if p(pick) >= lower(options, 0.3)
+            ]
             sure = [column for column in sure if column in scope]
             estimates.append(sure[-1] + 1 if sure else begin + 1)
-            if len(estimates) > 1 and (estimates[-1] - estimates[-2]) ** 2 / 4 < 1:  # their variance
+            # their variance
+            if len(estimates) > 1 and (estimates[-1] - estimates[-2]) ** 2 / 4 < 1:
                 end = estimates[-1]
             elif len(estimates) == 6:
                 end = max(int((estimates[-1] + estimates[-2]) / 2), begin + 1)
     inside = [pick for pick in step.picks if pick.position - step.start in scope]
-    return [pick for pick in inside if p(pick) >= options.confidence_threshold] or ranked(inside)[:1]
+    return [pick for pick in inside if p(pick) >= options.confidence_threshold] or ranked(inside)[
+        :1
+    ]
 
 
 def by_ccd(step: Step, past: list[Step], options: Any) -> list[Any]:
@@ -197,7 +215,12 @@ def by_credit(step: Step, past: list[Step], options: Any) -> list[Any]:
 def by_klass(step: Step, past: list[Step], options: Any) -> list[Any]:
     found = []
     for pick in step.picks:
-        seen = [one for then in [*past[-2:], step] for one in then.picks if one.position == pick.position]
+        seen = [
+            one
+            for then in [*past[-2:], step]
+            for one in then.picks
+            if one.position == pick.position
+        ]
         stable = len(seen) == 3 and all(one.token == pick.token for one in seen)
         for before, now in pairwise(seen):
             stable = stable and two_events(now.log_odds, before.log_odds) < 0.01
@@ -207,7 +230,8 @@ def by_klass(step: Step, past: list[Step], options: Any) -> list[Any]:
 
 
 def two_events(odds: float, before: float) -> float:
-    """Compute the KL divergence between two distributions over two events, given the first event's log-odds in each."""
+    """Compute the KL divergence between two distributions over two events, given the first event's
+    log-odds in each."""
     total = 0.0
     for now, was in ((odds, before), (-odds, -before)):
         if now > -700:

@@ -1,4 +1,5 @@
-"""A stand-in for CUDA graphs on a CPU: a step's operations are recorded once and then repeated, without its Python.
+"""A stand-in for CUDA graphs on a CPU: a step's operations are recorded once and then repeated,
+without its Python.
 
 Triton's launches, which the interpreter runs here, are operations like any other.
 """
@@ -37,14 +38,20 @@ WAITS = (
 
 
 def waits(name: str, args: tuple[Any, ...]) -> bool:
-    """Tell if the host waits for the result of an operation of aten, given its name and arguments."""
+    """Tell if the host waits for the result of an operation of aten, given its name and
+    arguments."""
     indices = args[1] if len(args) > 1 and isinstance(args[1], list | tuple) else []
-    masks = [index for index in indices if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)]
+    masks = [
+        index
+        for index in indices
+        if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
+    ]
     return name.startswith(WAITS) or (name.startswith("index") and bool(masks))
 
 
 class Seen(TorchDispatchMode):
-    """A mode that lists all operations, and the names of operations for whose results the host waits."""
+    """A mode that lists all operations, and the names of operations for whose results the host
+    waits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +59,11 @@ class Seen(TorchDispatchMode):
         self.waits: list[str] = []
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         name = str(func).removeprefix("aten.")
         self.operations.append(func)
@@ -68,7 +79,8 @@ class Made:
 
 
 class Tape(TorchDispatchMode):
-    """A mode that records operations. A tensor that none of them made is read from its own memory, as by a CUDA graph."""
+    """A mode that records operations. A tensor that none of them made is read from its own memory,
+    as by a CUDA graph."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,17 +90,31 @@ class Tape(TorchDispatchMode):
         self.outside: dict[int, Tensor] = {}
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         name = str(func).removeprefix("aten.")
-        # A number that `index_put` writes is a tensor on the host, and the host waits for its copy to the device.
-        by_number = name.startswith("index_put") and args[2].dim() == 0 and id(args[2]) not in self.places
+        # A number that `index_put` writes is a tensor on the host, and the host waits for its copy
+        # to the device.
+        by_number = (
+            name.startswith("index_put") and args[2].dim() == 0 and id(args[2]) not in self.places
+        )
         if by_number or waits(name, args):
             raise RuntimeError(f"{name} makes the host wait: it cannot be recorded")
         arguments = tree_map(self._named, (args, kwargs or {}))
         result = func(*args, **(kwargs or {}))
         self.operations.append(
-            (func, *arguments, [self._place(out) for out in (result if isinstance(result, list | tuple) else [result])])
+            (
+                func,
+                *arguments,
+                [
+                    self._place(out)
+                    for out in (result if isinstance(result, list | tuple) else [result])
+                ],
+            )
         )
         return result
 
@@ -109,7 +135,8 @@ class Tape(TorchDispatchMode):
         return self.places[id(value)]
 
     def closed(self, output: Tensor) -> Callable[[], Tensor]:
-        """Return a function that repeats the recorded operations; its first call returns the output of the recording."""
+        """Return a function that repeats the recorded operations; its first call returns the output
+        of the recording."""
         operations, count, result = self.operations, len(self.seen), self.places[id(output)]
         self.places, self.seen, first = {}, [], [output]
 
@@ -125,7 +152,9 @@ class Tape(TorchDispatchMode):
 
             for func, args, kwargs, places in operations:
                 outs = func(*now(args), **{name: now(value) for name, value in kwargs.items()})
-                for place, out in zip(places, outs if isinstance(outs, list | tuple) else [outs], strict=True):
+                for place, out in zip(
+                    places, outs if isinstance(outs, list | tuple) else [outs], strict=True
+                ):
                     if place is not None:
                         made[place] = out
             found: Tensor = made[result]
@@ -163,7 +192,8 @@ class TapeRecorder:
 
 @contextmanager
 def launches_on(tape: Tape) -> Iterator[None]:
-    """Record each interpreted launch as one operation; operations that its Python runs are not recorded."""
+    """Record each interpreted launch as one operation; operations that its Python runs are not
+    recorded."""
     if GridExecutor is None:
         yield
         return
@@ -200,8 +230,8 @@ HOST = [
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Raise a `RuntimeError` if a recording moves numbers between host and device by an undispatched function; let other
-    threads do so, meanwhile."""
+    """Raise a `RuntimeError` if a recording moves numbers between host and device by an
+    undispatched function; let other threads do so, meanwhile."""
     recording = threading.get_ident()
 
     def guarded(real: Any) -> Any:
@@ -219,14 +249,17 @@ def quiet() -> Iterator[None]:
 
 
 def strangers(model: nn.Module) -> list[Tensor]:
-    """List tensors that recordings use and that may be gone at a replay: neither weights, nor the cache, nor inputs."""
+    """List tensors that recordings use and that may be gone at a replay: neither weights, nor the
+    cache, nor inputs."""
     kept = graphs._KEPT[model]
     fixed = [*model.parameters(), *model.buffers(), *kept.cache._buffers.values()]
     fixed += [tensor for inputs in kept.inputs.values() for tensor in inputs]
     places = {tensor.untyped_storage().data_ptr() for tensor in fixed}
     found = [tensor for tape in TapeRecorder.tapes for tensor in tape.outside.values()]
     # A number that is written into a tensor becomes a tensor of its own.
-    return [t for t in found if t.untyped_storage().data_ptr() not in places and t.numel() and t.dim()]
+    return [
+        t for t in found if t.untyped_storage().data_ptr() not in places and t.numel() and t.dim()
+    ]
 
 
 def graphs_of_nothing() -> graphs.Graphs:

@@ -1,4 +1,5 @@
-"""Training runs of a very small model, each in its own processes, that are compared with each other."""
+"""Training runs of a very small model, each in its own processes, that are compared with each
+other."""
 
 import json
 import multiprocessing
@@ -29,7 +30,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from tests.random_cases import make_model
 
-# Modules that take seconds to import, imported once in the process from which all others are forked.
+# Modules that take seconds to import, imported once in the process from which all others are
+# forked.
 _PRELOADED = [
     "transformers.trainer",
     "accelerate.utils.fsdp_utils",
@@ -53,7 +55,8 @@ OPTIONS: dict[str, Any] = {
 
 
 class Rows:
-    """A data set of rows of two to four blocks of random ids, the same for the same number; some have no response to learn."""
+    """A data set of rows of two to four blocks of random ids, the same for the same number; some
+    have no response to learn."""
 
     def __init__(self, size: int, without_response: tuple[int, ...] = ()) -> None:
         self.size = size
@@ -113,7 +116,12 @@ def whole(tensor: Any) -> Tensor:
 
 
 def trainer_of(
-    folder: Path, model: Any, train: Any = None, held_out: Any = None, tokenizer: Any = None, **options: Any
+    folder: Path,
+    model: Any,
+    train: Any = None,
+    held_out: Any = None,
+    tokenizer: Any = None,
+    **options: Any,
 ) -> MRPTrainer:
     """Make a trainer with `OPTIONS` and further options."""
     arguments = MRPTrainingArguments(str(folder), **{**OPTIONS, **options})
@@ -121,8 +129,8 @@ def trainer_of(
 
 
 def _let_accelerate_shard_on_cpus() -> None:
-    """Tell accelerate that each process has a GPU, since it refuses FSDP on CPUs, where torch supports it. After that check,
-    accelerate asks for the device by name, which stays `cpu`."""
+    """Tell accelerate that each process has a GPU, since it refuses FSDP on CPUs, where torch
+    supports it. After that check, accelerate asks for the device by name, which stays `cpu`."""
     from accelerate import PartialState
     from accelerate.utils import DistributedType
 
@@ -139,23 +147,31 @@ def _train(run: Run, rank: int) -> None:
     model: Any = make_model(run.seed) if run.double else make_model(run.seed).float()
     torch.manual_seed(run.seed)
     if run.adapter:
-        targets = r"mrp_head\.(eh_proj|layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj))"
-        lora = LoraConfig(r=2, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM")
+        targets = (
+            r"mrp_head\.(eh_proj|layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj))"
+        )
+        lora = LoraConfig(
+            r=2, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM"
+        )
         model = get_peft_model(model, lora)
     trainer = MRPTrainer(model, arguments, run.rows, run.held_out, callbacks=[_Kill(run)])
     trainer.train(resume_from_checkpoint=run.resume)
     trainer.save_model(str(run.folder / "final"))
-    weights = {name: whole(value).detach().clone() for name, value in trainer.model.state_dict().items()}
+    weights = {
+        name: whole(value).detach().clone() for name, value in trainer.model.state_dict().items()
+    }
     here = sum(getattr(p, "to_local", lambda p=p: p)().numel() for p in trainer.model.parameters())
     share = here / sum(p.numel() for p in trainer.model.parameters())
     save_file(weights, run.folder / f"{rank}.weights.safetensors")
-    (run.folder / f"{rank}.json").write_text(json.dumps({"history": trainer.state.log_history, "share": share}))
+    (run.folder / f"{rank}.json").write_text(
+        json.dumps({"history": trainer.state.log_history, "share": share})
+    )
 
 
 @dataclass(frozen=True)
 class Result:
-    """The results of a run: the lines of its log with a loss, without fields that depend on the clock; its weights; and the
-    share of all parameters that this process held between steps."""
+    """The results of a run: the lines of its log with a loss, without fields that depend on the
+    clock; its weights; and the share of all parameters that this process held between steps."""
 
     lines: list[dict[str, float]]
     weights: dict[str, Tensor]
@@ -166,7 +182,10 @@ def result(run: Run, rank: int = 0) -> Result:
     """Read the results of a run."""
     left = json.loads((run.folder / f"{rank}.json").read_text())
     lines = [line for line in left["history"] if {"loss", "eval_loss"} & line.keys()]
-    timeless = [{k: v for k, v in line.items() if not k.endswith(("per_second", "runtime"))} for line in lines]
+    timeless = [
+        {k: v for k, v in line.items() if not k.endswith(("per_second", "runtime"))}
+        for line in lines
+    ]
     return Result(timeless, load_file(run.folder / f"{rank}.weights.safetensors"), left["share"])
 
 
@@ -174,23 +193,33 @@ def _call(work: Callable[[int], None], rank: int, processes: int, port: int) -> 
     """Make this process one of several, as a launcher does, and call a function with its rank."""
     torch.set_num_threads(1)
     if processes > 1:
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": processes, "RANK": rank, "LOCAL_RANK": rank}
+        address = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "WORLD_SIZE": processes,
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+        }
         os.environ.update({name: str(value) for name, value in address.items()})
     work(rank)
 
 
 def start(run: Run | Callable[[int], None], processes: int = 1) -> list[int | None]:
-    """Train, or call a function with its rank, in one or more processes; return their exit codes, None for a process that was
-    ended because it took more than two minutes."""
+    """Train, or call a function with its rank, in one or more processes; return their exit codes,
+    None for a process that was ended because it took more than two minutes."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
-    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # Python 3.11 does not pass it on
+    # Python 3.11 does not pass it on
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
         forkserver.ensure_running()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     work = partial(_train, run) if isinstance(run, Run) else run
-    ranks = [context.Process(target=_call, args=(work, rank, processes, port)) for rank in range(processes)]
+    ranks = [
+        context.Process(target=_call, args=(work, rank, processes, port))
+        for rank in range(processes)
+    ]
     for process in ranks:
         process.start()
     end = time.monotonic() + 120
@@ -205,7 +234,8 @@ def start(run: Run | Callable[[int], None], processes: int = 1) -> list[int | No
 
 
 def saved(model: Any, tokenizer: Any, folder: Path) -> Path:
-    """Save a checkpoint with its tokenizer, so that texts end with the tokenizer's eos; return the folder."""
+    """Save a checkpoint with its tokenizer, so that texts end with the tokenizer's eos; return the
+    folder."""
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

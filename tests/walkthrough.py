@@ -1,6 +1,8 @@
-"""A user's first steps, in an environment with the package installed from its wheel: `make walkthrough`.
+"""A user's first steps, in an environment with the package installed from its wheel: `make
+walkthrough`.
 
-It starts in an empty folder and knows nothing of the checkout; an assertion fails if a step has another result.
+It starts in an empty folder and knows nothing of the checkout; an assertion fails if a step has
+another result.
 """
 
 import json
@@ -30,8 +32,12 @@ def mrp(*arguments: str) -> str:
 
 
 def answer(model: Any, tokenizer: Any, **options: Any) -> str:
-    inputs = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    ids = model.eval().generate(**inputs, max_new_tokens=32, **options)[0, inputs["input_ids"].shape[1] :]
+    inputs = tokenizer.apply_chat_template(
+        CHAT, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    ids = model.eval().generate(**inputs, max_new_tokens=32, **options)[
+        0, inputs["input_ids"].shape[1] :
+    ]
     return tokenizer.decode(ids, skip_special_tokens=True)
 
 
@@ -41,7 +47,10 @@ def readme_python() -> None:
     (code,) = re.findall(r"^```python\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
     (expected,) = re.findall(r"^```text\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
     command = [sys.executable, "-c", code]
-    assert subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout == expected
+    assert (
+        subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout
+        == expected
+    )
 
 
 def walk() -> None:
@@ -55,13 +64,26 @@ def walk() -> None:
     readme_python()
 
     mrp(*["tasks", "--family", "math", "--count", "8", "--output", "math.jsonl"])
-    train = ["train", "head", "--data", "math.jsonl", "--steps", "2", "--max-length", "64", "--model", "sdar-tiny-mrp"]
+    train = [
+        "train",
+        "head",
+        "--data",
+        "math.jsonl",
+        "--steps",
+        "2",
+        "--max-length",
+        "64",
+        "--model",
+        "sdar-tiny-mrp",
+    ]
     mrp(*train, "--output-dir", "run", "--set", "save_steps=1")
     said = mrp(*train, "--output-dir", "run", "--set", "save_steps=1")
     assert "resuming from checkpoint-2" in said
     assert "--head run" in said, "how to train it further"
     model = AutoModel.from_pretrained(mrp_trainer.embedded_checkpoint(), trust_remote_code=True)
-    tokenizer = AutoTokenizer.from_pretrained(mrp_trainer.embedded_checkpoint(), trust_remote_code=True)
+    tokenizer = AutoTokenizer.from_pretrained(
+        mrp_trainer.embedded_checkpoint(), trust_remote_code=True
+    )
     expected = answer(model, tokenizer, decoding="static")
     mrp("push", "run", "org/head", "--base-model", "org/backbone", "--dry-run")
 
@@ -69,11 +91,22 @@ def walk() -> None:
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         try:
             assert server.stderr is not None
-            address = next(found[0] for line in server.stderr if (found := re.search(r"http://\S+", line)))
+            address = next(
+                found[0] for line in server.stderr if (found := re.search(r"http://\S+", line))
+            )
             client = OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=120)
-            asked: Any = {"model": "sdar-tiny-mrp", "messages": CHAT, "max_tokens": 32, "temperature": 0, "stream": True}
+            asked: Any = {
+                "model": "sdar-tiny-mrp",
+                "messages": CHAT,
+                "max_tokens": 32,
+                "temperature": 0,
+                "stream": True,
+            }
             chunks = client.chat.completions.create(**asked)
-            assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == expected
+            assert (
+                "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+                == expected
+            )
         finally:
             server.kill()
 

@@ -40,9 +40,11 @@ class Watch(StoppingCriteria):
         return torch.tensor(False)
 
 
-def assert_streamed(events: list[tuple[str, list[Any]]], prompt: list[int], tokens: list[int], steps: list[int]) -> None:
-    """The prompt, the text block by block, and the end; between them a block's states, each of which shows just what the first
-    so many steps had revealed, more and more."""
+def assert_streamed(
+    events: list[tuple[str, list[Any]]], prompt: list[int], tokens: list[int], steps: list[int]
+) -> None:
+    """The prompt, the text block by block, and the end; between them a block's states, each of
+    which shows just what the first so many steps had revealed, more and more."""
     assert events[0] == ("put", [prompt])
     assert [kind for kind, _ in events].count("end") == 1
     assert events[-1][0] == "end"
@@ -60,10 +62,14 @@ def assert_streamed(events: list[tuple[str, list[Any]]], prompt: list[int], toke
 
 
 def assert_asked(
-    seen: Sequence[list[list[int]]], given: list[list[int]], texts: Sequence[list[int]], mask: int, pad: int
+    seen: Sequence[list[list[int]]],
+    given: list[list[int]],
+    texts: Sequence[list[int]],
+    mask: int,
+    pad: int,
 ) -> None:
-    """The batch as it was given and n tokens behind: every length of every row once it is final, in order; the mask id where a
-    row has fewer tokens, and padding behind one that has ended."""
+    """The batch as it was given and n tokens behind: every length of every row once it is final, in
+    order; the mask id where a row has fewer tokens, and padding behind one that has ended."""
     width, at = len(given[0]), [0] * len(given)
     for ids in seen:
         length = len(ids[0]) - width

@@ -6,7 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.generation import EosTokenCriteria, GenerationConfig, GenerationMixin, MaxLengthCriteria, StoppingCriteriaList
+from transformers.generation import (
+    EosTokenCriteria,
+    GenerationConfig,
+    GenerationMixin,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+)
 from transformers.generation import logits_process as kinds
 from transformers.generation.streamers import BaseStreamer
 
@@ -28,8 +34,8 @@ from .option_table import ids_in
 from .options import MRPGenerationConfig, check_ids, check_rows, logger, resolved, set_fields
 from .output import MRPGenerateOutput, Progress, Stopping, Streams, output_of
 
-# Processors that act at a column of the batch. The options that make them are not supported; as objects they are right without
-# padding, as each row's processors see its own text.
+# Processors that act at a column of the batch. The options that make them are not supported; as
+# objects they are right without padding, as each row's processors see its own text.
 _OF_COLUMNS = (
     kinds.ForcedBOSTokenLogitsProcessor,
     kinds.ForcedEOSTokenLogitsProcessor,
@@ -53,54 +59,71 @@ class MRPGenerationMixin(GenerationMixin):
         cache: BlockCache | None = None,
         **kwargs: Any,
     ) -> Tensor | MRPGenerateOutput:
-        """Decode block by block; take the arguments of `GenerationMixin.generate` and every field of `DecodingOptions`.
+        """Decode block by block; take the arguments of `GenerationMixin.generate` and every field
+        of `DecodingOptions`.
 
-        Logits processors get the scores of masked positions, [positions, vocab], and the ids before each, [positions, length]:
-        the row's text with the revealed tokens of its block, and `mask_token_id` where none is known yet. Stopping criteria
-        get, as ids, the prompts as given with n tokens behind each, n being the number of tokens of the row that is checked,
-        and masks where a slower row has fewer; as scores, None.
+        Logits processors get the scores of masked positions, [positions, vocab], and the ids before
+        each, [positions, length]: the row's text with the revealed tokens of its block, and
+        `mask_token_id` where none is known yet. Stopping criteria get, as ids, the prompts as given
+        with n tokens behind each, n being the number of tokens of the row that is checked, and
+        masks where a slower row has fewer; as scores, None.
 
         Args:
-            inputs: [rows, length] long, the prompts (or `input_ids`); `attention_mask` has 0 at padding, on either side.
+            inputs: [rows, length] long, the prompts (or `input_ids`); `attention_mask` has 0 at
+                padding, on either side.
             generation_config: Options, or a dict of them; keyword arguments override its fields.
-            streamer: For a single row: receives its prompt without padding, then finished blocks in order. For several rows
-                (after `num_return_sequences`): a list of one streamer each, which ends as soon as its row does.
+            streamer: For a single row: receives its prompt without padding, then finished blocks in
+                order. For several rows (after `num_return_sequences`): a list of one streamer each,
+                which ends as soon as its row does.
             custom_generate: As in transformers, to which the call is passed on.
-            infill_ids: [rows, n] long, the continuation of each prompt: `mask_token_id` where a token is to be generated; other
-                ids are kept. Fill shorter rows up with masks. Generation goes on behind column n if `max_new_tokens`, which
-                counts given tokens too, leaves room, and ends there if no limit of length is set. No eos is generated before
-                the last given token.
-            past_key_values: The cache in the output of an earlier call, of the same model, weights and head; `input_ids` hold
-                the whole conversation. The prefix on which a row's ids agree with the cache is not computed again; the text is
-                the same as without a cache. The cache is overwritten, or copied if too small or with `num_return_sequences`:
+            infill_ids: [rows, n] long, the continuation of each prompt: `mask_token_id` where a
+                token is to be generated; other ids are kept. Fill shorter rows up with masks.
+                Generation goes on behind column n if `max_new_tokens`, which counts given tokens
+                too, leaves room, and ends there if no limit of length is set. No eos is generated
+                before the last given token.
+            past_key_values: The cache in the output of an earlier call, of the same model, weights
+                and head; `input_ids` hold the whole conversation. The prefix on which a row's ids
+                agree with the cache is not computed again; the text is the same as without a cache.
+                The cache is overwritten, or copied if too small or with `num_return_sequences`:
                 continue from the one in the new output instead.
             cache: Another name of `past_key_values`, transformers' own from 5.24 on.
 
         Returns:
-            [rows, prompt + generated] long, or an `MRPGenerateOutput` with `return_dict_in_generate=True`.
+            [rows, prompt + generated] long, or an `MRPGenerateOutput` with
+            `return_dict_in_generate=True`.
 
         Raises:
-            ValueError: for an argument that cannot be honoured, before any forward; for a malformed result of a criterion or
-                processor; for a position without a finite score.
+            ValueError: for an argument that cannot be honoured, before any forward; for a malformed
+                result of a criterion or processor; for a position without a finite score.
 
         Example:
             >>> from modeling_mrp import MRPForCausalLM
             >>> from mrp_trainer import embedded_checkpoint
             >>> from transformers import AutoTokenizer
             >>> model = MRPForCausalLM.from_pretrained(embedded_checkpoint())
-            >>> tokenizer = AutoTokenizer.from_pretrained(embedded_checkpoint(), config=model.config)
-            >>> chat = [{"role": "user", "content": "Sum the numbers of a list that are even, each plus 5."}]
+            >>> tokenizer = AutoTokenizer.from_pretrained(
+            ...     embedded_checkpoint(), config=model.config
+            ... )
+            >>> task = "Sum the numbers of a list that are even, each plus 5."
+            >>> chat = [{"role": "user", "content": task}]
             >>> how = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
             >>> inputs = tokenizer.apply_chat_template(chat, **how)
             >>> ids = model.generate(**inputs, decoding="mrp_spec", max_new_tokens=64)
-            >>> print(tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+            >>> new = ids[0, inputs["input_ids"].shape[1] :]
+            >>> print(tokenizer.decode(new, skip_special_tokens=True))
             def number(number):
                 return sum(5 + n for n in number if n % 2 == 0)
         """
         cache = chosen_cache(cache, past_key_values)
         if custom_generate is not None:
             kwargs |= set_fields({"infill_ids": infill_ids, CACHE_NAME: cache})
-            return super().generate(inputs, generation_config, custom_generate=custom_generate, streamer=streamer, **kwargs)
+            return super().generate(
+                inputs,
+                generation_config,
+                custom_generate=custom_generate,
+                streamer=streamer,
+                **kwargs,
+            )
         config, others = resolved(self, generation_config, kwargs)
         prompt: Any = inputs if inputs is not None else others.get("input_ids")
         mask, pad = others.get("attention_mask"), config.pad_id()
@@ -108,18 +131,25 @@ class MRPGenerationMixin(GenerationMixin):
         if mask is None and config.pad_token_id is not None and pad not in config.eos_ids():
             real = prompt != pad
         elif mask is None and len(prompt) > 1 and bool((prompt[:, [0, -1]] == pad).any()):
-            logger.warning_once(f"pad_token_id {pad} is an eos, so that padding is taken for text: pass the attention_mask")
-        others["attention_mask"] = torch.ones_like(prompt)  # padding, on either side, is no affair of transformers
+            logger.warning_once(
+                f"pad_token_id {pad} is an eos, so that padding is taken for text: pass the "
+                "attention_mask"
+            )
+        # padding, on either side, is no affair of transformers
+        others["attention_mask"] = torch.ones_like(prompt)
         config.pad_token_id = pad
         if self.training and self.is_gradient_checkpointing:
-            raise ValueError("gradient checkpointing is on, and layers in training keep no keys and values: call model.eval()")
+            raise ValueError(
+                "gradient checkpointing is on, and layers in training keep no keys and values: "
+                "call model.eval()"
+            )
         copies = config.num_return_sequences or 1
         check_weights(self)
         names = adapters_of_rows(self)
         if names is not None and len(names) != len(prompt) * copies:
             raise ValueError(
-                f"adapter_names holds {len(names)} names for {len(prompt) * copies} rows: give one per row (after "
-                "num_return_sequences)"
+                f"adapter_names holds {len(names)} names for {len(prompt) * copies} rows: give one "
+                "per row (after num_return_sequences)"
             )
         if cache is not None:
             check_past(cache, self, len(prompt))
@@ -130,36 +160,57 @@ class MRPGenerationMixin(GenerationMixin):
                 config.max_new_tokens = infill_ids.shape[1]
         decode = partial(_decode, streamer, real.repeat_interleave(copies, 0), infill_ids, cache)
         with fetched(self.lm_head):
-            return super().generate(inputs, generation_config=config, custom_generate=decode, **others)
+            return super().generate(
+                inputs, generation_config=config, custom_generate=decode, **others
+            )
 
     def adjust_generation_fn(self, *args: Any, **kwargs: Any) -> None:
-        """Load the generation config as transformers does, and convert it to an `MRPGenerationConfig`."""
+        """Load the generation config as transformers does, and convert it to an
+        `MRPGenerationConfig`."""
         super().adjust_generation_fn(*args, **kwargs)
-        self.generation_config: MRPGenerationConfig = MRPGenerationConfig.from_dict(self.generation_config.to_dict())
+        self.generation_config: MRPGenerationConfig = MRPGenerationConfig.from_dict(
+            self.generation_config.to_dict()
+        )
 
-    def _get_stopping_criteria(self, generation_config: GenerationConfig, *args: Any, **kwargs: Any) -> StoppingCriteriaList:
-        """Make the stopping criteria, except that of stop strings, which `resolved` has made already."""
+    def _get_stopping_criteria(
+        self, generation_config: GenerationConfig, *args: Any, **kwargs: Any
+    ) -> StoppingCriteriaList:
+        """Make the stopping criteria, except that of stop strings, which `resolved` has made
+        already."""
         generation_config.stop_strings = None
         return super()._get_stopping_criteria(generation_config, *args, **kwargs)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """Raise `ValueError`: `generate_batch` decodes one token at a time with a causal cache."""
-        raise ValueError("generate_batch makes one token a step: pass all prompts to generate as one padded batch")
+        raise ValueError(
+            "generate_batch makes one token a step: pass all prompts to generate as one padded "
+            "batch"
+        )
 
-    def block_cache(self, batch_size: int, capacity: int, scratch: int, with_head: bool) -> BlockCache:
-        """Make an empty cache for `batch_size` rows of `capacity` tokens, with room to score `scratch` tokens per row.
+    def block_cache(
+        self, batch_size: int, capacity: int, scratch: int, with_head: bool
+    ) -> BlockCache:
+        """Make an empty cache for `batch_size` rows of `capacity` tokens, with room to score
+        `scratch` tokens per row.
 
         Raises:
-            ValueError: for a `capacity` that is no multiple of the block size, or a head's layers where the model has no head.
+            ValueError: for a `capacity` that is no multiple of the block size, or a head's layers
+                where the model has no head.
         """
         if capacity % self.config.block_size:
-            raise ValueError(f"capacity is {capacity}: it must be a multiple of the block size, {self.config.block_size}")
+            raise ValueError(
+                f"capacity is {capacity}: it must be a multiple of the block size, "
+                f"{self.config.block_size}"
+            )
         if with_head and self.mrp_head is None:
-            raise ValueError("with_head=True, but this checkpoint has no MRP head: pass with_head=False")
+            raise ValueError(
+                "with_head=True, but this checkpoint has no MRP head: pass with_head=False"
+            )
         return BlockCache(self, batch_size, capacity, scratch, with_head)
 
     def release_graphs(self) -> None:
-        """Free the CUDA graphs that calls of `generate` keep for later calls, and the KV cache that the graphs write to."""
+        """Free the CUDA graphs that calls of `generate` keep for later calls, and the KV cache that
+        the graphs write to."""
         release_graphs(self)
 
 
@@ -175,21 +226,34 @@ def _decode(
     generation_config: MRPGenerationConfig,
     **others: Any,
 ) -> Tensor | MRPGenerateOutput:
-    """Decode prompts; `generate` binds the first four arguments, `GenerationMixin.generate` prepares the others."""
+    """Decode prompts; `generate` binds the first four arguments, `GenerationMixin.generate`
+    prepares the others."""
     config, block, device = generation_config, model.config.block_size, model.lm_head.weight.device
     width = input_ids.shape[1]
-    input_ids, mode, new = input_ids.to(device), config.mode(block, len(input_ids)), config.max_length - width
+    input_ids, mode, new = (
+        input_ids.to(device),
+        config.mode(block, len(input_ids)),
+        config.max_length - width,
+    )
     picker, real = _picker(model, logits_processor, config, mode), real.to(device)
     if config.do_sample and config.seed is None and (model.tp_size or 1) > 1:
-        raise ValueError("seed is None, and each process of tensor parallelism would draw another text: pass a seed")
-    check_rows(real, new, model.config.max_position_embeddings)
-    if not real.all() and (columns := [one for one in logits_processor if isinstance(one, _OF_COLUMNS)]):
         raise ValueError(
-            f"the logits processor {type(columns[0]).__name__} acts at a column, where padded rows have other tokens: "
-            "pass prompts of one length, or one prompt at a time"
+            "seed is None, and each process of tensor parallelism would draw another text: pass a "
+            "seed"
+        )
+    check_rows(real, new, model.config.max_position_embeddings)
+    if not real.all() and (
+        columns := [one for one in logits_processor if isinstance(one, _OF_COLUMNS)]
+    ):
+        raise ValueError(
+            f"the logits processor {type(columns[0]).__name__} acts at a column, where padded rows "
+            "have other tokens: pass prompts of one length, or one prompt at a time"
         )
     if infill_ids is not None and (filled := infill_ids.shape[1]) > new:
-        raise ValueError(f"infill_ids hold {filled} tokens a row, max_new_tokens (max_length) leaves room for {new}: raise it")
+        raise ValueError(
+            f"infill_ids hold {filled} tokens a row, max_new_tokens (max_length) leaves room for "
+            f"{new}: raise it"
+        )
     mixed = mixed_tokens(getattr(model.config, "quantization_config", None), model)
     if mixed and (mode.drafting is not None or len(input_ids) > 1):
         logger.warning_once(mixed)
@@ -197,31 +261,47 @@ def _decode(
     least = max([0, (config.min_length or 0) - width, *_least_new(logits_processor, width, config)])
     if least > new:
         raise ValueError(
-            f"min_new_tokens (min_length) asks for {least} new tokens, and max_new_tokens (max_length) leaves room for {new}: "
-            "lower the one, or raise the other"
+            f"min_new_tokens (min_length) asks for {least} new tokens, and max_new_tokens "
+            f"(max_length) leaves room for {new}: lower the one, or raise the other"
         )
     rows = laid_out(prompts, infill_ids, new, config, least, model.config, picker.bans)
     for row in rows:
         row.counts = Counts(mode.width, mode.drafting is not None)
-    progress = Progress(rows, config.output_logits, config.output_scores) if config.return_dict_in_generate else None
-    criteria = [one for one in stopping_criteria if not isinstance(one, MaxLengthCriteria | EosTokenCriteria)]
-    # Also with kernels=False: packing in a later call would move the weights, and so invalidate caches of earlier calls.
+    progress = (
+        Progress(rows, config.output_logits, config.output_scores)
+        if config.return_dict_in_generate
+        else None
+    )
+    criteria = [
+        one
+        for one in stopping_criteria
+        if not isinstance(one, MaxLengthCriteria | EosTokenCriteria)
+    ]
+    # Also with kernels=False: packing in a later call would move the weights, and so invalidate
+    # caches of earlier calls.
     if picker.dispatch.forced or unusable(model.device, model.dtype) is None:
         pack(model)
     size = (len(rows), max(len(row.text) for row in rows), mode.width * block)
     with cache_for(model, config.graphs, past, *size, mode.uses_head) as (cache, graphs):
-        reused = cache.cut([row.text for row in rows], [row.state.start for row in rows], block, mode.uses_head)
+        reused = cache.cut(
+            [row.text for row in rows], [row.state.start for row in rows], block, mode.uses_head
+        )
         for row, of_head in zip(rows, cache.head_held, strict=True):
             row.head_held = of_head if mode.uses_head else 0
         if progress is not None:  # the cache is handed out
             parts = ("model", "mrp_head") if cache.head_layers else ("model",)
             cache.weights = {name: weights_seen(getattr(model, name)) for name in parts}
         plans = plan_layers(model, mode.uses_head, picker.dispatch)
-        networks = Networks(model, cache, mode.uses_head, picker, plans, None if graphs is None else graphs.call)
-        watches: list[Any] = [Stopping(criteria, rows, input_ids, config.pad_token_id)] if criteria else []
+        networks = Networks(
+            model, cache, mode.uses_head, picker, plans, None if graphs is None else graphs.call
+        )
+        watches: list[Any] = (
+            [Stopping(criteria, rows, input_ids, config.pad_token_id)] if criteria else []
+        )
         watches += [] if progress is None else [progress]
         watches += [] if streamer is None else [Streams(streamer, prompts)]
-        # The batch keeps all rows if adapters go by row; recorded, a round of under 4 rows takes no less time than one of 4.
+        # The batch keeps all rows if adapters go by row; recorded, a round of under 4 rows takes no
+        # less time than one of 4.
         fewest = len(rows) if adapters_of_rows(model) else 1 if graphs is None else 4
         decoder = Decoder(mode, networks, budget_of(model, mode), watches, fewest)
         try:
@@ -230,20 +310,28 @@ def _decode(
             cache.empty()  # what is not finite there is not gone on from
             raise ValueError(
                 f"row {error.place} has no token with a finite score at position {error.position}, "
-                f"{error.position - rows[error.place].prompt} behind its prompt: leave one that no logits processor, option or "
-                f"minimum length bars. If none is, weights or scores are not finite in {picker.lm_head_weight.dtype}: load or "
-                "train them again, or load a wider dtype"
+                f"{error.position - rows[error.place].prompt} behind its prompt: leave one that no "
+                "logits processor, option or minimum length bars. If none is, weights or scores "
+                f"are not finite in {picker.lm_head_weight.dtype}: load or train them again, or "
+                "load a wider dtype"
             ) from None
         finally:  # also where a watch, a processor or the user ended the call
             networks.widen(max(row.held for row in rows))
         held = [row.held for row in rows]
-        with_head = ([row.head_held for row in rows], held) if mode.uses_head else (cache.head_held, cache.hidden_held)
+        with_head = (
+            ([row.head_held for row in rows], held)
+            if mode.uses_head
+            else (cache.head_held, cache.hidden_held)
+        )
         cache.hold([row.text for row in rows], held, *with_head)
     return output_of(input_ids, rows, decoder, progress, cache, config.pad_token_id)
 
 
-def _least_new(processors: kinds.LogitsProcessorList, width: int, config: MRPGenerationConfig) -> list[int]:
-    """List the numbers of new tokens before which processors for minimum lengths, a user's too, forbid an eos."""
+def _least_new(
+    processors: kinds.LogitsProcessorList, width: int, config: MRPGenerationConfig
+) -> list[int]:
+    """List the numbers of new tokens before which processors for minimum lengths, a user's too,
+    forbid an eos."""
     numbers = []
     for processor in processors:
         if isinstance(processor, kinds.MinLengthLogitsProcessor):
@@ -254,23 +342,40 @@ def _least_new(processors: kinds.LogitsProcessorList, width: int, config: MRPGen
             continue
         if set(ids_in(processor.eos_token_id)) != set(config.eos_ids()):
             raise ValueError(
-                f"the logits processor {type(processor).__name__} has the eos {ids_in(processor.eos_token_id)}, generate "
-                f"{config.eos_ids()}: pass min_new_tokens (min_length) in its place"
+                f"the logits processor {type(processor).__name__} has the eos "
+                f"{ids_in(processor.eos_token_id)}, generate {config.eos_ids()}: pass "
+                "min_new_tokens (min_length) in its place"
             )
     return numbers
 
 
 def laid_out(
-    prompts: list[Tensor], infill_ids: Tensor | None, new: int, config: MRPGenerationConfig, least: int, ours: Any, bans: Any
+    prompts: list[Tensor],
+    infill_ids: Tensor | None,
+    new: int,
+    config: MRPGenerationConfig,
+    least: int,
+    ours: Any,
+    bans: Any,
 ) -> list[Row]:
-    """Make the rows, each with its text before the first step: prompt (1-D long), row of `infill_ids` ([rows, n] long), masks.
-    At most `new` tokens follow a prompt, and the first `least` of these are no eos."""
-    rows, eos, block_size, mask_id = [], frozenset(config.eos_ids()), ours.block_size, ours.mask_token_id
+    """Make the rows, each with its text before the first step: prompt (1-D long), row of
+    `infill_ids` ([rows, n] long), masks. At most `new` tokens follow a prompt, and the first
+    `least` of these are no eos."""
+    rows, eos, block_size, mask_id = (
+        [],
+        frozenset(config.eos_ids()),
+        ours.block_size,
+        ours.mask_token_id,
+    )
     given = [[] for _ in prompts] if infill_ids is None else infill_ids.tolist()
-    for place, (prompt, infill, seed) in enumerate(zip(prompts, given, config.seeds(len(prompts)), strict=True)):
+    for place, (prompt, infill, seed) in enumerate(
+        zip(prompts, given, config.seeds(len(prompts)), strict=True)
+    ):
         text = prompt.tolist() + infill
         length, limit = len(prompt), len(prompt) + new
-        given_end = length + max((at + 1 for at, token in enumerate(infill) if token != mask_id), default=0)
+        given_end = length + max(
+            (at + 1 for at, token in enumerate(infill) if token != mask_id), default=0
+        )
         text += [mask_id] * (-(-limit // block_size) * block_size - len(text))
         open_end = max((at + 1 for at in range(limit) if text[at] == mask_id), default=0)
         # Given tokens are kept, so that no text ends before the last of them.
@@ -279,17 +384,26 @@ def laid_out(
     return rows
 
 
-def _picker(model: Any, processors: kinds.LogitsProcessorList, config: MRPGenerationConfig, mode: Mode) -> Picker:
-    """Make the picker from transformers' processors, sorted by kind; minimum lengths are left to each `Row`."""
+def _picker(
+    model: Any, processors: kinds.LogitsProcessorList, config: MRPGenerationConfig, mode: Mode
+) -> Picker:
+    """Make the picker from transformers' processors, sorted by kind; minimum lengths are left to
+    each `Row`."""
     temperature, ngram = 1.0, 0
     words: list[tuple[int, ...]] = []
     before, after = kinds.LogitsProcessorList(), kinds.LogitsProcessorList()
     for processor in processors:
-        biased = processor.sequence_bias if isinstance(processor, kinds.SequenceBiasLogitsProcessor) else {}
-        if outside := [one for ids in biased for one in ids if not 0 <= one < model.config.vocab_size]:
+        biased = (
+            processor.sequence_bias
+            if isinstance(processor, kinds.SequenceBiasLogitsProcessor)
+            else {}
+        )
+        if outside := [
+            one for ids in biased for one in ids if not 0 <= one < model.config.vocab_size
+        ]:
             raise ValueError(
-                f"bad_words_ids or sequence_bias hold the id {outside[0]}, outside the vocabulary of "
-                f"{model.config.vocab_size}: use this model's tokenizer"
+                f"bad_words_ids or sequence_bias hold the id {outside[0]}, outside the vocabulary "
+                f"of {model.config.vocab_size}: use this model's tokenizer"
             )
         if isinstance(processor, kinds.NoBadWordsLogitsProcessor):
             words += biased
@@ -299,25 +413,46 @@ def _picker(model: Any, processors: kinds.LogitsProcessorList, config: MRPGenera
             temperature = float(processor.temperature)
         elif isinstance(processor, tuple(TRUNCATIONS)):
             after.append(processor)
-        elif not isinstance(processor, kinds.MinLengthLogitsProcessor | kinds.MinNewTokensLengthLogitsProcessor):
-            if not mode.rule.left_to_right and (several := [list(ids) for ids in biased if len(ids) > 1]):
+        elif not isinstance(
+            processor, kinds.MinLengthLogitsProcessor | kinds.MinNewTokensLengthLogitsProcessor
+        ):
+            if not mode.rule.left_to_right and (
+                several := [list(ids) for ids in biased if len(ids) > 1]
+            ):
                 raise ValueError(
-                    f"sequence_bias holds {several[0]}, of several tokens: all before its last one have to be known, so it "
-                    "needs the target 'sequential' with one token a step. bad_words_ids, which forbid, work everywhere"
+                    f"sequence_bias holds {several[0]}, of several tokens: all before its last one "
+                    "have to be known, so it needs the target 'sequential' with one token a step. "
+                    "bad_words_ids, which forbid, work everywhere"
                 )
-            if not mode.rule.left_to_right and not type(processor).__module__.startswith("transformers."):
+            if not mode.rule.left_to_right and not type(processor).__module__.startswith(
+                "transformers."
+            ):
                 logger.warning_once(
-                    f"the logits processor {type(processor).__name__} sees what is known on the left of a position, and here "
-                    "some of that comes later: what must hold for neighbours needs the target 'sequential', one token a step"
+                    f"the logits processor {type(processor).__name__} sees what is known on the "
+                    "left of a position, and here some of that comes later: what must hold for "
+                    "neighbours needs the target 'sequential', one token a step"
                 )
             before.append(processor)
-    weight, sample, dispatch = model.lm_head.weight, bool(config.do_sample), Dispatch(config.kernels)
-    # No shortlist with these: it is made from the scores of one state, and at later states they may raise or bar other tokens.
+    weight, sample, dispatch = (
+        model.lm_head.weight,
+        bool(config.do_sample),
+        Dispatch(config.kernels),
+    )
+    # No shortlist with these: it is made from the scores of one state, and at later states they may
+    # raise or bar other tokens.
     shaped = words or ngram or before
-    few = mode.drafting.listed(len(weight), sample) if mode.drafting and type(weight) in (Tensor, nn.Parameter) else 0
+    few = (
+        mode.drafting.listed(len(weight), sample)
+        if mode.drafting and type(weight) in (Tensor, nn.Parameter)
+        else 0
+    )
     return Picker(
         *(weight, model.config.mask_token_id, temperature, sample, before or None),
-        *(Bans(tuple(words), ngram) if words or ngram else None, after or None, tuple(config.eos_ids())),
+        *(
+            Bans(tuple(words), ngram) if words or ngram else None,
+            after or None,
+            tuple(config.eos_ids()),
+        ),
         entropy=mode.rule.needs_entropy,
         likeliest=sample and mode.drafting is not None,
         shortlist=0 if shaped else few,
@@ -326,35 +461,61 @@ def _picker(model: Any, processors: kinds.LogitsProcessorList, config: MRPGenera
 
 
 def check_weights(model: Any) -> None:
-    """Raise `ValueError` for an active adapter that does more than change weights of layers, and for an `lm_head` whose weight
-    cannot be read directly: divided among processes, packed, adapted, or on no device."""
+    """Raise `ValueError` for an active adapter that does more than change weights of layers, and
+    for an `lm_head` whose weight cannot be read directly: divided among processes, packed, adapted,
+    or on no device."""
     of_rows = adapters_of_rows(model) or ()
-    layers = [one for one in model.modules() if hasattr(one, "merged_adapters") and not one.disable_adapters]
+    layers = [
+        one
+        for one in model.modules()
+        if hasattr(one, "merged_adapters") and not one.disable_adapters
+    ]
     on = {name for layer in layers for name in (*layer.active_adapters, *of_rows)}
-    configs = [config for name, config in (getattr(model, "peft_config", None) or {}).items() if name in on]
-    refused = [one for one in configs if getattr(one, "alora_invocation_tokens", None) or one.peft_type == "SHADOW"]
-    wrapper: Any = getattr(model.prepare_inputs_for_generation, "__self__", None)  # a peft model puts its own there
+    configs = [
+        config for name, config in (getattr(model, "peft_config", None) or {}).items() if name in on
+    ]
+    refused = [
+        one
+        for one in configs
+        if getattr(one, "alora_invocation_tokens", None) or one.peft_type == "SHADOW"
+    ]
+    # a peft model puts its own there
+    wrapper: Any = getattr(model.prepare_inputs_for_generation, "__self__", None)
     if getattr(config := getattr(wrapper, "active_peft_config", None), "is_prompt_learning", False):
         refused.append(config)
     for config in refused:
-        kind = "aLoRA (alora_invocation_tokens)" if config.peft_type.value == "LORA" else config.peft_type.value
+        kind = (
+            "aLoRA (alora_invocation_tokens)"
+            if config.peft_type.value == "LORA"
+            else config.peft_type.value
+        )
         raise ValueError(
-            f"an adapter of type {kind} has no effect on generate, which decodes from ids alone, and not from the left. Train "
-            "an adapter of the weights instead, such as LoRA, or decode without it under model.disable_adapter()"
+            f"an adapter of type {kind} has no effect on generate, which decodes from ids alone, "
+            "and not from the left. Train an adapter of the weights instead, such as LoRA, or "
+            "decode without it under model.disable_adapter()"
         )
     lm_head, weight, why = model.lm_head, model.lm_head.weight, None
     check_lm_head(lm_head)
     device_of(lm_head)
     if hasattr(weight, "to_local"):
-        why = "is divided among processes: leave it, and embed_tokens if these are tied, out of tp_plan"
+        why = (
+            "is divided among processes: leave it, and embed_tokens if these are tied, out of "
+            "tp_plan"
+        )
     elif not weight.is_floating_point():
-        why = f"has packed weights, {weight.dtype}: keep it as it was, with 'lm_head' in llm_int8_skip_modules if that is given"
+        why = (
+            f"has packed weights, {weight.dtype}: keep it as it was, with 'lm_head' in "
+            "llm_int8_skip_modules if that is given"
+        )
     elif hasattr(lm_head, "base_layer") and not (lm_head.merged or lm_head.disable_adapters):
-        why = f"has an adapter ({', '.join(lm_head.active_adapters)}): merge_and_unload() it, or leave it out of target_modules"
+        why = (
+            f"has an adapter ({', '.join(lm_head.active_adapters)}): merge_and_unload() it, or "
+            "leave it out of target_modules"
+        )
     elif of_rows and hasattr(lm_head, "original_module"):  # peft's copy or rows of an adapter's own
         why = (
-            "differs from adapter to adapter (modules_to_save or trainable_token_indices): decode the rows of one adapter at a "
-            "time, after set_adapter and without adapter_names"
+            "differs from adapter to adapter (modules_to_save or trainable_token_indices): decode "
+            "the rows of one adapter at a time, after set_adapter and without adapter_names"
         )
     if why is not None:
         raise ValueError(f"rows of lm_head's own weight are read, and lm_head {why}")
@@ -364,30 +525,48 @@ def check_past(past: Any, model: Any, rows: int) -> None:
     """Raise `ValueError` if a call with `rows` prompts cannot continue from a cache."""
     why, owner = None, getattr(past, "owner", None)
     if owner is None or owner() is not model:
-        why = "are not those that generate(..., return_dict_in_generate=True) of this very model gave, or went through a pickle"
+        why = (
+            "are not those that generate(..., return_dict_in_generate=True) of this very model "
+            "gave, or went through a pickle"
+        )
     elif past.rows != rows:
-        why = f"hold {past.rows} rows, and input_ids have {rows}, not the same conversations in the same order"
-    elif changed := [name for name, seen in past.weights.items() if seen != weights_seen(getattr(model, name) or nn.Module())]:
+        why = (
+            f"hold {past.rows} rows, and input_ids have {rows}, not the same conversations in the "
+            "same order"
+        )
+    elif changed := [
+        name
+        for name, seen in past.weights.items()
+        if seen != weights_seen(getattr(model, name) or nn.Module())
+    ]:
         why = f"are older than the weights of {changed[0]}, which have changed"
-    elif (was := (past.dtype, past.layer_devices)) != (now := (model.dtype, devices_of_layers(model, past.head_layers > 0))):
+    elif (was := (past.dtype, past.layer_devices)) != (
+        now := (model.dtype, devices_of_layers(model, past.head_layers > 0))
+    ):
         why = f"have another dtype or other devices, {was}, than the model now, {now}"
     if why is not None:
         raise ValueError(f"past_key_values {why}: leave them unset")
 
 
 def mixed_tokens(quantization: Any, model: Any = None) -> str | None:
-    """Return a warning if a `quantization_config`, or a layer, lets a forward's tokens change each other's results; or None."""
-    scales = getattr(scheme := getattr(quantization, "quant_type", None), "granularity", None)  # of torchao
+    """Return a warning if a `quantization_config`, or a layer, lets a forward's tokens change each
+    other's results; or None."""
+    # of torchao
+    scales = getattr(scheme := getattr(quantization, "quant_type", None), "granularity", None)
     of_activations = scales[0] if isinstance(scales, list | tuple) else scales
     if getattr(quantization, "load_in_8bit", False) and quantization.llm_int8_threshold > 0:
         remedy = "BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)"
-    elif "DynamicActivation" in type(scheme).__name__ and type(of_activations).__name__ == "PerTensor":
+    elif (
+        "DynamicActivation" in type(scheme).__name__
+        and type(of_activations).__name__ == "PerTensor"
+    ):
         remedy = "granularity=PerRow()"
     elif model is not None and dynamically_quantized(model):
         remedy = "torchao's Int8DynamicActivationInt8WeightConfig() in place of quantize_dynamic"
     else:
         return None
     return (
-        "the tokens of a forward change how each other's activations are quantized: drafted text may differ from its target's, "
-        f"and the text of a row from what it is in another batch. Load with {remedy} for the same text"
+        "the tokens of a forward change how each other's activations are quantized: drafted text "
+        "may differ from its target's, and the text of a row from what it is in another batch. "
+        f"Load with {remedy} for the same text"
     )

@@ -1,16 +1,22 @@
-"""The one decoding loop: rounds that score the states of all rows side by side; rows never wait for each other.
+"""The one decoding loop: rounds that score the states of all rows side by side; rows never wait for
+each other.
 
-A row (one sequence of the batch) is a little state machine. Its *next* state is known: it results from the reveal at the last
-accepted state. A round (`Decoder.round`) has four steps:
+A row (one sequence of the batch) is a little state machine. Its *next* state is known: it results
+from the reveal at the last accepted state. A round (`Decoder.round`) has four steps:
 
-1. **draft** (host): each row submits its next state, the states likely to follow it and, after a clean state (no masks left),
-   the all-mask state of the next block, which attends to the clean one; head passes (device) estimate which are likely;
-2. **score** (device): one backbone forward over all submitted states, and picks at their masked positions;
-3. **accept** (host): the reveal rule leads from state to state; states on that path that were scored in this round or the one
-   before are accepted, and the backbone's KV of accepted clean blocks joins the prefix (`Networks.commit`, device);
-4. **write** (host): the reveal at the last accepted state, refined by the mode, makes the row's next state.
+1. **draft** (host): each row submits its next state, the states likely to follow it and, after a
+   clean state (no masks left), the all-mask state of the next block, which attends to the clean
+   one; head passes (device) estimate which are likely;
+2. **score** (device): one backbone forward over all submitted states, and picks at their masked
+   positions;
+3. **accept** (host): the reveal rule leads from state to state; states on that path that were
+   scored in this round or the one before are accepted, and the backbone's KV of accepted clean
+   blocks joins the prefix (`Networks.commit`, device);
+4. **write** (host): the reveal at the last accepted state, refined by the mode, makes the row's
+   next state.
 
-A mode that drafts nothing submits one state a round (two where a block ends) and otherwise runs the same code.
+A mode that drafts nothing submits one state a round (two where a block ends) and otherwise runs the
+same code.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +25,15 @@ from time import perf_counter
 
 from ..networks.networks import Hidden, Networks
 from ..networks.picker import LIKELIEST, SHORTLIST
-from ..rules.draft import Node, accept, build_draft, draft_sizes, first_frontier, target_nodes, write
+from ..rules.draft import (
+    Node,
+    accept,
+    build_draft,
+    draft_sizes,
+    first_frontier,
+    target_nodes,
+    write,
+)
 from ..rules.reveal import RevealRule
 from ..rules.state import Frontier, Key, Row, Scores, State
 from .budget import Amount, Budget
@@ -28,15 +42,19 @@ from .refine import Refinement, refined
 
 @dataclass(frozen=True)
 class Drafting:
-    """The amount of drafting: how many likely next states one forward scores. Drafts never change the text.
+    """The amount of drafting: how many likely next states one forward scores. Drafts never change
+    the text.
 
     Attributes:
         states: K, the most states a row may submit per round, its own included.
-        branches: Followers (states after one reveal) considered per state, at most; 1 drafts a chain.
-        passes: Head passes per round, fewer than `states`; 0: drafts come from the backbone's own stale logits.
-        paced: Whether `states` and `passes` are upper bounds, and each round drafts as much as measured time says pays
-            (`Budget`).
-        shortlist: Tokens that a head pass chooses among at each position; 0: all; None: decided by the size of the vocabulary.
+        branches: Followers (states after one reveal) considered per state, at most; 1 drafts a
+            chain.
+        passes: Head passes per round, fewer than `states`; 0: drafts come from the backbone's own
+            stale logits.
+        paced: Whether `states` and `passes` are upper bounds, and each round drafts as much as
+            measured time says pays (`Budget`).
+        shortlist: Tokens that a head pass chooses among at each position; 0: all; None: decided by
+            the size of the vocabulary.
     """
 
     states: int
@@ -46,7 +64,8 @@ class Drafting:
     shortlist: int | None = None
 
     def listed(self, vocab_size: int, sample: bool) -> int:
-        """Return how many tokens a head pass chooses among at each position; 0: all of them, or there is no head pass."""
+        """Return how many tokens a head pass chooses among at each position; 0: all of them, or
+        there is no head pass."""
         if not self.passes or self.shortlist == 0:
             return 0
         usual = LIKELIEST if sample else SHORTLIST
@@ -60,7 +79,8 @@ class Mode:
     """The reveal rule, refinement and drafting behind one value of the option `decoding`.
 
     Attributes:
-        rule: Decides which columns a step of the backbone reveals. Together with `refine` it determines the text.
+        rule: Decides which columns a step of the backbone reveals. Together with `refine` it
+            determines the text.
         refine: How the head changes the rule's reveals; None: not at all.
         drafting: How states are drafted; None: not at all.
     """
@@ -76,7 +96,8 @@ class Mode:
 
     @property
     def width(self) -> int:
-        """The most states of a row in a round: its own and the next block's first, or K with drafts; at least 2."""
+        """The most states of a row in a round: its own and the next block's first, or K with
+        drafts; at least 2."""
         return max(2, 1 if self.drafting is None else self.drafting.states)
 
 
@@ -87,8 +108,8 @@ class Decoder:
         mode: What is revealed, refined and drafted.
         networks: Backbone, head and picks on the device.
         budget: Chooses how much each round drafts.
-        watches: Callbacks that get the batch's rows after the prefill and after every round; they may end rows (stopping
-            criteria).
+        watches: Callbacks that get the batch's rows after the prefill and after every round; they
+            may end rows (stopping criteria).
         least_rows: The batch is halved as its rows end, but keeps at least this many rows.
 
     Attributes:
@@ -104,17 +125,30 @@ class Decoder:
         watches: Sequence[Callable[[Sequence[Row]], None]] = (),
         least_rows: int = 1,
     ) -> None:
-        self.mode, self.networks, self.budget, self.watches, self.least_rows = mode, networks, budget, watches, least_rows
+        self.mode, self.networks, self.budget, self.watches, self.least_rows = (
+            mode,
+            networks,
+            budget,
+            watches,
+            least_rows,
+        )
         self.verified = self.slots = 0
 
     def decode(self, rows: list[Row], reused: Sequence[int]) -> None:
-        """Decode every row to its end; `reused` is, by row, the number of first tokens with keys and values in the cache.
+        """Decode every row to its end; `reused` is, by row, the number of first tokens with keys
+        and values in the cache.
 
         Raises:
             UnscoredError: for a position at which no token has a finite score.
         """
         scores = self.networks.prefill(rows, reused)
-        self.write(rows, [first_frontier(row, self.mode.rule, said) for row, said in zip(rows, scores, strict=True)])
+        self.write(
+            rows,
+            [
+                first_frontier(row, self.mode.rule, said)
+                for row, said in zip(rows, scores, strict=True)
+            ],
+        )
         self.watch(rows)
         batch = rows
         while active := sum(row.stop is None for row in batch):
@@ -144,7 +178,8 @@ class Decoder:
         drafts = self.draft(rows, amount)
         scores = self.networks.score(rows, drafts)
         self.slots += len(rows)
-        # Nodes after the row's own are drafts if they have no parent; nodes with a parent are first states of next blocks.
+        # Nodes after the row's own are drafts if they have no parent; nodes with a parent are first
+        # states of next blocks.
         self.verified += any(node.parent < 0 for nodes in drafts for node in nodes[1:])
         self.write(rows, self.accept(rows, drafts, scores, amount.states > 1))
         return [row.steps - steps for row, steps in zip(rows, before, strict=True)]
@@ -158,20 +193,32 @@ class Decoder:
 
         def grown(size: int) -> list[list[Node]]:
             return [
-                build_draft(row, self.rule_of(row), size, drafting.branches, known) if row.stop is None else []
+                build_draft(row, self.rule_of(row), size, drafting.branches, known)
+                if row.stop is None
+                else []
                 for row, known in zip(rows, estimates, strict=True)
             ]
 
-        for turn, size in enumerate(draft_sizes(amount.states, amount.passes) if amount.passes else []):
-            # Only the first pass reads the row's own state: in later ones the head's input there would be the same.
+        for turn, size in enumerate(
+            draft_sizes(amount.states, amount.passes) if amount.passes else []
+        ):
+            # Only the first pass reads the row's own state: in later ones the head's input there
+            # would be the same.
             self.read(rows, [nodes[min(turn, 1) :] for nodes in grown(size)], estimates)
         return grown(amount.states)
 
-    def read(self, rows: Sequence[Row], drafts: Sequence[Sequence[Node]], estimates: Sequence[dict[Key, Scores]]) -> None:
-        """Run the head once over drafted states, and store its estimates of the backbone's scores there in `estimates`.
+    def read(
+        self,
+        rows: Sequence[Row],
+        drafts: Sequence[Sequence[Node]],
+        estimates: Sequence[dict[Key, Scores]],
+    ) -> None:
+        """Run the head once over drafted states, and store its estimates of the backbone's scores
+        there in `estimates`.
 
-        The head reads a state together with the hidden states of its source, the state before. Clean states (where nothing is
-        picked) and first states of blocks (which have no source) are left out.
+        The head reads a state together with the hidden states of its source, the state before.
+        Clean states (where nothing is picked) and first states of blocks (which have no source) are
+        left out.
         """
         asked = [
             (at, node.state, hidden, said.shortlist)
@@ -185,20 +232,30 @@ class Decoder:
         for at, state, hidden, _ in asked:
             given[at].append((state, hidden))
         made = [one for part in self.networks.head(rows, given) for one in part]
-        states, few = [(rows[at], state) for at, state, _, _ in asked], [few for _, _, _, few in asked]
+        states, few = (
+            [(rows[at], state) for at, state, _, _ in asked],
+            [few for _, _, _, few in asked],
+        )
         scores = self.networks.pick(self.networks.drafter, states, made, shortlists=few)
         for (at, state, _, _), said in zip(asked, scores, strict=True):
             estimates[at][state.key] = said
 
     def accept(
-        self, rows: Sequence[Row], drafts: Sequence[Sequence[Node]], scores: Sequence[Sequence[Scores]], drafted: bool
+        self,
+        rows: Sequence[Row],
+        drafts: Sequence[Sequence[Node]],
+        scores: Sequence[Sequence[Scores]],
+        drafted: bool,
     ) -> list[Frontier | None]:
-        """Accept the longest verified path of each row, and commit its clean blocks; return the rows' frontiers."""
+        """Accept the longest verified path of each row, and commit its clean blocks; return the
+        rows' frontiers."""
         frontiers: list[Frontier | None] = [None] * len(rows)
         clean: list[list[int]] = [[] for _ in rows]
         for at, (row, nodes) in enumerate(zip(rows, drafts, strict=True)):
             if nodes:
-                frontiers[at], clean[at] = accept(row, self.rule_of(row), nodes, scores[at], drafted)
+                frontiers[at], clean[at] = accept(
+                    row, self.rule_of(row), nodes, scores[at], drafted
+                )
         if any(clean):
             self.networks.commit(rows, clean)
         return frontiers
@@ -208,7 +265,8 @@ class Decoder:
         return self.mode.rule
 
     def write(self, rows: Sequence[Row], frontiers: Sequence[Frontier | None]) -> None:
-        """Refine the reveals at the frontiers and write them; set `stop` of rows whose text is whole."""
+        """Refine the reveals at the frontiers and write them; set `stop` of rows whose text is
+        whole."""
         if self.mode.refine is not None:
             frontiers = refined(self.mode.refine, self.networks, rows, frontiers)
         for row, frontier in zip(rows, frontiers, strict=True):

@@ -1,7 +1,9 @@
-"""The options of `generate`, each declared once as a field of `DecodingOptions`; the rules; unsupported options.
+"""The options of `generate`, each declared once as a field of `DecodingOptions`; the rules;
+unsupported options.
 
-The fields are also those of `MRPGenerationConfig`; from them come help, defaults, checks, the flags of command lines, and the
-table of docs/decoding.md. In the package this module imports no torch, so that a command line prints its help at once.
+The fields are also those of `MRPGenerationConfig`; from them come help, defaults, checks, the flags
+of command lines, and the table of docs/decoding.md. In the package this module imports no torch, so
+that a command line prints its help at once.
 """
 
 import difflib
@@ -32,7 +34,8 @@ from ..rules.reveal import Dynamic, EntropyBound, RevealRule, Sequential, Static
 
 
 def _low(options: Any, published: float) -> float:
-    """Return the log-odds of a rule's lower threshold: of the published probability unless the option is set."""
+    """Return the log-odds of a rule's lower threshold: of the published probability unless the
+    option is set."""
     return logit(published if options.low_threshold is None else options.low_threshold)
 
 
@@ -47,13 +50,23 @@ _OURS: dict[str, Callable[[Any, int], RevealRule]] = {
 _PUBLISHED: dict[str, Callable[[Any, int], RevealRule]] = {
     "fast_dllm": lambda options, block: FastDLLM(options.factor),
     "eb_sampler": lambda options, block: EBSampler(options.entropy_threshold),
-    "hierarchy": lambda options, block: Hierarchy(logit(options.confidence_threshold), _low(options, 0.4)),
-    "local_leap": lambda options, block: LocalLeap(logit(options.confidence_threshold), _low(options, 0.75)),
-    "cad": lambda options, block: ConfidenceAdaptive(logit(options.confidence_threshold), frozenset(options.eos_ids())),
+    "hierarchy": lambda options, block: Hierarchy(
+        logit(options.confidence_threshold), _low(options, 0.4)
+    ),
+    "local_leap": lambda options, block: LocalLeap(
+        logit(options.confidence_threshold), _low(options, 0.75)
+    ),
+    "cad": lambda options, block: ConfidenceAdaptive(
+        logit(options.confidence_threshold), frozenset(options.eos_ids())
+    ),
     "eoser": lambda options, block: EosRejection(ascending(block), frozenset(options.eos_ids())),
     "prophet": lambda options, block: Prophet(schedule_of(block, options.denoising_steps)),
-    "bacd": lambda options, block: BoundedAdaptive(logit(options.confidence_threshold), _low(options, 0.6)),
-    "slow_fast": lambda options, block: SlowFast(logit(options.confidence_threshold), _low(options, 0.3)),
+    "bacd": lambda options, block: BoundedAdaptive(
+        logit(options.confidence_threshold), _low(options, 0.6)
+    ),
+    "slow_fast": lambda options, block: SlowFast(
+        logit(options.confidence_threshold), _low(options, 0.3)
+    ),
     "ccd": lambda options, block: Coherent(),
     "credit": lambda options, block: Credit(logit(options.confidence_threshold)),
     "klass": lambda options, block: Klass(logit(options.confidence_threshold)),
@@ -63,7 +76,17 @@ PUBLISHED, TARGETS = tuple(_PUBLISHED), tuple(RULES)
 DECODINGS = (*TARGETS, "self_spec", "mrp_direct", "mrp_spec", "mrp_remask")
 REMASK_RULES = ("reread", "threshold", "residual")
 DRAFTING = ("self_spec", "mrp_spec")
-_OF_THRESHOLD = ("dynamic", "hierarchy", "local_leap", "cad", "bacd", "slow_fast", "credit", "klass", "mrp_remask")
+_OF_THRESHOLD = (
+    "dynamic",
+    "hierarchy",
+    "local_leap",
+    "cad",
+    "bacd",
+    "slow_fast",
+    "credit",
+    "klass",
+    "mrp_remask",
+)
 
 
 @dataclass(frozen=True)
@@ -71,12 +94,16 @@ class Option:
     """An option of `generate`.
 
     Attributes:
-        name, default: The keyword argument, and its value where neither the call nor a config sets it.
-        kind: The type of its values, as `isinstance` takes it; a bool is no number. `object`: `holds` decides alone.
+        name, default: The keyword argument, and its value where neither the call nor a config sets
+            it.
+        kind: The type of its values, as `isinstance` takes it; a bool is no number. `object`:
+            `holds` decides alone.
         holds: Tells if a value of that type is in range, given the model's block size.
-        remedy: The end of the error message for other values; `{block_size}` stands for the model's.
+        remedy: The end of the error message for other values; `{block_size}` stands for the
+            model's.
         help: Its meaning, a line of Markdown.
-        modes: The values of `decoding`, or of `target` in a mode that drafts, with which it has an effect.
+        modes: The values of `decoding`, or of `target` in a mode that drafts, with which it has an
+            effect.
     """
 
     name: str
@@ -88,13 +115,18 @@ class Option:
     modes: tuple[str, ...] = DECODINGS
 
     def check(self, value: Any, block_size: int | None, acts: bool = True) -> None:
-        """Raise `ValueError` for a value of another type or, if it acts, out of range; `block_size` None bounds nothing."""
+        """Raise `ValueError` for a value of another type or, if it acts, out of range; `block_size`
+        None bounds nothing."""
         if value is None:  # it is left to the default
             return
-        fits = isinstance(value, self.kind) and (self.kind in (bool, object) or not isinstance(value, bool))
+        fits = isinstance(value, self.kind) and (
+            self.kind in (bool, object) or not isinstance(value, bool)
+        )
         if not fits or (acts and not self.holds(value, block_size or 1 << 63)):
             kind = "" if fits else f", of type {type(value).__name__}"
-            remedy = self.remedy.replace("{block_size}", f"block_size ({block_size})" if block_size else "block_size")
+            remedy = self.remedy.replace(
+                "{block_size}", f"block_size ({block_size})" if block_size else "block_size"
+            )
             raise ValueError(f"{self.name} is {value!r}{kind}: {remedy}")
 
 
@@ -102,16 +134,34 @@ class Option:
 _Values = tuple[Any, Callable[[Any, int], bool], str]
 _COUNT: _Values = (int, lambda v, _: v >= 1, "it must be an int of 1 or more")
 # With blocks of 4, the shortest published, the kernels hold at most 256 states.
-_STATES: _Values = (int | str, lambda v, _: v == "auto" or v in range(1, 257), "it must be 'auto' or an int from 1 to 256")
+_STATES: _Values = (
+    int | str,
+    lambda v, _: v == "auto" or v in range(1, 257),
+    "it must be 'auto' or an int from 1 to 256",
+)
 _LISTED: _Values = (int, lambda v, _: 0 <= v <= 1024, "it must be an int from 0 to 1024")
 _STEPS: _Values = (int, lambda v, size: 1 <= v <= size, "it must be an int from 1 to {block_size}")
-_NATS: _Values = (int | float, lambda v, _: v >= 0, "it must be a number of nats, a float of 0 or more")
+_NATS: _Values = (
+    int | float,
+    lambda v, _: v >= 0,
+    "it must be a number of nats, a float of 0 or more",
+)
 _POSITIVE: _Values = (int | float, lambda v, _: v > 0, "it must be a positive number, a float")
-_PROBABILITY: _Values = (int | float, lambda v, _: 0 <= v <= 1, "it must be a probability, a float from 0 to 1")
-_SWITCH: _Values = (bool, lambda *_: True, "use None (where they can be used), True (or an error) or False (never)")
+_PROBABILITY: _Values = (
+    int | float,
+    lambda v, _: 0 <= v <= 1,
+    "it must be a probability, a float from 0 to 1",
+)
+_SWITCH: _Values = (
+    bool,
+    lambda *_: True,
+    "use None (where they can be used), True (or an error) or False (never)",
+)
 _SEED: _Values = (
     int | list,
-    lambda v, _: all(type(one) is int and 0 <= one < 1 << 62 for one in (v if isinstance(v, list) else [v])),
+    lambda v, _: all(
+        type(one) is int and 0 <= one < 1 << 62 for one in (v if isinstance(v, list) else [v])
+    ),
     "use None, an int of 0 or more and below 2**62, or a list of one such int per row",
 )
 
@@ -121,7 +171,8 @@ def _one_of(names: tuple[str, ...]) -> _Values:
 
 
 class DecodingOptions:
-    """The options of block-diffusion decoding; None leaves one to the model's own config, and then to its default.
+    """The options of block-diffusion decoding; None leaves one to the model's own config, and then
+    to its default.
 
     Attributes:
         decoding: the mode
@@ -129,28 +180,35 @@ class DecodingOptions:
         denoising_steps: steps per block; None: `block_size`, one token a step
         confidence_threshold: tau, a probability
         low_threshold: the lower of two thresholds, a probability; None: the rule's own
-        entropy_threshold: bound in nats on the summed entropy of a step's reveals (`eb_sampler`: less the largest)
+        entropy_threshold: bound in nats on the summed entropy of a step's reveals (`eb_sampler`:
+            less the largest)
         factor: f: n tokens go together if none is below a confidence of 1 - f / (n + 1)
         mrp_steps: reveals of the head after each backbone step, unverified
-        num_draft_states: K: states a row submits per round, at most: the next one, and drafts; `auto`: as many as pay by
-            measured time, no drafts if none do
-        draft_branches: followers considered per state; 1 drafts a chain; None: 3, but 1 for 16 rows or more if K is at most 4
-            or `auto`, where host time would add up
+        num_draft_states: K: states a row submits per round, at most: the next one, and drafts;
+            `auto`: as many as pay by measured time, no drafts if none do
+        draft_branches: followers considered per state; 1 drafts a chain; None: 3, but 1 for 16 rows
+            or more if K is at most 4 or `auto`, where host time would add up
         draft_passes: head passes per round, at most; each re-reads what is drafted so far
-        draft_shortlist: size of the list of likeliest tokens among which a head pass chooses at a position, if no processors or
-            bans act; 0: all tokens; None: 16 (sampling: 64) if the vocabulary has more than 16,384, else all
+        draft_shortlist: size of the list of likeliest tokens among which a head pass chooses at a
+            position, if no processors or bans act; 0: all tokens; None: 16 (sampling: 64) if the
+            vocabulary has more than 16,384, else all
         remask_rule: `reread`, `threshold` or `residual`
         residual_delta: for the rule `residual`, in logits
-        seed: with `do_sample`: an int s seeds row i with s + i, a list each row, None draws by torch
+        seed: with `do_sample`: an int s seeds row i with s + i, a list each row, None draws by
+            torch
         kernels: Triton kernels: None: if possible; True: required; False: never
         graphs: CUDA graphs: None: if possible; True: required; False: never
     """
 
     decoding: Annotated[str | None, "static", _one_of(DECODINGS)] = None
     target: Annotated[str | None, "static", _one_of(TARGETS), DRAFTING] = None
-    denoising_steps: Annotated[int | None, None, _STEPS, ("static", "sequential", "prophet", "mrp_direct")] = None
+    denoising_steps: Annotated[
+        int | None, None, _STEPS, ("static", "sequential", "prophet", "mrp_direct")
+    ] = None
     confidence_threshold: Annotated[float | None, 0.9, _PROBABILITY, _OF_THRESHOLD] = None
-    low_threshold: Annotated[float | None, None, _PROBABILITY, ("hierarchy", "local_leap", "bacd", "slow_fast")] = None
+    low_threshold: Annotated[
+        float | None, None, _PROBABILITY, ("hierarchy", "local_leap", "bacd", "slow_fast")
+    ] = None
     entropy_threshold: Annotated[float | None, 0.35, _NATS, ("entropy_bound", "eb_sampler")] = None
     factor: Annotated[float | None, 1.0, _POSITIVE, ("fast_dllm",)] = None
     mrp_steps: Annotated[int | None, 1, _STEPS, ("mrp_direct",)] = None
@@ -165,7 +223,9 @@ class DecodingOptions:
     graphs: Annotated[bool | None, None, _SWITCH] = None
 
 
-_HELP = dict(re.findall(r"^    (\w+): (.+(?:\n     .+)*)", getdoc(DecodingOptions) or "", re.MULTILINE))
+_HELP = dict(
+    re.findall(r"^    (\w+): (.+(?:\n     .+)*)", getdoc(DecodingOptions) or "", re.MULTILINE)
+)
 OPTIONS = tuple(
     Option(*(name, default, *values, " ".join(_HELP.get(name, "").split()), *modes))
     for name, hint in get_type_hints(DecodingOptions, include_extras=True).items()
@@ -174,14 +234,18 @@ OPTIONS = tuple(
 
 
 def ids_in(value: Any) -> list[Any]:
-    """List the ids of an option that is None, one id, or several in a list, a tuple, a set or a tensor."""
+    """List the ids of an option that is None, one id, or several in a list, a tuple, a set or a
+    tensor."""
     ids = value.tolist() if hasattr(value, "tolist") else value
     return [] if ids is None else list(ids) if isinstance(ids, list | tuple | set) else [ids]
 
 
 def _are_ids(value: Any, _: int) -> bool:
     ids = ids_in(value)
-    return all(isinstance(token, Integral) and not isinstance(token, bool) and abs(int(token)) < 1 << 31 for token in ids)
+    return all(
+        isinstance(token, Integral) and not isinstance(token, bool) and abs(int(token)) < 1 << 31
+        for token in ids
+    )
 
 
 def _are_texts(value: Any, _: int) -> bool:
@@ -189,7 +253,9 @@ def _are_texts(value: Any, _: int) -> bool:
 
 
 def _are_biases(value: Any, _: int) -> bool:
-    return isinstance(value, dict) or all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in value)
+    return isinstance(value, dict) or all(
+        isinstance(pair, list | tuple) and len(pair) == 2 for pair in value
+    )
 
 
 _LIMIT: _Values = (Integral, lambda v, _: v >= 1, "it must be an int of 1 or more")
@@ -206,11 +272,19 @@ _ID_LIST: _Values = (
     lambda v, _: hasattr(v, "__iter__") and _are_ids(v, _),
     "use a list of ids, ints of this model's tokenizer",
 )
-_TEXTS: _Values = (str | list | tuple, _are_texts, "use a text, or a list of texts, none of them empty")
-_FLAG: _Values = (object, lambda v, _: getattr(v, "ndim", 0) == 0 and v in (0, 1), "it must be True or False")
+_TEXTS: _Values = (
+    str | list | tuple,
+    _are_texts,
+    "use a text, or a list of texts, none of them empty",
+)
+_FLAG: _Values = (
+    object,
+    lambda v, _: getattr(v, "ndim", 0) == 0 and v in (0, 1),
+    "it must be True or False",
+)
 
-# Options of transformers that act here. It leaves some values unchecked, and compares others before it looks at their types;
-# what else it checks is left to it.
+# Options of transformers that act here. It leaves some values unchecked, and compares others before
+# it looks at their types; what else it checks is left to it.
 OPTIONS_OF_TRANSFORMERS = tuple(
     Option(name, None, *values)
     for names, values in {
@@ -218,56 +292,105 @@ OPTIONS_OF_TRANSFORMERS = tuple(
         "min_new_tokens min_length no_repeat_ngram_size": _AT_LEAST,
         "top_p min_p typical_p top_h epsilon_cutoff eta_cutoff": _SHARE,
         "top_k": (Integral, lambda *_: True, "it must be an int (0: off)"),
-        "temperature": (Real, lambda v, _: 0 <= v < float("inf"), "it must be a finite number, above 0 with do_sample"),
-        "repetition_penalty": (Real, lambda v, _: 0 < v < float("inf"), "it must be a finite number above 0 (1: off)"),
+        "temperature": (
+            Real,
+            lambda v, _: 0 <= v < float("inf"),
+            "it must be a finite number, above 0 with do_sample",
+        ),
+        "repetition_penalty": (
+            Real,
+            lambda v, _: 0 < v < float("inf"),
+            "it must be a finite number above 0 (1: off)",
+        ),
         "max_time": (Real, lambda v, _: v >= 0, "it must be a number of seconds, 0 or more"),
         "eos_token_id bos_token_id decoder_start_token_id": _IDS,
         "pad_token_id": _ID,
         "suppress_tokens": _ID_LIST,
-        "bad_words_ids": (list | tuple, lambda v, _: [] not in v and () not in v, "use a list of lists of ids, none empty"),
-        "sequence_bias": (dict | list | tuple, _are_biases, "use a dict of tuples of ids, or a list of pairs [ids, bias]"),
+        "bad_words_ids": (
+            list | tuple,
+            lambda v, _: [] not in v and () not in v,
+            "use a list of lists of ids, none empty",
+        ),
+        "sequence_bias": (
+            dict | list | tuple,
+            _are_biases,
+            "use a dict of tuples of ids, or a list of pairs [ids, bias]",
+        ),
         "stop_strings": _TEXTS,
         "do_sample return_dict_in_generate output_scores output_logits use_cache": _FLAG,
         "remove_invalid_values renormalize_logits": _FLAG,
-        "assistant_ensemble_weight": (Real, lambda v, _: 0 < v < 1, "leave it unset, as there is no assistant"),
-        "watermarking_config": (object, lambda v, _: isinstance(v, dict) or hasattr(v, "validate"), "leave it unset"),
-        "early_stopping": (object, lambda v, _: v in (0, 1, "never"), "leave it unset, as there are no beams"),
+        "assistant_ensemble_weight": (
+            Real,
+            lambda v, _: 0 < v < 1,
+            "leave it unset, as there is no assistant",
+        ),
+        "watermarking_config": (
+            object,
+            lambda v, _: isinstance(v, dict) or hasattr(v, "validate"),
+            "leave it unset",
+        ),
+        "early_stopping": (
+            object,
+            lambda v, _: v in (0, 1, "never"),
+            "leave it unset, as there are no beams",
+        ),
     }.items()
     for name in names.split()
 )
 # Those of them that act with `do_sample` alone.
-OF_SAMPLING = frozenset(["temperature", "top_k", "top_p", "min_p", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff"])
+OF_SAMPLING = frozenset(
+    ["temperature", "top_k", "top_p", "min_p", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff"]
+)
 
-_PREFIXES = "it needs prefixes that grow from the left; there are num_return_sequences with do_sample, and infill_ids"
+_PREFIXES = (
+    "it needs prefixes that grow from the left; there are num_return_sequences with do_sample, and "
+    "infill_ids"
+)
 _COLUMNS = "it acts at a column of the padded batch; there are suppress_tokens and min_new_tokens"
-_ROUNDS = "a forward scores many positions of drafted states side by side; the forward of the model returns what it computes"
+_ROUNDS = (
+    "a forward scores many positions of drafted states side by side; the forward of the model "
+    "returns what it computes"
+)
 _REASONS = {
-    "num_beams num_beam_groups penalty_alpha constraints force_words_ids watermarking_config token_healing": _PREFIXES,
+    "num_beams num_beam_groups penalty_alpha constraints force_words_ids watermarking_config "
+    "token_healing": _PREFIXES,
     "prefix_allowed_tokens_fn": _PREFIXES,
-    "exponential_decay_length_penalty begin_suppress_tokens forced_bos_token_id forced_eos_token_id": _COLUMNS,
-    "use_mtp prompt_lookup_num_tokens assistant_early_exit": "decoding='self_spec' or 'mrp_spec' drafts",
+    "exponential_decay_length_penalty begin_suppress_tokens forced_bos_token_id "
+    "forced_eos_token_id": _COLUMNS,
+    "use_mtp prompt_lookup_num_tokens assistant_early_exit": "decoding='self_spec' or 'mrp_spec' "
+    "drafts",
     "assistant_model is_assistant": "decoding='self_spec' or 'mrp_spec' drafts",
-    "guidance_scale negative_prompt_ids dola_layers output_attentions output_hidden_states": _ROUNDS,
-    "cache_implementation prefill_chunk_size": "keys and values lie in a BlockCache; prompts are read in chunks of blocks",
-    "encoder_repetition_penalty encoder_no_repeat_ngram_size": "there is no encoder; without encoder_ it sees the prompt, too",
-    "inputs_embeds position_ids": "pass ids as input_ids; positions are counted from the first token of each row",
+    "guidance_scale negative_prompt_ids dola_layers output_attentions "
+    "output_hidden_states": _ROUNDS,
+    "cache_implementation prefill_chunk_size": "keys and values lie in a BlockCache; prompts are "
+    "read in chunks of blocks",
+    "encoder_repetition_penalty encoder_no_repeat_ngram_size": "there is no encoder; without "
+    "encoder_ it sees the prompt, too",
+    "inputs_embeds position_ids": "pass ids as input_ids; positions are counted from the first "
+    "token of each row",
 }
 # Options and arguments of transformers that are not supported here, and why not.
 UNSUPPORTED = {one: why for several, why in _REASONS.items() for one in several.split()}
 # The value that switches an unsupported option off, besides None.
 OFF = {"num_beams": 1, "num_beam_groups": 1, "penalty_alpha": 0, "guidance_scale": 1}
 OFF |= {"encoder_repetition_penalty": 1, "encoder_no_repeat_ngram_size": 0}
-OFF |= dict.fromkeys(("token_healing", "use_mtp", "is_assistant", "output_attentions", "output_hidden_states"), False)
+OFF |= dict.fromkeys(
+    ("token_healing", "use_mtp", "is_assistant", "output_attentions", "output_hidden_states"), False
+)
 
 
 def check_supported(values: Mapping[str, Any]) -> None:
-    """Raise `ValueError`, with value and reason, for the first given option or argument that is not supported."""
+    """Raise `ValueError`, with value and reason, for the first given option or argument that is not
+    supported."""
     for name, why in UNSUPPORTED.items():
         if (value := values.get(name)) not in (None, OFF.get(name)):
-            raise ValueError(f"{name}={reprlib.repr(value)} is not supported: {why}. Leave {name} unset")
+            raise ValueError(
+                f"{name}={reprlib.repr(value)} is not supported: {why}. Leave {name} unset"
+            )
 
 
 def closest_name(name: str, names: Iterable[str]) -> str:
-    """Suggest the most similar of some names, in words to append to a message; "" if none is similar."""
+    """Suggest the most similar of some names, in words to append to a message; "" if none is
+    similar."""
     near = difflib.get_close_matches(name, sorted(names), n=1, cutoff=0.75)
     return f" (did you mean {near[0]}?)" if near else ""

@@ -29,7 +29,14 @@ from .refine import Direct, RereadRemask, ResidualRemask, ThresholdRemask
 logger = transformers_logging.get_logger(__name__)
 
 # Arguments that `generate` takes besides the fields of the generation config.
-_ARGUMENTS = {"input_ids", "attention_mask", "logits_processor", "stopping_criteria", "tokenizer", "synced_gpus"}
+_ARGUMENTS = {
+    "input_ids",
+    "attention_mask",
+    "logits_processor",
+    "stopping_criteria",
+    "tokenizer",
+    "synced_gpus",
+}
 
 
 class MRPGenerationConfig(DecodingOptions, GenerationConfig):
@@ -37,20 +44,26 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Make a config from the fields of a file; `ValueError` for a field that no model can honour."""
+        """Make a config from the fields of a file; `ValueError` for a field that no model can
+        honour."""
         _check_values(config_dict)
         try:
             return super().from_dict(config_dict, **kwargs)
-        except (TypeError, AttributeError) as error:  # transformers reads some fields without checking their type
-            raise ValueError(f"the generation config cannot be read: {error}. Correct the field, or leave it out") from error
+        except (TypeError, AttributeError) as error:
+            # transformers reads some fields without checking their type
+            raise ValueError(
+                f"the generation config cannot be read: {error}. Correct the field, or leave it out"
+            ) from error
 
     def validate(self, *args: Any, **kwargs: Any) -> None:
-        """Validate as transformers does, also on `update`; raise `ValueError` for an option that no model can honour."""
+        """Validate as transformers does, also on `update`; raise `ValueError` for an option that no
+        model can honour."""
         _check_values(vars(self))
         super().validate(*args, **kwargs)
 
     def check(self, block_size: int, has_head: bool) -> None:
-        """Fill in defaults, then raise `ValueError`, with value and remedy, for the first option that cannot be honoured."""
+        """Fill in defaults, then raise `ValueError`, with value and remedy, for the first option
+        that cannot be honoured."""
         for option in OPTIONS:
             if getattr(self, option.name) is None:
                 setattr(self, option.name, option.default)
@@ -58,8 +71,9 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
         _check_values(vars(self))
         if str(self.decoding).startswith("mrp_") and not has_head:
             raise ValueError(
-                f"decoding={self.decoding!r} needs an MRP head, and this model has none: load one with model.attach_head(head) "
-                "or MRPForCausalLM.from_backbone(backbone, head=...), or use 'self_spec', which drafts without a head"
+                f"decoding={self.decoding!r} needs an MRP head, and this model has none: load one "
+                "with model.attach_head(head) or MRPForCausalLM.from_backbone(backbone, head=...), "
+                "or use 'self_spec', which drafts without a head"
             )
         check_supported(vars(self))
 
@@ -70,22 +84,32 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
         if name == "mrp_direct":
             return Mode(RULES["static"](self, block_size), Direct(options.mrp_steps))
         if name == "mrp_remask":
-            tau, lower = logit(options.confidence_threshold), logit(0.5 * options.confidence_threshold)
-            remasks: dict[str, Any] = {"reread": RereadRemask(tau, lower), "threshold": ThresholdRemask(tau)}
+            tau, lower = (
+                logit(options.confidence_threshold),
+                logit(0.5 * options.confidence_threshold),
+            )
+            remasks: dict[str, Any] = {
+                "reread": RereadRemask(tau, lower),
+                "threshold": ThresholdRemask(tau),
+            }
             remasks["residual"] = ResidualRemask(options.residual_delta)
             return Mode(RULES["dynamic"](self, block_size), remasks[options.remask_rule])
         if name not in DRAFTING:
             return Mode(RULES[name](self, block_size))
         auto = options.num_draft_states == "auto"
         states = WIDTHS[-1] if auto else options.num_draft_states
-        chain = rows >= CROWD and (auto or states <= 4)  # with more states a tree saves more forwards than the host takes
+        # with more states a tree saves more forwards than the host takes
+        chain = rows >= CROWD and (auto or states <= 4)
         branches = options.draft_branches or (1 if chain else BRANCHES)
         passes = min(options.draft_passes, states - 1) if with_head else 0
-        drafting = Drafting(states, branches, passes, auto, options.draft_shortlist if with_head else None)
+        drafting = Drafting(
+            states, branches, passes, auto, options.draft_shortlist if with_head else None
+        )
         return Mode(RULES[options.target](self, block_size), drafting=drafting)
 
     def eos_ids(self) -> list[int]:
-        """List the ids that end a row; `eos_token_id` may be None, one id, several, or a tensor of ids."""
+        """List the ids that end a row; `eos_token_id` may be None, one id, several, or a tensor of
+        ids."""
         return ids_in(self.eos_token_id)
 
     def pad_id(self) -> int:
@@ -96,34 +120,56 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
         """Return one seed per row; raise `ValueError` if `seed` is a list of another length."""
         if self.seed is None:
             return torch.randint(1 << 62, (rows,)).tolist() if self.do_sample else [0] * rows
-        seeds = self.seed if isinstance(self.seed, list) else [self.seed + row for row in range(rows)]
+        seeds = (
+            self.seed if isinstance(self.seed, list) else [self.seed + row for row in range(rows)]
+        )
         if len(seeds) != rows:
-            raise ValueError(f"seed has {len(seeds)} values for {rows} rows: give one per row (after num_return_sequences)")
+            raise ValueError(
+                f"seed has {len(seeds)} values for {rows} rows: give one per row (after "
+                "num_return_sequences)"
+            )
         return seeds
 
 
 def _check_values(fields: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for the first value, of an option of ours or of transformers, that no model can honour."""
+    """Raise `ValueError` for the first value, of an option of ours or of transformers, that no
+    model can honour."""
     for option in (*OPTIONS, *OPTIONS_OF_TRANSFORMERS):
-        option.check(fields.get(option.name), None, bool(fields.get("do_sample")) or option.name not in OF_SAMPLING)
+        option.check(
+            fields.get(option.name),
+            None,
+            bool(fields.get("do_sample")) or option.name not in OF_SAMPLING,
+        )
 
 
 OPTION_NAMES = frozenset({*vars(GenerationConfig()), *DecodingOptions.__annotations__})
 
 
 def set_fields(fields: Mapping[Any, Any]) -> dict[str, Any]:
-    """Select the fields that are set: those that are not None, nor private to transformers (a leading underscore)."""
-    return {str(name): value for name, value in fields.items() if value is not None and not str(name).startswith("_")}
+    """Select the fields that are set: those that are not None, nor private to transformers (a
+    leading underscore)."""
+    return {
+        str(name): value
+        for name, value in fields.items()
+        if value is not None and not str(name).startswith("_")
+    }
 
 
-def resolved(model: Any, given: Any, kwargs: dict[str, Any]) -> tuple[MRPGenerationConfig, dict[str, Any]]:
-    """Return the config and the other arguments of a call: `kwargs` override the `given` config, which overrides the model's.
-    Raise `ValueError` for anything that `generate` does not know, does not support, or cannot honour."""
+def resolved(
+    model: Any, given: Any, kwargs: dict[str, Any]
+) -> tuple[MRPGenerationConfig, dict[str, Any]]:
+    """Return the config and the other arguments of a call: `kwargs` override the `given` config,
+    which overrides the model's. Raise `ValueError` for anything that `generate` does not know, does
+    not support, or cannot honour."""
     if not isinstance(given, GenerationConfig | Mapping | None):
-        raise ValueError(f"generation_config is {given!r}, of type {type(given).__name__}: pass a GenerationConfig or a dict")
+        raise ValueError(
+            f"generation_config is {given!r}, of type {type(given).__name__}: pass a "
+            "GenerationConfig or a dict"
+        )
     given = vars(given) if isinstance(given, GenerationConfig) else given or {}
     asked = set_fields(given) | set_fields(kwargs)
-    if kwargs.get("eos_token_id", 0) is None:  # as an argument it means no eos; left as None, the model's own would come back
+    # as an argument it means no eos; left as None, the model's own would come back
+    if kwargs.get("eos_token_id", 0) is None:
         asked["eos_token_id"] = []
     config, fields = MRPGenerationConfig(), set_fields(vars(model.generation_config)) | asked
     for name in fields.keys() & OPTION_NAMES:
@@ -131,15 +177,29 @@ def resolved(model: Any, given: Any, kwargs: dict[str, Any]) -> tuple[MRPGenerat
     config.check(model.config.block_size, model.config.has_head)
     others = {name: value for name, value in asked.items() if name not in OPTION_NAMES}
     check_supported(others)
-    if unknown := [f"{name}{closest_name(name, OPTION_NAMES)}" for name in sorted(others.keys() - _ARGUMENTS)]:
-        raise ValueError(f"{', '.join(unknown)}: not supported by generate here. Check the spelling, or leave it unset")
+    if unknown := [
+        f"{name}{closest_name(name, OPTION_NAMES)}" for name in sorted(others.keys() - _ARGUMENTS)
+    ]:
+        raise ValueError(
+            f"{', '.join(unknown)}: not supported by generate here. Check the spelling, or leave "
+            "it unset"
+        )
     acting = {config.decoding, config.target if config.decoding in DRAFTING else config.decoding}
-    if idle := [one.name for one in OPTIONS if kwargs.get(one.name) is not None and not acting & {*one.modes}]:
-        logger.warning_once(f"{', '.join(idle)}: no effect with decoding={config.decoding!r} here. Leave out either")
+    if idle := [
+        one.name
+        for one in OPTIONS
+        if kwargs.get(one.name) is not None and not acting & {*one.modes}
+    ]:
+        logger.warning_once(
+            f"{', '.join(idle)}: no effect with decoding={config.decoding!r} here. Leave out either"
+        )
     check_callables(others)
     tokenizer, strings = others.pop("tokenizer", None), config.stop_strings
     if strings is not None and not hasattr(tokenizer, "get_vocab"):
-        raise ValueError(f"stop_strings={strings!r} need the tokenizer: pass tokenizer=... to generate, not {tokenizer!r}")
+        raise ValueError(
+            f"stop_strings={strings!r} need the tokenizer: pass tokenizer=... to generate, not "
+            f"{tokenizer!r}"
+        )
     if strings is not None:  # transformers would lose the tokenizer on the way to a custom loop
         criteria = [*others.get("stopping_criteria", []), stop_strings_of(tokenizer, strings)]
         others["stopping_criteria"] = StoppingCriteriaList(criteria)
@@ -147,68 +207,104 @@ def resolved(model: Any, given: Any, kwargs: dict[str, Any]) -> tuple[MRPGenerat
     ids_of["suppress_tokens"] = ids_in(config.suppress_tokens)
     for name, ids in ids_of.items():
         if outside := [token for token in ids if not 0 <= token < model.config.vocab_size]:
-            raise ValueError(f"{name} holds {outside[0]}, outside the vocabulary of {model.config.vocab_size}: use one inside")
+            raise ValueError(
+                f"{name} holds {outside[0]}, outside the vocabulary of {model.config.vocab_size}: "
+                "use one inside"
+            )
     if (mask_id := model.config.mask_token_id) in config.eos_ids():
-        raise ValueError(f"eos_token_id holds the mask id {mask_id}, which is never picked: leave it out")
+        raise ValueError(
+            f"eos_token_id holds the mask id {mask_id}, which is never picked: leave it out"
+        )
     return config, others
 
 
 def check_callables(arguments: Mapping[str, Any]) -> None:
-    """Raise `ValueError` unless `logits_processor` and `stopping_criteria`, where they are given, are lists of callables."""
+    """Raise `ValueError` unless `logits_processor` and `stopping_criteria`, where they are given,
+    are lists of callables."""
     for name in ("logits_processor", "stopping_criteria"):
         value = arguments.get(name, [])
         for part in value if isinstance(value, list | tuple) else [None]:
             if not callable(part):
-                raise ValueError(f"{name} is {reprlib.repr(value)}: pass a list of callables, none of them None")
+                raise ValueError(
+                    f"{name} is {reprlib.repr(value)}: pass a list of callables, none of them None"
+                )
 
 
 def stop_strings_of(tokenizer: Any, strings: Any) -> StopStringCriteria:
-    """Make the criterion of stop strings; `ValueError` for a tokenizer whose tokens transformers cannot match with them."""
+    """Make the criterion of stop strings; `ValueError` for a tokenizer whose tokens transformers
+    cannot match with them."""
     try:
         return StopStringCriteria(tokenizer, strings)
     except ValueError as error:
         raise ValueError(
-            f"stop_strings={strings!r} cannot be matched with the tokens of this {type(tokenizer).__name__}, as transformers "
-            f"learns how they join from 'abcdef', which it cannot write ({error}): pass a StoppingCriteria of your own as "
+            f"stop_strings={strings!r} cannot be matched with the tokens of this "
+            f"{type(tokenizer).__name__}, as transformers learns how they join from 'abcdef', "
+            f"which it cannot write ({error}): pass a StoppingCriteria of your own as "
             "stopping_criteria, which decodes the ids and looks for them"
         ) from error
 
 
 def check_ids(ids: Any, attention_mask: Any, config: Any, infilled: int | None = None) -> Tensor:
-    """Check ids of prompts, or of infills for `infilled` rows; return a [rows, n] mask of real ids. `ValueError` if invalid."""
+    """Check ids of prompts, or of infills for `infilled` rows; return a [rows, n] mask of real ids.
+    `ValueError` if invalid."""
     name = "input_ids" if infilled is None else "infill_ids"
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.long, torch.int):
-        hint = ". Of what a tokenizer returns with return_tensors='pt', pass **inputs" if hasattr(ids, "keys") else ""
+        hint = (
+            ". Of what a tokenizer returns with return_tensors='pt', pass **inputs"
+            if hasattr(ids, "keys")
+            else ""
+        )
         kind = str(ids.dtype) if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
         raise ValueError(f"{name} are {kind}: pass a [rows, n] tensor of ids, torch.long{hint}")
     if ids.dim() != 2 or not ids.numel() or len(ids) != (infilled or len(ids)):
         hint = f". For one row pass {name}[None]" if ids.dim() == 1 else ""
-        raise ValueError(f"{name} have shape {list(ids.shape)}: pass [{infilled or 'rows'}, n], n of 1 or more{hint}")
+        raise ValueError(
+            f"{name} have shape {list(ids.shape)}: pass [{infilled or 'rows'}, n], n of 1 or "
+            f"more{hint}"
+        )
     real = torch.ones_like(ids, dtype=torch.bool)
     if attention_mask is not None:
         if not isinstance(attention_mask, Tensor) or attention_mask.shape != ids.shape:
-            given = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
-            raise ValueError(f"attention_mask is {given} for {name} of {list(ids.shape)}: pass 0 and 1 of the same shape")
+            given = (
+                list(attention_mask.shape)
+                if isinstance(attention_mask, Tensor)
+                else type(attention_mask).__name__
+            )
+            raise ValueError(
+                f"attention_mask is {given} for {name} of {list(ids.shape)}: pass 0 and 1 of the "
+                "same shape"
+            )
         real = attention_mask.bool()
     for one in ids[real & ((ids < 0) | (ids >= config.vocab_size))]:
-        raise ValueError(f"{name} hold the id {int(one)}, outside the vocabulary of {config.vocab_size}: use its tokenizer")
+        raise ValueError(
+            f"{name} hold the id {int(one)}, outside the vocabulary of {config.vocab_size}: use "
+            "its tokenizer"
+        )
     if infilled is None and bool(((ids == config.mask_token_id) & real).any()):
         raise ValueError(
-            f"input_ids hold the mask id {config.mask_token_id}: pass to generate what begins with the first mask as "
-            "infill_ids, and to score whole texts; for logits at a mask call the model"
+            f"input_ids hold the mask id {config.mask_token_id}: pass to generate what begins with "
+            "the first mask as infill_ids, and to score whole texts; for logits at a mask call the "
+            "model"
         )
     return real
 
 
 def check_rows(real: Tensor, new_tokens: int, max_positions: int) -> None:
-    """Raise `ValueError` if a row of `real` [rows, length] is empty, has holes, or is too long with its new tokens."""
+    """Raise `ValueError` if a row of `real` [rows, length] is empty, has holes, or is too long with
+    its new tokens."""
     for row in (~real.any(-1)).nonzero():
-        raise ValueError(f"row {int(row)} has no token (its attention_mask is all zeros): drop the row")
+        raise ValueError(
+            f"row {int(row)} has no token (its attention_mask is all zeros): drop the row"
+        )
     for row in ((real[:, 1:] & ~real[:, :-1]).sum(-1) + real[:, 0] > 1).nonzero():
-        raise ValueError(f"attention_mask of row {int(row)} has holes: tokens must be contiguous, padded on one side or both")
+        raise ValueError(
+            f"attention_mask of row {int(row)} has holes: tokens must be contiguous, padded on one "
+            "side or both"
+        )
     longest = int(real.sum(-1).max())
     if longest + new_tokens > max_positions:
         raise ValueError(
-            f"a prompt of {longest} tokens and {new_tokens} new ones make {longest + new_tokens}, which exceeds "
-            f"max_position_embeddings={max_positions}: shorten the prompt or lower max_new_tokens (or max_length)"
+            f"a prompt of {longest} tokens and {new_tokens} new ones make {longest + new_tokens}, "
+            f"which exceeds max_position_embeddings={max_positions}: shorten the prompt or lower "
+            "max_new_tokens (or max_length)"
         )

@@ -1,6 +1,8 @@
-"""The choice between a Triton kernel and its plain PyTorch twin. The kernels themselves lie beside their twins.
+"""The choice between a Triton kernel and its plain PyTorch twin. The kernels themselves lie beside
+their twins.
 
-triton need not be installed: it is imported here alone, and kernels are defined under `if triton is not None`.
+triton need not be installed: it is imported here alone, and kernels are defined under `if triton is
+not None`.
 """
 
 import math
@@ -23,10 +25,12 @@ except ImportError:
 __all__ = ["tl", "triton"]
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-# Options of every launch; fused multiply-adds are asked for, as Triton 3.9 warns that 3.10 will not use them by default.
+# Options of every launch; fused multiply-adds are asked for, as Triton 3.9 warns that 3.10 will not
+# use them by default.
 LAUNCH = {"num_warps": 4, "enable_fp_fusion": True}
 _OLDEST = (8, 0)  # compute capability with bfloat16 in the matrix units and asynchronous copies
-# Types of devices on which the first results of kernels and recordings are compared with those of the code they replace.
+# Types of devices on which the first results of kernels and recordings are compared with those of
+# the code they replace.
 CHECKED_ON = {"cuda"}
 # (kernel, device) that failed to compile or to launch in this process, or gave wrong results.
 _failed: set[tuple[str, torch.device]] = set()
@@ -36,7 +40,8 @@ _KERNELS_LOCK = threading.Lock()  # of both
 
 @dataclass(eq=False)
 class Kernel:
-    """A named launcher of Triton kernels, and its twin: a PyTorch function that computes the same from the same arguments."""
+    """A named launcher of Triton kernels, and its twin: a PyTorch function that computes the same
+    from the same arguments."""
 
     name: str
     launch: Callable[..., Any]
@@ -48,33 +53,40 @@ class Dispatch:
     """A decision between kernels and their PyTorch twins.
 
     Attributes:
-        forced: None: kernels where they can be used, by device and dtype, and the twin where one fails; True: kernels or an
-            error, also interpreted on a CPU; False: PyTorch only.
+        forced: None: kernels where they can be used, by device and dtype, and the twin where one
+            fails; True: kernels or an error, also interpreted on a CPU; False: PyTorch only.
     """
 
     forced: bool | None = None
 
     def allows(self, what: str, *tensors: Tensor, obstacle: str | None = None) -> bool:
-        """Tell if kernels are to run on tensors of these devices and dtypes; never for gradients, under autocast, or with an
-        `obstacle`, given with its remedy. Raise `ValueError` if kernels, named `what`, are forced and cannot run."""
+        """Tell if kernels are to run on tensors of these devices and dtypes; never for gradients,
+        under autocast, or with an `obstacle`, given with its remedy. Raise `ValueError` if kernels,
+        named `what`, are forced and cannot run."""
         if self.forced is False:
             return False
         obstacle = obstacle or _obstacle(tensors, interpreted=bool(self.forced))
         if self.forced and obstacle is not None:
-            raise ValueError(f"kernels is True, but {what} cannot be used: {obstacle}, or use kernels=None or kernels=False")
+            raise ValueError(
+                f"kernels is True, but {what} cannot be used: {obstacle}, or use kernels=None or "
+                "kernels=False"
+            )
         return obstacle is None
 
     def run(self, kernel: Kernel, *given: Any) -> Any:
         """Run a kernel or its twin on the arguments; return the result.
 
-        A kernel that does not compile or launch, or whose first results on a GPU differ from its twin's, is reported in one
-        warning per device and not tried again; if kernels are forced, `RuntimeError` is raised.
+        A kernel that does not compile or launch, or whose first results on a GPU differ from its
+        twin's, is reported in one warning per device and not tried again; if kernels are forced,
+        `RuntimeError` is raised.
         """
         if self.forced is False:
             return kernel.twin(*given)
         tensors = list(_tensors(given))
         name, device = kernel.name, tensors[0].device
-        if not self.allows(f"the kernel {name!r}", *tensors) or (not self.forced and (name, device) in _failed):
+        if not self.allows(f"the kernel {name!r}", *tensors) or (
+            not self.forced and (name, device) in _failed
+        ):
             return kernel.twin(*given)
         try:
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
@@ -88,14 +100,18 @@ class Dispatch:
             why = f"{type(error).__name__}: " + str(error).strip().rpartition("\n")[2]
             if self.forced:
                 raise RuntimeError(
-                    f"kernels is True, but the kernel {name!r} failed on {device} ({why}): use kernels=None or kernels=False"
+                    f"kernels is True, but the kernel {name!r} failed on {device} ({why}): use "
+                    "kernels=None or kernels=False"
                 ) from error
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                 raise  # most errors are the capture's then, and a twin would go into the graph
             with _KERNELS_LOCK:
                 known = (name, device) in _failed
                 _failed.add((name, device))
-            said = f"the kernel {name!r} failed on {device} ({why}): PyTorch stands in, slower, and kernels=False silences this"
+            said = (
+                f"the kernel {name!r} failed on {device} ({why}): PyTorch stands in, slower, and "
+                "kernels=False silences this"
+            )
             if not known:  # by another thread, meanwhile
                 warnings.warn(said, RuntimeWarning, stacklevel=2)
         return kernel.twin(*given)
@@ -106,7 +122,8 @@ PYTORCH = Dispatch(False)
 
 
 def _tensors(given: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the tensors among arguments or results, including those in lists, tuples and modules."""
+    """Yield the tensors among arguments or results, including those in lists, tuples and
+    modules."""
     for one in given:
         if isinstance(one, Tensor):
             yield one
@@ -117,7 +134,8 @@ def _tensors(given: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def relative_error(ours: Tensor, right: Tensor) -> float:
-    """Compute norm(ours - right) / norm(right), or the share of differing integers; infinite if only one of a pair is NaN."""
+    """Compute norm(ours - right) / norm(right), or the share of differing integers; infinite if
+    only one of a pair is NaN."""
     if not right.is_floating_point():
         return float((ours != right).double().mean())
     ours, right = ours.double(), right.double()
@@ -127,15 +145,26 @@ def relative_error(ours: Tensor, right: Tensor) -> float:
 
 
 def check_close(what: str, ours: Tensor, right: Tensor) -> None:
-    """Raise `ArithmeticError` if two results differ by more than rounding: 2 % in dtypes of 16 bits, 0.5 % in wider ones."""
-    error, allowed = relative_error(ours, right), 2e-2 if right.dtype in (torch.float16, torch.bfloat16) else 5e-3
+    """Raise `ArithmeticError` if two results differ by more than rounding: 2 % in dtypes of 16
+    bits, 0.5 % in wider ones."""
+    error, allowed = (
+        relative_error(ours, right),
+        2e-2 if right.dtype in (torch.float16, torch.bfloat16) else 5e-3,
+    )
     if error > allowed:
-        raise ArithmeticError(f"{what} by {error:.3g} of their size, where rounding makes {allowed:g} at most")
+        raise ArithmeticError(
+            f"{what} by {error:.3g} of their size, where rounding makes {allowed:g} at most"
+        )
 
 
 def _check(kernel: Kernel, given: tuple[Any, ...], made: Any) -> None:
-    """Raise `ArithmeticError` if a kernel's result differs from its twin's; once per device, dtype and types of arguments."""
-    kind = (kernel.name, *dict.fromkeys((tensor.device, tensor.dtype) for tensor in _tensors(given)), *map(type, given))
+    """Raise `ArithmeticError` if a kernel's result differs from its twin's; once per device, dtype
+    and types of arguments."""
+    kind = (
+        kernel.name,
+        *dict.fromkeys((tensor.device, tensor.dtype) for tensor in _tensors(given)),
+        *map(type, given),
+    )
     if kind in _checked:
         return
     ours = [one.clone() for one in _tensors([made])]  # both may write to the same places
@@ -147,14 +176,20 @@ def _check(kernel: Kernel, given: tuple[Any, ...], made: Any) -> None:
 
 
 def failed_kernels() -> list[str]:
-    """Name the kernels, with their devices, that failed in this process and are replaced by their PyTorch twins."""
+    """Name the kernels, with their devices, that failed in this process and are replaced by their
+    PyTorch twins."""
     with _KERNELS_LOCK:
         return sorted(f"{name} on {device}" for name, device in _failed)
 
 
 def processors(device: torch.device) -> int:
-    """Return the number of multiprocessors of a GPU; for other devices, on which kernels are interpreted, an H200's."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+    """Return the number of multiprocessors of a GPU; for other devices, on which kernels are
+    interpreted, an H200's."""
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else 132
+    )
 
 
 def _obstacle(tensors: Sequence[Tensor], interpreted: bool) -> str | None:
@@ -165,13 +200,16 @@ def _obstacle(tensors: Sequence[Tensor], interpreted: bool) -> str | None:
     if len(dtypes) > 1:
         return f"dtypes {', '.join(str(dtype)[6:] for dtype in dtypes)} meet: load the model in one"
     device = tensors[0].device
-    if (obstacle := unusable(device, dtypes[0], interpreted)) is None and torch.is_autocast_enabled(device.type):
+    if (obstacle := unusable(device, dtypes[0], interpreted)) is None and torch.is_autocast_enabled(
+        device.type
+    ):
         return "autocast is on, whose casts it does not follow: leave autocast"
     return obstacle
 
 
 def unusable(device: torch.device, dtype: torch.dtype, interpreted: bool = False) -> str | None:
-    """Say why kernels cannot run on a device in a dtype, with the remedy; None if they can, or may run `interpreted`."""
+    """Say why kernels cannot run on a device in a dtype, with the remedy; None if they can, or may
+    run `interpreted`."""
     if triton is None:
         return "triton cannot be imported: install it (pip install triton)"
     if dtype not in KERNEL_DTYPES:
@@ -181,5 +219,8 @@ def unusable(device: torch.device, dtype: torch.dtype, interpreted: bool = False
     if device.type != "cuda" or torch.version.hip is not None:
         return f"the tensors are on {device.type}, not on an NVIDIA GPU: move the model to one"
     if (capability := torch.cuda.get_device_capability(device)) < _OLDEST:
-        return f"{device} has compute capability {capability[0]}.{capability[1]}, and the kernels need 8.0: use a newer GPU"
+        return (
+            f"{device} has compute capability {capability[0]}.{capability[1]}, and the kernels "
+            "need 8.0: use a newer GPU"
+        )
     return None

@@ -1,8 +1,10 @@
-"""From hidden states to tokens: the unembedding, the noise for sampling, and the kernel that picks a token for each row.
+"""From hidden states to tokens: the unembedding, the noise for sampling, and the kernel that picks
+a token for each row.
 
-`pick_rows` picks tokens and computes their log-odds by a Triton kernel of two launches over the vocabulary; `pick_rows_ref` is
-its PyTorch twin. Logits come from a matrix product, on a GPU in float32, so that no two tie by rounding. Noise comes from a
-counter-based generator, a pure function of (seed, position, masks left, token id).
+`pick_rows` picks tokens and computes their log-odds by a Triton kernel of two launches over the
+vocabulary; `pick_rows_ref` is its PyTorch twin. Logits come from a matrix product, on a GPU in
+float32, so that no two tie by rounding. Noise comes from a counter-based generator, a pure function
+of (seed, position, masks left, token id).
 """
 
 from dataclasses import dataclass
@@ -38,8 +40,12 @@ class Unembedding:
     eos_token_ids: tuple[int, ...] = ()
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Compute logits [n, vocab] of hidden states [n, hidden_size], -inf at the mask id; on a GPU in at least float32."""
-        short = hidden.dtype in (torch.bfloat16, torch.float16) and type(self.weight) in (Tensor, torch.nn.Parameter)
+        """Compute logits [n, vocab] of hidden states [n, hidden_size], -inf at the mask id; on a
+        GPU in at least float32."""
+        short = hidden.dtype in (torch.bfloat16, torch.float16) and type(self.weight) in (
+            Tensor,
+            torch.nn.Parameter,
+        )
         if short and hidden.is_cuda:
             logits = torch.mm(hidden, self.weight.t(), out_dtype=torch.float32)
         else:
@@ -48,10 +54,12 @@ class Unembedding:
         return logits
 
     def barred(self, logits: Tensor, no_eos: Tensor | None, ids: Tensor | None = None) -> Tensor:
-        """Return logits [n, vocab], or [n, m] of tokens `ids` [n, m]; eos ids get -inf in rows where `no_eos` [n] is True."""
+        """Return logits [n, vocab], or [n, m] of tokens `ids` [n, m]; eos ids get -inf in rows
+        where `no_eos` [n] is True."""
         if no_eos is not None:
             ids = torch.arange(logits.shape[1], device=logits.device) if ids is None else ids
-            for eos in self.eos_token_ids:  # numbers, not a tensor of them, for whose copy to a device the host would wait
+            # numbers, not a tensor of them, for whose copy to a device the host would wait
+            for eos in self.eos_token_ids:
                 logits = logits.masked_fill(no_eos[:, None] & (ids == eos), -torch.inf)
         return logits
 
@@ -61,7 +69,8 @@ class Unembedding:
         return logits if self.temperature == 1.0 else logits / self.temperature
 
     def chunks(self, rows: int, each: int | None = None) -> list[slice]:
-        """Cut `rows` rows into slices whose logits, or `each` numbers per row, fit in memory; 0 rows give one empty slice."""
+        """Cut `rows` rows into slices whose logits, or `each` numbers per row, fit in memory; 0
+        rows give one empty slice."""
         step = max(1, _LOGITS_AT_ONCE // (each or self.weight.shape[0]))
         return [slice(start, start + step) for start in range(0, max(1, rows), step)]
 
@@ -72,13 +81,15 @@ def upcast(logits: Tensor) -> Tensor:
 
 
 def likeliest_tokens(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the `count` largest scores of each row of `scores` [n, vocab], or all if fewer, and their ids: [n, count] each."""
+    """Return the `count` largest scores of each row of `scores` [n, vocab], or all if fewer, and
+    their ids: [n, count] each."""
     values, ids = scores.topk(min(count, scores.shape[1]))
     return values, ids
 
 
 def log_odds(scores: Tensor, token: Tensor, picked: bool = False) -> Tensor:
-    """Compute log p - log (1 - p), [n], of tokens [n] under scores [n, vocab]; if `picked`, NaN at non-finite scores."""
+    """Compute log p - log (1 - p), [n], of tokens [n] under scores [n, vocab]; if `picked`, NaN at
+    non-finite scores."""
     own = scores.gather(1, token[:, None])
     others = scores.scatter(1, token[:, None], -torch.inf).logsumexp(-1, keepdim=True)
     odds = own - others + 0 * own if picked else own - others
@@ -86,19 +97,27 @@ def log_odds(scores: Tensor, token: Tensor, picked: bool = False) -> Tensor:
 
 
 def gumbel_noise(keys: Tensor, vocab: int, dtype: torch.dtype) -> Tensor:
-    """Compute Gumbel noise [n, vocab] of all token ids from keys [n] of `noise_key`; float32 and float64 use the same bits."""
-    bits: Tensor = mix_bits(mix_bits(torch.arange(vocab, device=keys.device) * 0x9E3779B1 & _UINT32) ^ keys[:, None])
-    # -log(u) for u = (bits + 1/2) / 2^32, from whichever end of the unit interval keeps the precision.
+    """Compute Gumbel noise [n, vocab] of all token ids from keys [n] of `noise_key`; float32 and
+    float64 use the same bits."""
+    bits: Tensor = mix_bits(
+        mix_bits(torch.arange(vocab, device=keys.device) * 0x9E3779B1 & _UINT32) ^ keys[:, None]
+    )
+    # -log(u) for u = (bits + 1/2) / 2^32, from whichever end of the unit interval keeps the
+    # precision.
     lower = bits < 1 << 31
     nearest = (torch.where(lower, bits, _UINT32 - bits).to(dtype) + 0.5) * 2.0**-32
     return -torch.where(lower, -nearest.log(), -torch.log1p(-nearest)).log()
 
 
-def pick_rows(unembedding: Unembedding, logits: Tensor, least: Tensor | None, keys: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Pick each row's token of the largest logit or, to sample, of the largest logit plus noise; return tokens, log-odds [n].
+def pick_rows(
+    unembedding: Unembedding, logits: Tensor, least: Tensor | None, keys: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Pick each row's token of the largest logit or, to sample, of the largest logit plus noise;
+    return tokens, log-odds [n].
 
-    Of equal logits the first is picked; NaN is larger than any number, as in `torch.argmax`. Log-odds are NaN where the picked
-    token's own score is not finite; they are computed over all tokens, including those below `least`.
+    Of equal logits the first is picked; NaN is larger than any number, as in `torch.argmax`.
+    Log-odds are NaN where the picked token's own score is not finite; they are computed over all
+    tokens, including those below `least`.
 
     Args:
         unembedding: Gives the temperature.
@@ -115,16 +134,33 @@ def pick_rows(unembedding: Unembedding, logits: Tensor, least: Tensor | None, ke
     places = torch.empty(rows, slices, dtype=torch.int32, device=device)
     cooling = 1.0 / unembedding.temperature
     _score_slices[(rows, slices)](
-        logits.contiguous(), least, keys, found, places, vocab, length, cooling, TILE=_TILE, num_stages=1, **LAUNCH
+        logits.contiguous(),
+        least,
+        keys,
+        found,
+        places,
+        vocab,
+        length,
+        cooling,
+        TILE=_TILE,
+        num_stages=1,
+        **LAUNCH,
     )
-    _merge_slices[(rows,)](found, places, token, odds, slices, TILE=triton.next_power_of_2(slices), **LAUNCH)
+    _merge_slices[(rows,)](
+        found, places, token, odds, slices, TILE=triton.next_power_of_2(slices), **LAUNCH
+    )
     return token, odds
 
 
 def pick_rows_ref(
-    unembedding: Unembedding, logits: Tensor, least: Tensor | None, keys: Tensor | None, shown: Tensor | None = None
+    unembedding: Unembedding,
+    logits: Tensor,
+    least: Tensor | None,
+    keys: Tensor | None,
+    shown: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Pick as `pick_rows` does, in PyTorch; `shown` [n, vocab], if given, are the logits with -inf at barred tokens."""
+    """Pick as `pick_rows` does, in PyTorch; `shown` [n, vocab], if given, are the logits with -inf
+    at barred tokens."""
     scores = unembedding.tempered(logits)
     seen = scores if shown is None else unembedding.tempered(shown)
     if least is not None:
@@ -150,7 +186,8 @@ if triton is not None:
 
     @triton.jit
     def gumbel_of_bits(bits):  # type: ignore[no-untyped-def]
-        """Turn uint32 bits into Gumbel noise as `gumbel_noise` does; log1p(-x) is taken as log(1 - x) * x / (1 - (1 - x))."""
+        """Turn uint32 bits into Gumbel noise as `gumbel_noise` does; log1p(-x) is taken as log(1 -
+        x) * x / (1 - (1 - x))."""
         lower = (bits >> 31) == 0
         nearest = (tl.where(lower, bits, bits ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.0**-32
         rest = 1.0 - nearest
@@ -168,15 +205,19 @@ if triton is not None:
 
     @triton.jit
     def _log_sum(x):  # type: ignore[no-untyped-def]
-        """Compute the log of the sum of exp(x) over a vector, also of infinities; NaN if an element is NaN."""
+        """Compute the log of the sum of exp(x) over a vector, also of infinities; NaN if an element
+        is NaN."""
         most = tl.max(x, 0)
         most = tl.where(tl.abs(most) == float("inf"), 0.0, most)
         return most + tl.log(tl.sum(tl.exp(x - most), 0))
 
     @triton.jit  # `vocab` and `length` tell of aligned rows
-    def _score_slices(logits_in, least, keys, found, places, vocab, length, cooling, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Store, for a program's row and slice of the vocabulary, the best score and its token, that token's logit (`own`), and
-        the log-sum-exp of all other logits. Tokens with logits under `least` are never the best."""
+    def _score_slices(  # type: ignore[no-untyped-def]
+        logits_in, least, keys, found, places, vocab, length, cooling, TILE: tl.constexpr
+    ):
+        """Store, for a program's row and slice of the vocabulary, the best score and its token,
+        that token's logit (`own`), and the log-sum-exp of all other logits. Tokens with logits
+        under `least` are never the best."""
         row, cells = tl.program_id(0).to(tl.int64), tl.num_programs(0) * tl.num_programs(1)
         begin = tl.program_id(1) * length
         end = tl.minimum(begin + length, vocab)
@@ -184,7 +225,9 @@ if triton is not None:
         for first in range(begin, end, TILE):
             token = first + tl.arange(0, TILE)
             inside = token < end
-            logits = tl.load(logits_in + row * vocab + token, mask=inside, other=float("-inf")).to(tl.float32)
+            logits = tl.load(logits_in + row * vocab + token, mask=inside, other=float("-inf")).to(
+                tl.float32
+            )
             raw = logits * cooling
             shown = raw
             if keys is not None:
@@ -199,7 +242,11 @@ if triton is not None:
             rest = _log_sum(tl.where(token == at, float("-inf"), raw))
             wins = top > best
             others = _log_add(_log_add(others, rest), tl.where(wins, own, logit))
-            best, place, own = tl.where(wins, top, best), tl.where(wins, at, place), tl.where(wins, logit, own)
+            best, place, own = (
+                tl.where(wins, top, best),
+                tl.where(wins, at, place),
+                tl.where(wins, logit, own),
+            )
         out = row * tl.num_programs(1) + tl.program_id(1)
         tl.store(places + out, place)
         tl.store(found + out, best)
@@ -207,9 +254,16 @@ if triton is not None:
         tl.store(found + 2 * cells + out, others)
 
     @triton.jit(do_not_specialize=["slices"])
-    def _merge_slices(found, places, token_out, odds_out, slices, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Merge the slices of a program's row into its token and log-odds; the losers' own logits join the others."""
-        row, cells, piece = tl.program_id(0).to(tl.int64), tl.num_programs(0) * slices, tl.arange(0, TILE)
+    def _merge_slices(  # type: ignore[no-untyped-def]
+        found, places, token_out, odds_out, slices, TILE: tl.constexpr
+    ):
+        """Merge the slices of a program's row into its token and log-odds; the losers' own logits
+        join the others."""
+        row, cells, piece = (
+            tl.program_id(0).to(tl.int64),
+            tl.num_programs(0) * slices,
+            tl.arange(0, TILE),
+        )
         valid, at = piece < slices, row * slices + piece
         best = tl.load(found + at, mask=valid, other=float("-inf"))
         own = tl.load(found + cells + at, mask=valid, other=0.0)
@@ -219,4 +273,6 @@ if triton is not None:
         logit = tl.sum(tl.where(piece == winner, own, 0.0), 0)
         others = _log_add(others, _log_sum(tl.where(valid & (piece != winner), own, float("-inf"))))
         tl.store(token_out + row, token.to(tl.int64))
-        tl.store(odds_out + row, tl.where(tl.abs(logit) == float("inf"), float("nan"), logit - others))
+        tl.store(
+            odds_out + row, tl.where(tl.abs(logit) == float("inf"), float("nan"), logit - others)
+        )

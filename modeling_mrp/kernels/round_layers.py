@@ -1,13 +1,15 @@
-"""The fused layers of a round: Triton kernels, each beside its PyTorch twin, for all that lies between the matrix products.
+"""The fused layers of a round: Triton kernels, each beside its PyTorch twin, for all that lies
+between the matrix products.
 
-A layer called module by module launches about seventy operations, nearly all of them on a few thousand numbers: on a GPU each
-takes longer to start than to run, also inside a CUDA graph. `run_fused` makes a few launches a layer; four are of kernels here:
-a sum and its norm (twice); norm and rotation of queries and keys, with the copy of keys and values to the cache; attention.
-Casts are those of transformers' modules: whatever these round to the model's dtype is rounded here, too.
+A layer called module by module launches about seventy operations, nearly all of them on a few
+thousand numbers: on a GPU each takes longer to start than to run, also inside a CUDA graph.
+`run_fused` makes a few launches a layer; four are of kernels here: a sum and its norm (twice); norm
+and rotation of queries and keys, with the copy of keys and values to the cache; attention. Casts
+are those of transformers' modules: whatever these round to the model's dtype is rounded here, too.
 
-In a round every row submits some states of one block each. A query sees the committed prefix of its row, the keys of its own
-state and, where its state has a parent, those of the parent. Keys and values are read where `BlockCache` holds them: the
-committed slots first, then those of all states.
+In a round every row submits some states of one block each. A query sees the committed prefix of its
+row, the keys of its own state and, where its state has a parent, those of the parent. Keys and
+values are read where `BlockCache` holds them: the committed slots first, then those of all states.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,18 +32,28 @@ _MOST_SHARES = 16  # of a row's keys: one program merges them one after the othe
 _LOG2_E = 1.4426950408889634
 
 Pair = tuple[Tensor, Tensor]
-# A `Plan`: by layer, the layer, its product for queries, keys and values, and that for gate and up. `Plans`: by network.
+# A `Plan`: by layer, the layer, its product for queries, keys and values, and that for gate and up.
+# `Plans`: by network.
 Plan = list[tuple[Any, ...]]
 Plans = dict[Any, Plan]
 
 
 def sum_and_norm(hidden: Tensor, added: Tensor | None, norm: Any) -> Pair:
-    """Return the sum `hidden + added` [..., hidden_size] (`hidden` if `added` is None), and the sum under a `Qwen3RMSNorm`."""
+    """Return the sum `hidden + added` [..., hidden_size] (`hidden` if `added` is None), and the sum
+    under a `Qwen3RMSNorm`."""
     hidden, size = hidden.contiguous(), hidden.shape[-1]
     normed = torch.empty_like(hidden)
     total = hidden if added is None else torch.empty_like(hidden)
     _sum_and_norm[(hidden.numel() // size,)](
-        *(hidden, None if added is None else added.contiguous(), norm.weight, total, normed, size, norm.variance_epsilon),
+        *(
+            hidden,
+            None if added is None else added.contiguous(),
+            norm.weight,
+            total,
+            normed,
+            size,
+            norm.variance_epsilon,
+        ),
         TILE=triton.next_power_of_2(size),
         **LAUNCH | {"num_warps": 4 if size <= 2048 else 8},
     )
@@ -55,24 +67,31 @@ def sum_and_norm_ref(hidden: Tensor, added: Tensor | None, norm: Any) -> Pair:
 
 
 def normed_by(norm: Any, hidden: Tensor) -> Tensor:
-    """Apply a `Qwen3RMSNorm`; in float32 to the same bits with fewer new tensors, which saves time in large rounds."""
+    """Apply a `Qwen3RMSNorm`; in float32 to the same bits with fewer new tensors, which saves time
+    in large rounds."""
     if hidden.dtype != torch.float32:
         return norm(hidden)
     scale = torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
     return (hidden * scale).mul_(norm.weight)
 
 
-def rotated(projected: Tensor | list[Tensor], norms: tuple[Any, Any], rotary: Pair, target: Pair) -> tuple[Tensor, ...]:
-    """Normalise and rotate queries and keys, and write keys and values to the cache; return queries, keys and values.
+def rotated(
+    projected: Tensor | list[Tensor], norms: tuple[Any, Any], rotary: Pair, target: Pair
+) -> tuple[Tensor, ...]:
+    """Normalise and rotate queries and keys, and write keys and values to the cache; return
+    queries, keys and values.
 
     Args:
-        projected: Queries, keys and values of each token, [rows, tokens, (heads + 2 * kv_heads) * head_dim]; or these three.
+        projected: Queries, keys and values of each token, [rows, tokens, (heads + 2 * kv_heads) *
+            head_dim]; or these three.
         norms: `Qwen3RMSNorm`s of queries and keys, of one epsilon.
         rotary: cos and sin, [rows, tokens, head_dim] each.
-        target: The cache's slots for keys and for values, [rows, kv_heads, tokens, head_dim] each, returned after the queries
-            [rows, heads, tokens, head_dim].
+        target: The cache's slots for keys and for values, [rows, kv_heads, tokens, head_dim] each,
+            returned after the queries [rows, heads, tokens, head_dim].
     """
-    projected = projected.contiguous() if isinstance(projected, Tensor) else torch.cat(projected, -1)
+    projected = (
+        projected.contiguous() if isinstance(projected, Tensor) else torch.cat(projected, -1)
+    )
     (cos, sin), (keys, values) = (each.contiguous() for each in rotary), target
     (rows, tokens, size), (kv_heads, head_dim) = projected.shape, keys.shape[1::2]
     heads = size // head_dim - 2 * kv_heads
@@ -88,14 +107,19 @@ def rotated(projected: Tensor | list[Tensor], norms: tuple[Any, Any], rotary: Pa
     return queries.transpose(1, 2), keys, values
 
 
-def rotated_ref(projected: Tensor | list[Tensor], norms: tuple[Any, Any], rotary: Pair, target: Pair) -> tuple[Tensor, ...]:
+def rotated_ref(
+    projected: Tensor | list[Tensor], norms: tuple[Any, Any], rotary: Pair, target: Pair
+) -> tuple[Tensor, ...]:
     """Compute `rotated` in PyTorch."""
     keys, values = target
     size, head_dim = keys.shape[1] * keys.shape[3], keys.shape[3]
     if isinstance(projected, Tensor):
         projected = list(projected.split([projected.shape[-1] - 2 * size, size, size], -1))
     query, key, value = (part.unflatten(-1, (-1, head_dim)) for part in projected)
-    query, key = normed_by(norms[0], query).transpose(1, 2), normed_by(norms[1], key).transpose(1, 2)
+    query, key = (
+        normed_by(norms[0], query).transpose(1, 2),
+        normed_by(norms[1], key).transpose(1, 2),
+    )
     cos, sin = (part[:, None] for part in rotary)
     keys.copy_((key * cos).addcmul_(rotate_half(key), sin))
     values.copy_(value.transpose(1, 2))
@@ -108,10 +132,12 @@ class RoundMask:
 
     Attributes:
         committed: [rows] long, number of committed slots that each row sees.
-        parent: [rows, width] long, index in the row of the state that a state attends to besides the prefix, -1 if none.
+        parent: [rows, width] long, index in the row of the state that a state attends to besides
+            the prefix, -1 if none.
         block_size: Tokens per state.
         dispatch: Decides between kernels and PyTorch.
-        sees_all: Whether every query sees every key: each row has one state, and all rows are equally long.
+        sees_all: Whether every query sees every key: each row has one state, and all rows are
+            equally long.
     """
 
     committed: Tensor
@@ -119,61 +145,86 @@ class RoundMask:
     block_size: int
     dispatch: Dispatch = AUTOMATIC
     sees_all: bool = False
-    _kept: dict[Any, Tensor] = field(default_factory=dict, repr=False, compare=False)  # what all layers of a forward share
+    # what all layers of a forward share
+    _kept: dict[Any, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def dense(self, used: int) -> Tensor:
-        """Make the mask [rows, 1, width * block_size, used + width * block_size] bool over `used` slots and scored states."""
-        slots, block = torch.arange(self.parent.shape[1], device=self.parent.device), self.block_size
-        sees = (slots[:, None] == slots) | (self.parent[..., None] == slots)  # themselves and their parents
+        """Make the mask [rows, 1, width * block_size, used + width * block_size] bool over `used`
+        slots and scored states."""
+        slots, block = (
+            torch.arange(self.parent.shape[1], device=self.parent.device),
+            self.block_size,
+        )
+        # themselves and their parents
+        sees = (slots[:, None] == slots) | (self.parent[..., None] == slots)
         scored = sees[:, :, None, :, None].expand(-1, -1, block, -1, block).flatten(3).flatten(1, 2)
         before = torch.arange(used, device=slots.device) < self.committed[:, None]
         return torch.cat([before[:, None].expand(-1, scored.shape[1], -1), scored], -1)[:, None]
 
     def bias(self, used: int, dtype: torch.dtype) -> Tensor | None:
-        """Make the additive mask of `dense`: 0 where a key is visible, -inf elsewhere; None if all are visible."""
+        """Make the additive mask of `dense`: 0 where a key is visible, -inf elsewhere; None if all
+        are visible."""
         if self.sees_all:
             return None
         if (name := (used, dtype)) not in self._kept:
             hidden = self.dense(used).logical_not_()
-            self._kept[name] = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
+            self._kept[name] = torch.zeros(
+                hidden.shape, dtype=dtype, device=hidden.device
+            ).masked_fill_(hidden, -torch.inf)
         return self._kept[name]
 
     def arrived(self, count: int) -> Tensor:
-        """Return `count` int32 zeros, in which the kernel counts its programs; it sets them back to zero after each layer."""
+        """Return `count` int32 zeros, in which the kernel counts its programs; it sets them back to
+        zero after each layer."""
         if count not in self._kept:
             self._kept[count] = torch.zeros(count, dtype=torch.int32, device=self.committed.device)
         return self._kept[count]
 
 
-def round_attention_ref(query: Tensor, key: Tensor, value: Tensor, mask: RoundMask, scale: float) -> Tensor:
+def round_attention_ref(
+    query: Tensor, key: Tensor, value: Tensor, mask: RoundMask, scale: float
+) -> Tensor:
     """Compute `round_attention` in PyTorch, by SDPA."""
-    bias, grouped = mask.bias(key.shape[2] - query.shape[2], query.dtype), query.device.type == "cpu"
+    bias, grouped = (
+        mask.bias(key.shape[2] - query.shape[2], query.dtype),
+        query.device.type == "cpu",
+    )
     if not grouped:  # with a mask, SDPA's fast kernels on a GPU take no grouped heads
         key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
-    out = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale, enable_gqa=grouped)
+    out = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=bias, scale=scale, enable_gqa=grouped
+    )
     return out.transpose(1, 2).contiguous()
 
 
-def round_attention(query: Tensor, key: Tensor, value: Tensor, mask: RoundMask, scale: float) -> Tensor:
+def round_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: RoundMask, scale: float
+) -> Tensor:
     """Compute the attention of a round in one launch; return [rows, queries, heads, head_dim].
 
-    A program takes a tile of a row's queries, with all query heads of one KV head, and one share of the keys that the row
-    sees; of a tile's programs, the last to finish merges the shares, in order. No shape depends on `committed` or `parent`.
+    A program takes a tile of a row's queries, with all query heads of one KV head, and one share of
+    the keys that the row sees; of a tile's programs, the last to finish merges the shares, in
+    order. No shape depends on `committed` or `parent`.
 
     Args:
         query: [rows, heads, queries, head_dim], queries = width * block_size.
-        key, value: [rows, kv_heads, used + queries, head_dim], of equal strides, the last one 1: `used` committed slots, then
-            the scored states. Committed slots that a row does not see are never read.
+        key, value: [rows, kv_heads, used + queries, head_dim], of equal strides, the last one 1:
+            `used` committed slots, then the scored states. Committed slots that a row does not see
+            are never read.
         mask: Which keys each state sees.
         scale: Multiplies the scores.
     """
     rows, heads, queries, head_dim = query.shape
     kv_heads, keys = key.shape[1], key.shape[2]
     group, used = heads // kv_heads, keys - queries
-    # So large that two programs, each with two tiles of keys, fit a multiprocessor's registers and shared memory.
-    tile_rows = max(16, min(triton.next_power_of_2(queries * group), 32 if query.dtype == torch.float32 else 64))
+    # So large that two programs, each with two tiles of keys, fit a multiprocessor's registers and
+    # shared memory.
+    tile_rows = max(
+        16, min(triton.next_power_of_2(queries * group), 32 if query.dtype == torch.float32 else 64)
+    )
     tiles = triton.cdiv(queries * group, tile_rows)
-    most = _PROGRAMS * processors(query.device) // (tiles * rows * kv_heads)  # for one wave of programs
+    # for one wave of programs
+    most = _PROGRAMS * processors(query.device) // (tiles * rows * kv_heads)
     splits = max(1, min(most, triton.cdiv(used, _KEYS_PER_PROGRAM), _MOST_SHARES))
     out = query.new_empty(rows, queries, heads, head_dim)
     shares = (rows * kv_heads, splits, queries * group) if splits > 1 else (0,)
@@ -182,7 +233,15 @@ def round_attention(query: Tensor, key: Tensor, value: Tensor, mask: RoundMask, 
     if triton.knobs.runtime.interpret:  # the interpreter's products of bfloat16 are wrong
         query, key, value = query.float(), key.float(), value.float()
     _attend[(tiles, splits, rows * kv_heads)](
-        *(query.transpose(1, 2).contiguous(), key, value, out, sums, level, mask.arrived(tiles * rows * kv_heads)),
+        *(
+            query.transpose(1, 2).contiguous(),
+            key,
+            value,
+            out,
+            sums,
+            level,
+            mask.arrived(tiles * rows * kv_heads),
+        ),
         *(mask.committed, mask.parent, *key.stride()[:3], kv_heads, queries, used, scale * _LOG2_E),
         BLOCK_SIZE=mask.block_size,
         GROUP=group,
@@ -202,18 +261,28 @@ ROTATED = Kernel("rotated", rotated, rotated_ref)
 ROUND_ATTENTION = Kernel("round_attention", round_attention, round_attention_ref)
 
 
-def product(linears: Sequence[Any], weight: Tensor | None) -> Callable[[Tensor], Tensor | list[Tensor]]:
-    """Make a function that applies linear layers to one input and returns a list, or one tensor by their packed `weight`."""
-    return (lambda hidden: [linear(hidden) for linear in linears]) if weight is None else partial(F.linear, weight=weight)
+def product(
+    linears: Sequence[Any], weight: Tensor | None
+) -> Callable[[Tensor], Tensor | list[Tensor]]:
+    """Make a function that applies linear layers to one input and returns a list, or one tensor by
+    their packed `weight`."""
+    return (
+        (lambda hidden: [linear(hidden) for linear in linears])
+        if weight is None
+        else partial(F.linear, weight=weight)
+    )
 
 
-def run_fused(plan: Plan, norm: Any, hidden: Tensor, rotary: Pair, mask: RoundMask, cache: Any) -> Tensor:
-    """Run the planned layers and the final norm of backbone or head over hidden states; return the normed ones.
+def run_fused(
+    plan: Plan, norm: Any, hidden: Tensor, rotary: Pair, mask: RoundMask, cache: Any
+) -> Tensor:
+    """Run the planned layers and the final norm of backbone or head over hidden states; return the
+    normed ones.
 
     Where kernels do not run, as on a CPU, their PyTorch twins do.
 
-    Hidden states are [rows, tokens, hidden_size], cos and sin of `rotary` [rows, tokens, head_dim] each; keys and values go to
-    the target of `cache`, a `BlockCache`.
+    Hidden states are [rows, tokens, hidden_size], cos and sin of `rotary` [rows, tokens, head_dim]
+    each; keys and values go to the target of `cache`, a `BlockCache`.
     """
     run, added = mask.dispatch.run, None
     for layer, of_attention, of_mlp in plan:
@@ -222,7 +291,12 @@ def run_fused(plan: Plan, norm: Any, hidden: Tensor, rotary: Pair, mask: RoundMa
         place, norms = attention.layer_idx, (attention.q_norm, attention.k_norm)
         query, *_ = run(ROTATED, of_attention(normed), norms, rotary, cache.written[place])
         attended = run(ROUND_ATTENTION, query, *cache.read[place], mask, attention.scaling)
-        hidden, normed = run(SUM_AND_NORM, hidden, attention.o_proj(attended.flatten(2)), layer.post_attention_layernorm)
+        hidden, normed = run(
+            SUM_AND_NORM,
+            hidden,
+            attention.o_proj(attended.flatten(2)),
+            layer.post_attention_layernorm,
+        )
         both = of_mlp(normed)
         gate, up = both.chunk(2, -1) if isinstance(both, Tensor) else both
         added = layer.mlp.down_proj(layer.mlp.act_fn(gate).mul_(up))
@@ -233,25 +307,38 @@ def run_fused(plan: Plan, norm: Any, hidden: Tensor, rotary: Pair, mask: RoundMa
 if triton is not None:
 
     @triton.jit
-    def _sum_and_norm(hidden, added, scale, total, normed, size, epsilon, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    def _sum_and_norm(  # type: ignore[no-untyped-def]
+        hidden, added, scale, total, normed, size, epsilon, TILE: tl.constexpr
+    ):
         column = tl.arange(0, TILE)
         inside = column < size
         place = tl.program_id(0).to(tl.int64) * size + column
         kind = normed.dtype.element_ty
         x = tl.load(hidden + place, mask=inside, other=0.0).to(tl.float32)
         if added is not None:
-            x = (x + tl.load(added + place, mask=inside, other=0.0).to(tl.float32)).to(kind).to(tl.float32)
+            x = (
+                (x + tl.load(added + place, mask=inside, other=0.0).to(tl.float32))
+                .to(kind)
+                .to(tl.float32)
+            )
             tl.store(total + place, x.to(kind), mask=inside)
         unit = x * tl.rsqrt(tl.sum(x * x, 0) / size + epsilon)
         weight = tl.load(scale + column, mask=inside, other=0.0).to(tl.float32)
         tl.store(normed + place, (weight * unit.to(kind).to(tl.float32)).to(kind), mask=inside)
 
     @triton.jit
-    def _normed(x, size, is_query, query_scale, key_scale, dim, there, kind: tl.constexpr):  # type: ignore[no-untyped-def]
-        """RMS-normalize x: multiply by `size`, its inverse RMS, and by the query or key weight at the head columns `dim`."""
+    def _normed(  # type: ignore[no-untyped-def]
+        x, size, is_query, query_scale, key_scale, dim, there, kind: tl.constexpr
+    ):
+        """RMS-normalize x: multiply by `size`, its inverse RMS, and by the query or key weight at
+        the head columns `dim`."""
         of_queries = tl.load(query_scale + dim, mask=there, other=0.0).to(tl.float32)[None, :]
         of_keys = tl.load(key_scale + dim, mask=there, other=0.0).to(tl.float32)[None, :]
-        return (tl.where(is_query, of_queries, of_keys) * (x * size).to(kind).to(tl.float32)).to(kind).to(tl.float32)
+        return (
+            (tl.where(is_query, of_queries, of_keys) * (x * size).to(kind).to(tl.float32))
+            .to(kind)
+            .to(tl.float32)
+        )
 
     @triton.jit(do_not_specialize=["rows", "tokens"])
     def _rotate(  # type: ignore[no-untyped-def]
@@ -275,7 +362,8 @@ if triton is not None:
         PADDED: tl.constexpr,
         HEADS: tl.constexpr,
     ):
-        """See `rotated`: a program takes HEADS heads, ordered by token, and within a token queries, then keys, then values."""
+        """See `rotated`: a program takes HEADS heads, ordered by token, and within a token queries,
+        then keys, then values."""
         every = heads + 2 * kv_heads
         at = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
         token, head = at // every, at % every
@@ -296,10 +384,20 @@ if triton is not None:
         angle = token[:, None] * HEAD_DIM + dim[None, :]
         along = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
         across = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
-        turned = ((own * along).to(kind).to(tl.float32) + (other * across).to(kind).to(tl.float32)).to(kind)
-        tl.store(queries + ((token * heads + head) * HEAD_DIM)[:, None] + dim[None, :], turned, mask=inside & is_query)
+        turned = (
+            (own * along).to(kind).to(tl.float32) + (other * across).to(kind).to(tl.float32)
+        ).to(kind)
+        tl.store(
+            queries + ((token * heads + head) * HEAD_DIM)[:, None] + dim[None, :],
+            turned,
+            mask=inside & is_query,
+        )
         row = (token // tokens).to(tl.int64)  # offsets into the cache may not fit 32 bits
-        slot = row * cache_row + (token % tokens).to(tl.int64) * cache_token + (head - heads) % kv_heads * cache_head
+        slot = (
+            row * cache_row
+            + (token % tokens).to(tl.int64) * cache_token
+            + (head - heads) % kv_heads * cache_head
+        )
         slot = slot[:, None] + dim[None, :]
         tl.store(keys + slot, turned, mask=inside & ~is_query & ~is_value)
         tl.store(values + slot, value, mask=inside & is_value)
@@ -330,7 +428,8 @@ if triton is not None:
         TILE_KEYS: tl.constexpr,
         SPLIT: tl.constexpr,
     ):
-        """Attend in program (tile of queries x heads of a group, share of the prefix, batch row x KV head)."""
+        """Attend in program (tile of queries x heads of a group, share of the prefix, batch row x
+        KV head)."""
         split, splits = tl.program_id(1), tl.num_programs(1)
         pair = tl.program_id(2).to(tl.int64)  # offsets into the cache may not fit 32 bits
         row, head = pair // kv_heads, pair % kv_heads
@@ -339,10 +438,14 @@ if triton is not None:
         columns, dims = tl.arange(0, TILE_KEYS), tl.arange(0, PADDED)
         real, inside = at < tokens * GROUP, dims < HEAD_DIM
         whole = real[:, None] & inside[None, :]
-        place = (((row * tokens + token) * kv_heads + head) * GROUP + at % GROUP)[:, None] * HEAD_DIM + dims[None, :]
+        place = (((row * tokens + token) * kv_heads + head) * GROUP + at % GROUP)[
+            :, None
+        ] * HEAD_DIM + dims[None, :]
         queries = tl.load(query + place, mask=whole, other=0.0)
         state = token // BLOCK_SIZE
-        before = tl.load(parent + row * (tokens // BLOCK_SIZE) + state, mask=real, other=-1).to(tl.int32)
+        before = tl.load(parent + row * (tokens // BLOCK_SIZE) + state, mask=real, other=-1).to(
+            tl.int32
+        )
 
         # The running softmax: weighted sum of values, sum of weights, greatest score.
         sums = tl.zeros([TILE_ROWS, PADDED], tl.float32)
@@ -353,22 +456,44 @@ if triton is not None:
         begin = tl.minimum(split * share, length)
         end = tl.minimum(begin + share, length)
         own = tl.cdiv(end - begin, TILE_KEYS)
-        scored = tl.where(split == 0, tl.cdiv(tokens, TILE_KEYS), 0)  # the first share takes the scored states, too
+        # the first share takes the scored states, too
+        scored = tl.where(split == 0, tl.cdiv(tokens, TILE_KEYS), 0)
         for tile in range(0, own + scored):
-            slot = tl.where(tile < own, begin + tile * TILE_KEYS, used + (tile - own) * TILE_KEYS) + columns
+            slot = (
+                tl.where(tile < own, begin + tile * TILE_KEYS, used + (tile - own) * TILE_KEYS)
+                + columns
+            )
             of = tl.where(tile < own, -2, (slot - used) // BLOCK_SIZE)
             there = slot < tl.where(tile < own, end, used + tokens)
-            seen = (slot < end)[None, :] | (of[None, :] == state[:, None]) | (of[None, :] == before[:, None])
+            seen = (
+                (slot < end)[None, :]
+                | (of[None, :] == state[:, None])
+                | (of[None, :] == before[:, None])
+            )
             cell = row * key_row + head * key_head + slot.to(tl.int64) * key_token
-            keys = tl.load(key + cell[None, :] + dims[:, None], mask=there[None, :] & inside[:, None], other=0.0)
-            values = tl.load(value + cell[:, None] + dims[None, :], mask=there[:, None] & inside[None, :], other=0.0)
-            # float32 is multiplied as three TF32 products, as in SDPA's own kernel: right to the last bits.
-            scores = tl.where(seen, tl.dot(queries, keys, input_precision="tf32x3") * scale, float("-inf"))
+            keys = tl.load(
+                key + cell[None, :] + dims[:, None],
+                mask=there[None, :] & inside[:, None],
+                other=0.0,
+            )
+            values = tl.load(
+                value + cell[:, None] + dims[None, :],
+                mask=there[:, None] & inside[None, :],
+                other=0.0,
+            )
+            # float32 is multiplied as three TF32 products, as in SDPA's own kernel: right to the
+            # last bits.
+            scores = tl.where(
+                seen, tl.dot(queries, keys, input_precision="tf32x3") * scale, float("-inf")
+            )
             higher = tl.maximum(peak, tl.max(scores, 1))
-            level = tl.where(higher == float("-inf"), 0.0, higher)  # where nothing has been seen yet
+            # where nothing has been seen yet
+            level = tl.where(higher == float("-inf"), 0.0, higher)
             weights, fade = tl.exp2(scores - level[:, None]), tl.exp2(peak - level)
             total = total * fade + tl.sum(weights, 1)
-            sums = tl.dot(weights.to(values.dtype), values, sums * fade[:, None], input_precision="tf32x3")
+            sums = tl.dot(
+                weights.to(values.dtype), values, sums * fade[:, None], input_precision="tf32x3"
+            )
             peak = higher
         result = sums / tl.where(total == 0.0, 1.0, total)[:, None]
 
@@ -377,7 +502,8 @@ if triton is not None:
             mine = first + split * (tokens * GROUP)
             tl.store(levels + mine, peak + tl.log2(total), mask=real)
             tl.store(partial + mine[:, None] * HEAD_DIM + dims[None, :], result, mask=whole)
-            # All threads store before one of them counts this program as done (release) and reads how many were (acquire).
+            # All threads store before one of them counts this program as done (release) and reads
+            # how many were (acquire).
             tl.debug_barrier()
             counter = arrived + pair * tl.num_programs(0) + tl.program_id(0)
             last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == splits - 1
@@ -392,9 +518,13 @@ if triton is not None:
                 theirs = first + other * (tokens * GROUP)
                 level = tl.load(levels + theirs, mask=real, other=0.0, cache_modifier=".cg")
                 values = tl.load(
-                    partial + theirs[:, None] * HEAD_DIM + dims[None, :], mask=whole, other=0.0, cache_modifier=".cg"
+                    partial + theirs[:, None] * HEAD_DIM + dims[None, :],
+                    mask=whole,
+                    other=0.0,
+                    cache_modifier=".cg",
                 )
-                higher = tl.maximum(peak, level)  # the first share sees something, so this is finite
+                # the first share sees something, so this is finite
+                higher = tl.maximum(peak, level)
                 fade, rise = tl.exp2(peak - higher), tl.exp2(level - higher)
                 result = result * fade[:, None] + values * rise[:, None]
                 total = total * fade + rise

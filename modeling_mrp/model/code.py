@@ -7,35 +7,48 @@ from typing import Any
 
 from .families.sdar import DENSE
 
-MODELING, PACKAGE, CUSTOM_GENERATE = "modeling_mrp.py", "package_mrp.py", "custom_generate/generate.py"
+MODELING, PACKAGE, CUSTOM_GENERATE = (
+    "modeling_mrp.py",
+    "package_mrp.py",
+    "custom_generate/generate.py",
+)
 AUTO_MAP = {
     "AutoConfig": "modeling_mrp.MRPConfig",
     "AutoModel": "modeling_mrp.MRPForCausalLM",
     "AutoModelForCausalLM": "modeling_mrp.MRPForCausalLM",
 }
 _CUSTOM = (
-    "MRP for block-diffusion language models: decoding of a stock SDAR model with this repository's head.",
-    f"""Contents: `generate`, which transformers calls with the model and the arguments of `sdar.generate`.
+    "MRP for block-diffusion language models: decoding of a stock SDAR model with this "
+    "repository's head.",
+    f"""Contents: `generate`, which transformers calls with the model and the arguments of
+`sdar.generate`.
 
-Imports: Python's standard library and transformers. With an MRP model it calls that model's own `generate`. With a stock
-model it loads and EXECUTES this repository's {MODELING} and {PACKAGE}, at the commit of this file, and reads the
-repository's config, generation config and head (safetensors): by huggingface_hub from its cache on disk or, where they
-are not there yet, from the Hub into that cache. transformers copies code that it runs to its cache of modules. Nothing
-else is written. The MRP model made of both shares the stock model's parameters, and lives as long as that one; on an
-NVIDIA GPU decoding moves these parameters to new storage. What decoding does is told at the top of {PACKAGE}.""",
+Imports: Python's standard library and transformers. With an MRP model it calls that model's own
+`generate`. With a stock model it loads and EXECUTES this repository's {MODELING} and {PACKAGE}, at
+the commit of this file, and reads the repository's config, generation config and head
+(safetensors): by huggingface_hub from its cache on disk or, where they are not there yet, from the
+Hub into that cache. transformers copies code that it runs to its cache of modules. Nothing else is
+written. The MRP model made of both shares the stock model's parameters, and lives as long as that
+one; on an NVIDIA GPU decoding moves these parameters to new storage. What decoding does is told at
+the top of {PACKAGE}.""",
 )
 
 
 def code_files(family: str = DENSE) -> dict[str, str]:
-    """Return the remote code of a repository, text by path: that beside this file if it is a bundle, else one for a family."""
+    """Return the remote code of a repository, text by path: that beside this file if it is a
+    bundle, else one for a family."""
     own = Path(__file__)
     if own.name == PACKAGE:
-        files = {name: own.with_name(name).read_text(encoding="utf-8") for name in (MODELING, PACKAGE)}
+        files = {
+            name: own.with_name(name).read_text(encoding="utf-8") for name in (MODELING, PACKAGE)
+        }
     else:
         files = import_module(f"{__name__.partition('.')[0]}.bundle").bundled(family)
     origin = files[PACKAGE].split("\n\n")[1]
     header = f'"""{_CUSTOM[0]}\n\n{origin}\n\n{_CUSTOM[1]}\n"""\n\nfrom typing import Any'
-    source = inspect.getsource(generate_on_stock).replace(f"def {generate_on_stock.__name__}(", "def generate(", 1)
+    source = inspect.getsource(generate_on_stock).replace(
+        f"def {generate_on_stock.__name__}(", "def generate(", 1
+    )
     return {**files, CUSTOM_GENERATE: f"{header}\n\n\n{source}"}
 
 
@@ -52,28 +65,37 @@ def model_tags(family: str) -> list[str]:
 
 
 def generate_on_stock(inputs: Any = None, *, model: Any, **kwargs: Any) -> Any:
-    """Decode with a stock SDAR model and the head of the Hub repository that holds this file, called as
-    `sdar.generate(custom_generate="org/head", trust_remote_code=True)`; an MRP model decodes with its own head.
+    """Decode with a stock SDAR model and the head of the Hub repository that holds this file,
+    called as `sdar.generate(custom_generate="org/head", trust_remote_code=True)`; an MRP model
+    decodes with its own head.
 
-    `custom_generate/generate.py` holds this function alone, as `generate`, so that it imports all it needs. The path at which
-    transformers caches that file gives the repository and commit. `ValueError` if the head does not fit, or the repository is
-    a local folder.
+    `custom_generate/generate.py` holds this function alone, as `generate`, so that it imports all
+    it needs. The path at which transformers caches that file gives the repository and commit.
+    `ValueError` if the head does not fit, or the repository is a local folder.
     """
     import re
     from pathlib import Path
 
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-    for_downloads = ("token", "cache_dir", "local_files_only", "force_download", "proxies", "revision")
+    for_downloads = (
+        "token",
+        "cache_dir",
+        "local_files_only",
+        "force_download",
+        "proxies",
+        "revision",
+    )
     download = {name: kwargs.pop(name) for name in for_downloads if name in kwargs}
     if not hasattr(model, "mrp_head"):
         owner, name, commit = Path(__file__).parts[-5:-2]
         if owner == "transformers_modules":
             raise ValueError(
-                "custom_generate is a local folder, whose head is not found: push it and name the repository, or load both by "
-                "MRPForCausalLM.from_backbone(backbone, head=folder)"
+                "custom_generate is a local folder, whose head is not found: push it and name the "
+                "repository, or load both by MRPForCausalLM.from_backbone(backbone, head=folder)"
             )
-        owner, name = (re.sub("^_(?=[0-9])", "", part) for part in (owner, name))  # as Python modules can be called
+        # as Python modules can be called
+        owner, name = (re.sub("^_(?=[0-9])", "", part) for part in (owner, name))
         repository = f"{owner}/{name}".replace("_hyphen_", "-").replace("_dot_", ".")
         download["revision"] = commit  # code is kept by commit: the weights are of the same
         mrp = get_class_from_dynamic_module("modeling_mrp.MRPForCausalLM", repository, **download)

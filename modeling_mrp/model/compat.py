@@ -1,4 +1,5 @@
-"""What differs between versions of transformers: from 5.24 on, `past_key_values` of models and outputs is called `cache`."""
+"""What differs between versions of transformers: from 5.24 on, `past_key_values` of models and
+outputs is called `cache`."""
 
 from inspect import signature
 from typing import Any
@@ -8,18 +9,24 @@ from transformers.utils import ModelOutput
 
 OLD_CACHE_NAME = "past_key_values"
 # The argument in which the layers of the installed version take a cache.
-CACHE_NAME = "cache" if "cache" in signature(Qwen3DecoderLayer.forward).parameters else OLD_CACHE_NAME
+CACHE_NAME = (
+    "cache" if "cache" in signature(Qwen3DecoderLayer.forward).parameters else OLD_CACHE_NAME
+)
 
 
 def chosen_cache(cache: Any, past_key_values: Any) -> Any:
-    """Return the cache that a caller passed under either name, or None; `ValueError` if both are given."""
+    """Return the cache that a caller passed under either name, or None; `ValueError` if both are
+    given."""
     if cache is not None and past_key_values is not None:
-        raise ValueError("cache and past_key_values are two names of one argument: pass one of them")
+        raise ValueError(
+            "cache and past_key_values are two names of one argument: pass one of them"
+        )
     return past_key_values if cache is None else cache
 
 
 class CacheOutput(ModelOutput):
-    """An output whose field `cache` is also called `past_key_values`, as an attribute and as a key."""
+    """An output whose field `cache` is also called `past_key_values`, as an attribute and as a
+    key."""
 
     @property
     def past_key_values(self) -> Any:

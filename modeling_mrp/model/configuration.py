@@ -25,7 +25,16 @@ _Range = tuple[Any, float, float, str]
 _SIZE: _Range = (Integral, 1, 1 << 20, "a size of the checkpoint's tensors")
 _SIZES: dict[str, _Range] = {
     "vocab_size": (Integral, 1, 1 << 24, "a size of the checkpoint's tensors"),
-    **dict.fromkeys(("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim"), _SIZE),
+    **dict.fromkeys(
+        (
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "head_dim",
+        ),
+        _SIZE,
+    ),
     "max_position_embeddings": (Integral, 1, 1 << 62, "the longest text"),
     "rms_norm_eps": (Real, 0, 1, "as the model was trained"),
     "attention_dropout": (Real, 0, 1, "a probability"),
@@ -36,9 +45,17 @@ _TRAINED_WITH: _Range = (Real, 1e-9, 1e9, "as the model was trained")
 _ROPE: dict[str, _Range] = {
     "rope_theta": (Real, 1.0001, 1e12, "the base of the rotary frequencies"),
     "factor": (Real, 1, 1e6, "how much longer texts are than those of the first training"),
-    "original_max_position_embeddings": (Integral, 2, 1 << 62, "the longest text of the first training"),
+    "original_max_position_embeddings": (
+        Integral,
+        2,
+        1 << 62,
+        "the longest text of the first training",
+    ),
     "partial_rotary_factor": (Real, 1e-9, 1, "the share of a head's dimensions that are rotated"),
-    **dict.fromkeys(("attention_factor", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor"), _TRAINED_WITH),
+    **dict.fromkeys(
+        ("attention_factor", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor"),
+        _TRAINED_WITH,
+    ),
     **dict.fromkeys(("mscale", "mscale_all_dim"), (Real, 0, 1e9, "as the model was trained")),
 }
 _NULLABLE = {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
@@ -50,93 +67,128 @@ _ROPE_NEEDS = {
 
 
 def check_number(name: str, value: Any, kind: Any, least: float, most: float, why: str) -> None:
-    """Raise `ValueError` unless a value is a number of the type `Integral` or `Real`, within its bounds."""
+    """Raise `ValueError` unless a value is a number of the type `Integral` or `Real`, within its
+    bounds."""
     if isinstance(value, bool) or not isinstance(value, kind) or not least <= value <= most:
         what = "an int" if kind is Integral else "a number"
         raise ValueError(f"{name} is {value!r}: it must be {what} from {least} to {most} ({why})")
 
 
 def check_rope(rope: Mapping[str, Any], head_dim: int) -> None:
-    """Raise `ValueError` for `rope_parameters` from which no rotary frequencies of finite size can be made."""
+    """Raise `ValueError` for `rope_parameters` from which no rotary frequencies of finite size can
+    be made."""
     kind, types = rope.get("rope_type", "default"), ("default", *sorted(ROPE_INIT_FUNCTIONS))
     if kind not in types:
-        raise ValueError(f"rope_type is {kind!r} in rope_parameters: it must be one of {', '.join(types)}")
+        raise ValueError(
+            f"rope_type is {kind!r} in rope_parameters: it must be one of {', '.join(types)}"
+        )
     for name in ("rope_theta", *_ROPE_NEEDS.get(kind, ())):
         if rope.get(name) is None:
-            raise ValueError(f"{name} is missing in rope_parameters of the type {kind!r}: add it, as the model was trained")
+            raise ValueError(
+                f"{name} is missing in rope_parameters of the type {kind!r}: add it, as the model "
+                "was trained"
+            )
     for name, bounds in _ROPE.items():
         if name in rope and (rope[name] is not None or name not in _NULLABLE):
             check_number(name, rope[name], *bounds)
     pairs = int(head_dim * (rope.get("partial_rotary_factor") or 1)) // 2
     if not pairs:
         raise ValueError(
-            f"partial_rotary_factor is {rope.get('partial_rotary_factor')!r}: of a head's {head_dim} dimensions (head_dim) it "
-            "must leave two or more to be rotated"
+            f"partial_rotary_factor is {rope.get('partial_rotary_factor')!r}: of a head's "
+            f"{head_dim} dimensions (head_dim) it must leave two or more to be rotated"
         )
     if kind == "llama3" and not rope["low_freq_factor"] < rope["high_freq_factor"]:
-        raise ValueError(f"low_freq_factor is {rope['low_freq_factor']!r}: it must be below high_freq_factor")
+        raise ValueError(
+            f"low_freq_factor is {rope['low_freq_factor']!r}: it must be below high_freq_factor"
+        )
     for name in ("short_factor", "long_factor") if kind == "longrope" else ():
         if not isinstance(rope[name], list) or len(rope[name]) != pairs:
-            raise ValueError(f"{name} is {rope[name]!r}: it must be a list of {pairs} numbers, one for each frequency")
+            raise ValueError(
+                f"{name} is {rope[name]!r}: it must be a list of {pairs} numbers, one for each "
+                "frequency"
+            )
         for number in rope[name]:
             check_number(f"a number in {name}", number, *_TRAINED_WITH)
 
 
 def check_dtype(dtype: Any) -> None:
-    """Raise `ValueError` unless a config's dtype is None or floating point, a `torch.dtype` or its name."""
+    """Raise `ValueError` unless a config's dtype is None or floating point, a `torch.dtype` or its
+    name."""
     kind = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if dtype is not None and not (isinstance(kind, torch.dtype) and kind.is_floating_point):
-        raise ValueError(f"dtype is {dtype!r}: it must be the name of a floating-point dtype, such as 'bfloat16'")
+        raise ValueError(
+            f"dtype is {dtype!r}: it must be the name of a floating-point dtype, such as 'bfloat16'"
+        )
 
 
 def our_fields(fields: dict[str, Any], source: str = "") -> dict[str, Any]:
-    """Translate a config's fields for `MRPConfig`: those of this package as they are, of others the known ones.
+    """Translate a config's fields for `MRPConfig`: those of this package as they are, of others the
+    known ones.
 
     Raises:
-        ValueError: for an unsupported head, or kind of model, by its fields or the name of its repository, `source`.
+        ValueError: for an unsupported head, or kind of model, by its fields or the name of its
+            repository, `source`.
     """
     for name, ours in (("head_predicts", "residual"), ("num_mrp_heads", 1)):
         if (value := fields.get(name, ours)) != ours:
-            raise ValueError(f"{name} is {value!r}: a head here is one, of residuals ({name}={ours!r})")
+            raise ValueError(
+                f"{name} is {value!r}: a head here is one, of residuals ({name}={ours!r})"
+            )
     kind = str(fields.get("model_type", "sdar_mrp"))
     if kind == "sdar_mrp":
         return fields
-    causal = fields.get("use_regular_causal") or re.match(r"(i-dlm|uno)\b", Path(source).name.lower())
+    causal = fields.get("use_regular_causal") or re.match(
+        r"(i-dlm|uno)\b", Path(source).name.lower()
+    )
     if kind.startswith("sdar") and causal:
         raise ValueError(
-            f"{source or 'the config'} is of I-DLM or UNO, by its name or by use_regular_causal: each token of it sees the "
-            "tokens before it alone, and predicts the next one. It does not load; models that do are in docs/models.md"
+            f"{source or 'the config'} is of I-DLM or UNO, by its name or by use_regular_causal: "
+            "each token of it sees the tokens before it alone, and predicts the next one. It does "
+            "not load; models that do are in docs/models.md"
         )
     known = {field.name for field in dataclasses.fields(MRPConfig)} | _OLD_SPELLINGS
     if kind != DENSE:
-        backbone = next((one for one in families().values() if one.published.items() <= fields.items()), None)
+        backbone = next(
+            (one for one in families().values() if one.published.items() <= fields.items()), None
+        )
         if backbone is None:
             raise ValueError(
-                f"the config's model_type is {kind!r}: what loads are checkpoints of this package ('sdar_mrp'), published ones "
-                "('sdar' and those in docs/models.md) and, by MRPForCausalLM.from_backbone, autoregressive ones ('qwen3'). The "
-                "code of a repository reads its own family alone: for others install this package"
+                f"the config's model_type is {kind!r}: what loads are checkpoints of this package "
+                "('sdar_mrp'), published ones ('sdar' and those in docs/models.md) and, by "
+                "MRPForCausalLM.from_backbone, autoregressive ones ('qwen3'). The code of a "
+                "repository reads its own family alone: for others install this package"
             )
-        fields = backbone.translated({name: value for name, value in fields.items() if value is not None})
+        fields = backbone.translated(
+            {name: value for name, value in fields.items() if value is not None}
+        )
         known |= backbone.fields.keys() | backbone.unsaid.keys()
-    return {**{name: value for name, value in fields.items() if name in known}, "model_type": "sdar_mrp"}
+    return {
+        **{name: value for name, value in fields.items() if name in known},
+        "model_type": "sdar_mrp",
+    }
 
 
 class MRPConfig(Qwen3Config):
-    """A `Qwen3Config` plus fields of block diffusion and of the MRP head (SDAR, arXiv 2510.06303; MRP, arXiv 2605.18817).
+    """A `Qwen3Config` plus fields of block diffusion and of the MRP head (SDAR, arXiv 2510.06303;
+    MRP, arXiv 2605.18817).
 
-    Published configs load too, without their fields that have no meaning here. `ValueError` for values that are out of range or
-    not supported.
+    Published configs load too, without their fields that have no meaning here. `ValueError` for
+    values that are out of range or not supported.
 
     Args:
-        family: The family of the backbone (`modeling_mrp/model/families`); some families have further fields.
+        family: The family of the backbone (`modeling_mrp/model/families`); some families have
+            further fields.
         block_size: Tokens per diffusion block, counted from absolute position 0.
         mask_token_id: The id that stands for a token not revealed yet. It is never emitted.
-        num_nextn_predict_layers: Decoder layers of the MRP head (published: 3); 0 for a backbone without a head.
-        base_model_name_or_path, base_model_revision: The backbone, in the config of a repository that holds a head alone.
+        num_nextn_predict_layers: Decoder layers of the MRP head (published: 3); 0 for a backbone
+            without a head.
+        base_model_name_or_path, base_model_revision: The backbone, in the config of a repository
+            that holds a head alone.
     """
 
     model_type = "sdar_mrp"
-    # transformers' layers read the number of experts by this name; families without experts have neither field.
+    # transformers' layers read the number of experts by this name; families without experts have
+    # neither field.
     attribute_map: ClassVar[dict[str, str]] = {"num_local_experts": "num_experts"}
 
     block_size: int = 16
@@ -150,63 +202,123 @@ class MRPConfig(Qwen3Config):
         for name, bounds in _SIZES.items():
             check_number(name, getattr(self, name), *bounds)
         last = self.vocab_size - 1
-        check_number("block_size", self.block_size, Integral, 1, self.max_position_embeddings, "max_position_embeddings")
         check_number(
-            "mask_token_id", self.mask_token_id, Integral, 0, last, "the tokenizer's mask token, inside the vocabulary"
+            "block_size",
+            self.block_size,
+            Integral,
+            1,
+            self.max_position_embeddings,
+            "max_position_embeddings",
         )
-        check_number("pad_token_id", self.pad_token_id or 0, Integral, 0, last, "inside the vocabulary, or null")
-        check_number("num_nextn_predict_layers", self.num_nextn_predict_layers, Integral, 0, 1024, "0: no head")
+        check_number(
+            "mask_token_id",
+            self.mask_token_id,
+            Integral,
+            0,
+            last,
+            "the tokenizer's mask token, inside the vocabulary",
+        )
+        check_number(
+            "pad_token_id",
+            self.pad_token_id or 0,
+            Integral,
+            0,
+            last,
+            "inside the vocabulary, or null",
+        )
+        check_number(
+            "num_nextn_predict_layers",
+            self.num_nextn_predict_layers,
+            Integral,
+            0,
+            1024,
+            "0: no head",
+        )
         if self.num_key_value_heads is not None:
             why = "num_attention_heads"
-            check_number("num_key_value_heads", self.num_key_value_heads, Integral, 1, self.num_attention_heads, why)
+            check_number(
+                "num_key_value_heads",
+                self.num_key_value_heads,
+                Integral,
+                1,
+                self.num_attention_heads,
+                why,
+            )
             if self.num_attention_heads % self.num_key_value_heads:
                 raise ValueError(
-                    f"num_key_value_heads is {self.num_key_value_heads}: it must divide num_attention_heads, "
-                    f"{self.num_attention_heads}"
+                    f"num_key_value_heads is {self.num_key_value_heads}: it must divide "
+                    f"num_attention_heads, {self.num_attention_heads}"
                 )
         if self.hidden_act not in ACT2FN:
-            raise ValueError(f"hidden_act is {self.hidden_act!r}: it must be one of {', '.join(sorted(ACT2FN))}")
+            raise ValueError(
+                f"hidden_act is {self.hidden_act!r}: it must be one of {', '.join(sorted(ACT2FN))}"
+            )
         check_dtype(self.dtype if self.dtype is not None else kwargs.get("torch_dtype"))
         super().__post_init__(**{**backbone_of(self.family).fields, **kwargs})
         check_rope(self.rope_parameters, self.head_dim)
         if self.layer_types != ["full_attention"] * self.num_hidden_layers:
-            needed = f"block diffusion needs 'full_attention' in each of the {self.num_hidden_layers} layers"
+            needed = (
+                f"block diffusion needs 'full_attention' in each of the {self.num_hidden_layers} "
+                "layers"
+            )
             raise ValueError(f"layer_types is {self.layer_types}: {needed}")
         if not isinstance(self._attn_implementation, str | None):
-            raise ValueError(f"attn_implementation is {self._attn_implementation!r}: use 'sdpa' or 'eager'")
+            raise ValueError(
+                f"attn_implementation is {self._attn_implementation!r}: use 'sdpa' or 'eager'"
+            )
         if "/" in str(self._attn_implementation):
             raise ValueError(
-                f"attn_implementation is {self._attn_implementation!r}, code of another repository, which is not run (and "
-                "knows no block-causal mask): use 'sdpa' or 'eager'"
+                f"attn_implementation is {self._attn_implementation!r}, code of another "
+                "repository, which is not run (and knows no block-causal mask): use 'sdpa' or "
+                "'eager'"
             )
 
     @classmethod
-    def get_config_dict(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Read the fields of a `config.json` as transformers does; return them translated by `our_fields`."""
+    def get_config_dict(
+        cls, pretrained_model_name_or_path: Any, **kwargs: Any
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Read the fields of a `config.json` as transformers does; return them translated by
+        `our_fields`."""
         found, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
         return our_fields(found, str(pretrained_model_name_or_path)), kwargs
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Make a config from fields of this package or of a published config; `ValueError` for one of another type."""
+        """Make a config from fields of this package or of a published config; `ValueError` for one
+        of another type."""
         fields = our_fields(config_dict)
         for name in fields:
-            if callable(getattr(cls, name, None)) or name in ("base_model_tp_plan", "base_model_pp_plan"):
-                raise ValueError(f"the config has a field {name!r}, which is a part of its class and no setting: remove it")
+            if callable(getattr(cls, name, None)) or name in (
+                "base_model_tp_plan",
+                "base_model_pp_plan",
+            ):
+                raise ValueError(
+                    f"the config has a field {name!r}, which is a part of its class and no "
+                    "setting: remove it"
+                )
         try:
             return super().from_dict(fields, **kwargs)
-        except (StrictDataclassError, TypeError, AttributeError, KeyError, ArithmeticError) as error:
+        except (
+            StrictDataclassError,
+            TypeError,
+            AttributeError,
+            KeyError,
+            ArithmeticError,
+        ) as error:
             said = " ".join(str(error).split())
             raise ValueError(
-                f"a field of the config cannot be read: {said}. Correct it, or download the config again"
+                f"a field of the config cannot be read: {said}. Correct it, or download the config "
+                "again"
             ) from error
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """Do nothing: `save_pretrained` names the remote code itself; transformers would name the file with this class."""
+        """Do nothing: `save_pretrained` names the remote code itself; transformers would name the
+        file with this class."""
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """Save the config, with an `auto_map` that names the remote code, and write this code beside it."""
+        """Save the config, with an `auto_map` that names the remote code, and write this code
+        beside it."""
         self.auto_map = dict(AUTO_MAP)
         super().save_pretrained(save_directory, *args, **kwargs)
         write_code(Path(save_directory), self.family)

@@ -1,6 +1,8 @@
-"""Block diffusion: attention masks (True where a query sees a key), shifted hidden states, and the noise of the loss.
+"""Block diffusion: attention masks (True where a query sees a key), shifted hidden states, and the
+noise of the loss.
 
-Positions are absolute, from 0 at a sequence's first real token; the block of a position is ``position // block_size``.
+Positions are absolute, from 0 at a sequence's first real token; the block of a position is
+``position // block_size``.
 """
 
 import zlib
@@ -10,39 +12,49 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def block_causal_mask(query_positions: Tensor, key_positions: Tensor, key_valid: Tensor, block_size: int) -> Tensor:
-    """Make the mask by which every token sees the earlier blocks and the whole of its own block (SDAR, section 3).
+def block_causal_mask(
+    query_positions: Tensor, key_positions: Tensor, key_valid: Tensor, block_size: int
+) -> Tensor:
+    """Make the mask by which every token sees the earlier blocks and the whole of its own block
+    (SDAR, section 3).
 
-    Positions are [batch, queries] and [batch, keys], `key_valid` [batch, keys] bool, False for padding; the mask is
-    [batch, 1, queries, keys] bool.
+    Positions are [batch, queries] and [batch, keys], `key_valid` [batch, keys] bool, False for
+    padding; the mask is [batch, 1, queries, keys] bool.
     """
     not_later = key_positions[:, None, :] // block_size <= query_positions[:, :, None] // block_size
     return (not_later & key_valid[:, None, :])[:, None]
 
 
 def noisy_and_clean_mask(positions: Tensor, valid: Tensor, block_size: int) -> Tensor:
-    """Make the mask of one pass over a noisy copy x_t and the clean text x_0, packed as [x_t | x_0] (SDAR, section 3).
+    """Make the mask of one pass over a noisy copy x_t and the clean text x_0, packed as [x_t | x_0]
+    (SDAR, section 3).
 
-    A noisy token sees its own noisy block and the clean tokens of earlier blocks; a clean token sees the clean tokens of its
-    own and earlier blocks. Padding, where `valid` is False, sees only itself. `positions` and `valid` are [batch, length], the
-    mask [batch, 1, 2 * length, 2 * length] bool.
+    A noisy token sees its own noisy block and the clean tokens of earlier blocks; a clean token
+    sees the clean tokens of its own and earlier blocks. Padding, where `valid` is False, sees only
+    itself. `positions` and `valid` are [batch, length], the mask [batch, 1, 2 * length, 2 * length]
+    bool.
     """
     query, key = (positions // block_size)[:, :, None], (positions // block_size)[:, None, :]
     own, earlier = key == query, key < query
-    noisy, clean = torch.cat([own, earlier], 2), torch.cat([torch.zeros_like(own), own | earlier], 2)
+    noisy, clean = (
+        torch.cat([own, earlier], 2),
+        torch.cat([torch.zeros_like(own), own | earlier], 2),
+    )
     real = valid.repeat(1, 2)
     mask = torch.cat([noisy, clean], 1) & real[:, :, None] & real[:, None, :]
     return (mask | torch.eye(real.shape[1], dtype=torch.bool, device=mask.device))[:, None]
 
 
 def taken_from(hidden: Tensor, previous: Tensor) -> Tensor:
-    """Gather hidden states [batch, length, size] by column `previous` [batch, n]; return [batch, n, size], zeros at -1."""
+    """Gather hidden states [batch, length, size] by column `previous` [batch, n]; return [batch, n,
+    size], zeros at -1."""
     taken = hidden.gather(1, previous.clamp(min=0)[..., None].expand(-1, -1, hidden.shape[-1]))
     return taken.masked_fill(previous[..., None] < 0, 0)
 
 
 def noise_of(ids: Tensor, valid: Tensor, training: bool) -> Tensor:
-    """Draw uniform noise [batch, 1 + length] float32: a text's level, then its tokens'; outside training seeded by its text."""
+    """Draw uniform noise [batch, 1 + length] float32: a text's level, then its tokens'; outside
+    training seeded by its text."""
     if training:
         return torch.rand(len(ids), 1 + ids.shape[1], device=ids.device)
     drawn = torch.zeros(len(ids), 1 + ids.shape[1])

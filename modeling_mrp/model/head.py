@@ -1,7 +1,8 @@
 """The MRP head, and the check that it fits a backbone.
 
-Symbols follow the MRP paper (arXiv 2605.18817): h_A are the backbone's final hidden states at a state x (text with masks),
-x' the state after a reveal, h_C the head's output; lm_head(h_A + h_C) estimates the backbone's logits at x'.
+Symbols follow the MRP paper (arXiv 2605.18817): h_A are the backbone's final hidden states at a
+state x (text with masks), x' the state after a reveal, h_C the head's output; lm_head(h_A + h_C)
+estimates the backbone's logits at x'.
 """
 
 from typing import Any
@@ -17,32 +18,49 @@ from .configuration import MRPConfig
 
 # Fields in which a head's config must agree with its backbone's.
 _SHARED = [
-    *("family", "hidden_size", "vocab_size", "block_size", "mask_token_id", "num_attention_heads", "num_key_value_heads"),
+    *(
+        "family",
+        "hidden_size",
+        "vocab_size",
+        "block_size",
+        "mask_token_id",
+        "num_attention_heads",
+        "num_key_value_heads",
+    ),
     *("head_dim", "intermediate_size", "hidden_act", "rms_norm_eps", "rope_parameters"),
 ]
 
 
 class MRPHead(nn.Module):
-    """Predicts the residual h_C that a reveal adds to the backbone's hidden states (MRP, section 3).
+    """Predicts the residual h_C that a reveal adds to the backbone's hidden states (MRP, section
+    3).
 
-    ``h_C = norm(layers(eh_proj([enorm(embed(x')) ; hnorm(h_A)])))``, with Qwen3's layers. A new head returns 0.
+    ``h_C = norm(layers(eh_proj([enorm(embed(x')) ; hnorm(h_A)])))``, with Qwen3's layers. A new
+    head returns 0.
     """
 
     def __init__(self, config: MRPConfig) -> None:
         super().__init__()
-        self._tp_plan = dict(config.base_model_tp_plan or {})  # its layers are divided as the backbone's are
+        # its layers are divided as the backbone's are
+        self._tp_plan = dict(config.base_model_tp_plan or {})
         self.enorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.hnorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
-        self.layers = nn.ModuleList(Qwen3DecoderLayer(config, 0) for _ in range(config.num_nextn_predict_layers))
+        self.layers = nn.ModuleList(
+            Qwen3DecoderLayer(config, 0) for _ in range(config.num_nextn_predict_layers)
+        )
         self.place_behind(config)
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         nn.init.zeros_(self.norm.weight)
 
     def place_behind(self: Any, backbone: MRPConfig) -> None:
-        """Give the layers the cache indices behind a backbone's layers, and its config, which chooses their attention."""
+        """Give the layers the cache indices behind a backbone's layers, and its config, which
+        chooses their attention."""
         for index, layer in enumerate(self.layers):
-            layer.self_attn.layer_idx, layer.self_attn.config = backbone.num_hidden_layers + index, backbone
+            layer.self_attn.layer_idx, layer.self_attn.config = (
+                backbone.num_hidden_layers + index,
+                backbone,
+            )
 
     def forward(
         self,
@@ -52,13 +70,17 @@ class MRPHead(nn.Module):
         position_embeddings: tuple[Tensor, Tensor],
         cache: Cache | None = None,
     ) -> Tensor:
-        """Predict h_C, [batch, length, hidden_size]. With fused layers, `Networks` calls `joined` and the layers instead.
+        """Predict h_C, [batch, length, hidden_size]. With fused layers, `Networks` calls `joined`
+        and the layers instead.
 
         Args:
-            inputs_embeds: [batch, length, hidden_size], the embeddings of x' (the state after the reveal).
-            hidden_states: [batch, length, hidden_size], h_A, or an estimate of it: h_A plus earlier residuals.
+            inputs_embeds: [batch, length, hidden_size], the embeddings of x' (the state after the
+                reveal).
+            hidden_states: [batch, length, hidden_size], h_A, or an estimate of it: h_A plus earlier
+                residuals.
             attention_mask: As `Qwen3DecoderLayer` takes it, [batch, 1, length, keys].
-            position_embeddings: cos and sin of the backbone's rotary embedding, [batch, length, head_dim] each.
+            position_embeddings: cos and sin of the backbone's rotary embedding, [batch, length,
+                head_dim] each.
             cache: A cache that the layers update, or None.
         """
         hidden = self.joined(inputs_embeds, hidden_states)
@@ -73,13 +95,17 @@ class MRPHead(nn.Module):
         return self.norm(hidden)
 
     def joined(self, inputs_embeds: Tensor, hidden_states: Tensor) -> Tensor:
-        """Project the normed embeddings of x' and hidden states to the layers' input, [batch, length, hidden_size]."""
-        joined: Tensor = self.eh_proj(torch.cat([self.enorm(inputs_embeds), self.hnorm(hidden_states)], -1))
+        """Project the normed embeddings of x' and hidden states to the layers' input, [batch,
+        length, hidden_size]."""
+        joined: Tensor = self.eh_proj(
+            torch.cat([self.enorm(inputs_embeds), self.hnorm(hidden_states)], -1)
+        )
         return joined
 
 
 def turned_as(rotary: tuple[Tensor, Tensor], head_dim: int) -> tuple[Tensor, Tensor]:
-    """Pad cos and sin [batch, length, rotated dimensions] to [batch, length, head_dim] with rotations by 0."""
+    """Pad cos and sin [batch, length, rotated dimensions] to [batch, length, head_dim] with
+    rotations by 0."""
     cos, sin = rotary
     turned = cos.shape[-1] // 2
     if 2 * turned == head_dim:
@@ -90,10 +116,15 @@ def turned_as(rotary: tuple[Tensor, Tensor], head_dim: int) -> tuple[Tensor, Ten
 
 
 def check_same_backbone(head: MRPConfig, backbone: MRPConfig, whose: str) -> None:
-    """Raise `ValueError`, listing all differences, unless the configs of a head and a backbone agree on shared fields."""
+    """Raise `ValueError`, listing all differences, unless the configs of a head and a backbone
+    agree on shared fields."""
     pairs = ((name, getattr(head, name), getattr(backbone, name)) for name in _SHARED)
-    if differences := [f"{name} is {own!r}, the backbone's {its!r}" for name, own, its in pairs if own != its]:
+    if differences := [
+        f"{name} is {own!r}, the backbone's {its!r}" for name, own, its in pairs if own != its
+    ]:
         raise ValueError(
-            f"the head of {whose} does not belong to this backbone: its " + "; its ".join(differences) + ". Use the "
+            f"the head of {whose} does not belong to this backbone: its "
+            + "; its ".join(differences)
+            + ". Use the "
             "backbone that it was trained on, or train a head for this one"
         )

@@ -8,15 +8,30 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
-from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, extract_commit_hash
+from transformers.utils import (
+    CONFIG_NAME,
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    cached_file,
+    extract_commit_hash,
+)
 
 HEAD = "mrp_head."
 PUBLISHED_HEAD = "mrp_modules.0.model."  # in heavyball/sdar-*-mrp-*
-HUB_OPTIONS = ("cache_dir", "force_download", "proxies", "local_files_only", "token", "revision", "subfolder")
+HUB_OPTIONS = (
+    "cache_dir",
+    "force_download",
+    "proxies",
+    "local_files_only",
+    "token",
+    "revision",
+    "subfolder",
+)
 
 
 def our_name(name: str) -> str:
-    """Translate the name of a published head's tensor into this package's; return other names as they are."""
+    """Translate the name of a published head's tensor into this package's; return other names as
+    they are."""
     return HEAD + name.removeprefix(PUBLISHED_HEAD) if name.startswith(PUBLISHED_HEAD) else name
 
 
@@ -36,23 +51,39 @@ def json_object(path: Path) -> dict[str, Any]:
     return found
 
 
-def stored_json(source: str, name: str = CONFIG_NAME, **hub: Any) -> tuple[dict[str, Any], str | None]:
-    """Read a checkpoint's JSON file, fetched if needed; return it and its commit (of a folder, None). `OSError` if missing."""
+def stored_json(
+    source: str, name: str = CONFIG_NAME, **hub: Any
+) -> tuple[dict[str, Any], str | None]:
+    """Read a checkpoint's JSON file, fetched if needed; return it and its commit (of a folder,
+    None). `OSError` if missing."""
     try:
         if (path := cached_file(source, name, **hub)) is None:
-            raise OSError(f"there is no {name}; an adapter is loaded with model.load_adapter, on its base")
+            raise OSError(
+                f"there is no {name}; an adapter is loaded with model.load_adapter, on its base"
+            )
     except OSError as error:
         why = " ".join(str(error).split())
-        raise OSError(f"{source!r} is no folder here, and could not be read as a repository: check the path ({why})") from error
-    return json_object(Path(path)), None if os.path.isdir(source) else extract_commit_hash(path, None)
+        raise OSError(
+            f"{source!r} is no folder here, and could not be read as a repository: check the path "
+            f"({why})"
+        ) from error
+    return json_object(Path(path)), None if os.path.isdir(source) else extract_commit_hash(
+        path, None
+    )
 
 
 def weight_files(source: str, prefixes: tuple[str, ...] = ("",), **hub: Any) -> list[Path]:
-    """Find a checkpoint's safetensors files (of shards, those with tensors under `prefixes`); `ValueError` without any."""
+    """Find a checkpoint's safetensors files (of shards, those with tensors under `prefixes`);
+    `ValueError` without any."""
     names = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
-    there = (cached_file(source, name, _raise_exceptions_for_missing_entries=False, **hub) for name in names)
+    there = (
+        cached_file(source, name, _raise_exceptions_for_missing_entries=False, **hub)
+        for name in names
+    )
     if (found := next(filter(None, there), None)) is None:
-        raise ValueError(f"no {' and no '.join(names)} in {source}: only safetensors are read. Check the path")
+        raise ValueError(
+            f"no {' and no '.join(names)} in {source}: only safetensors are read. Check the path"
+        )
     if not found.endswith(SAFE_WEIGHTS_INDEX_NAME):
         return [Path(found)]
     shards = {shard for name, shard in weight_map(Path(found)).items() if name.startswith(prefixes)}
@@ -60,21 +91,30 @@ def weight_files(source: str, prefixes: tuple[str, ...] = ("",), **hub: Any) -> 
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """Read the file name of each tensor from a checkpoint's index; `ValueError` for one that leads out of its folder."""
+    """Read the file name of each tensor from a checkpoint's index; `ValueError` for one that leads
+    out of its folder."""
     fields = json_object(index)
     files, remedy = fields.get("weight_map"), "save the checkpoint again, or download it again"
     if not isinstance(files, dict) or not files or not isinstance(fields.get("metadata"), dict):
-        raise ValueError(f"weight_map or metadata of {index} is missing, no object, or empty: {remedy}")
+        raise ValueError(
+            f"weight_map or metadata of {index} is missing, no object, or empty: {remedy}"
+        )
     for name, file in files.items():
-        if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
+        if (
+            not isinstance(file, str)
+            or Path(file).name != file
+            or not file.endswith(".safetensors")
+        ):
             raise ValueError(
-                f"weight_map of {index} has {file!r} for {name}: it must be a safetensors file beside it; {remedy}"
+                f"weight_map of {index} has {file!r} for {name}: it must be a safetensors file "
+                f"beside it; {remedy}"
             )
     return files
 
 
 def stored_names(source: str, **hub: Any) -> set[str]:
-    """List the names that a checkpoint's tensors have in this package; empty if it has no safetensors under the usual names."""
+    """List the names that a checkpoint's tensors have in this package; empty if it has no
+    safetensors under the usual names."""
     single, index = (
         cached_file(source, name, _raise_exceptions_for_missing_entries=False, **hub)
         for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
@@ -86,34 +126,46 @@ def stored_names(source: str, **hub: Any) -> set[str]:
 
 
 def check_depth(config: Any, names: Collection[str], source: str) -> None:
-    """Raise `ValueError` if a config has more layers than the tensors `names` of a checkpoint, before any layer is made."""
-    for field, prefix in (("num_hidden_layers", "model.layers."), ("num_nextn_predict_layers", f"{HEAD}layers.")):
-        stored = {name.removeprefix(prefix).partition(".")[0] for name in names if name.startswith(prefix)}
-        known = bool(names) and (bool(stored) or field != "num_hidden_layers")  # a head repository has none of the backbone's
+    """Raise `ValueError` if a config has more layers than the tensors `names` of a checkpoint,
+    before any layer is made."""
+    for field, prefix in (
+        ("num_hidden_layers", "model.layers."),
+        ("num_nextn_predict_layers", f"{HEAD}layers."),
+    ):
+        stored = {
+            name.removeprefix(prefix).partition(".")[0] for name in names if name.startswith(prefix)
+        }
+        # a head repository has none of the backbone's
+        known = bool(names) and (bool(stored) or field != "num_hidden_layers")
         if known and (layers := getattr(config, field)) > len(stored):
             raise ValueError(
-                f"{source} does not fit its config: {field} is {layers}, and it holds {len(stored)} layers {prefix}*: correct "
-                "config.json (without a head num_nextn_predict_layers is 0), or download the weights again"
+                f"{source} does not fit its config: {field} is {layers}, and it holds "
+                f"{len(stored)} layers {prefix}*: correct config.json (without a head "
+                "num_nextn_predict_layers is 0), or download the weights again"
             )
 
 
 def is_hub_id(name: str) -> bool:
     """Tell if a name can be a repository's id on the Hub, `org/name`, rather than a path."""
-    return re.fullmatch(r"[A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*", name) is not None and not re.search(r"\.\.|--", name)
+    return re.fullmatch(
+        r"[A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*", name
+    ) is not None and not re.search(r"\.\.|--", name)
 
 
 def backbone_location(name: str, source: str) -> str:
-    """Return the backbone `name` that a head repository's config gives; `ValueError` if `source` may not name it."""
+    """Return the backbone `name` that a head repository's config gives; `ValueError` if `source`
+    may not name it."""
     allowed = isinstance(name, str) and is_hub_id(name) and not os.path.exists(name)
     of_folder = isinstance(name, str) and os.path.isdir(source) and os.path.isabs(name)
     if of_folder and not os.path.isdir(name):
         raise ValueError(
-            f"the folder {name} is gone, which the head in {source} names as its backbone: name its new place, with --backbone "
-            f"of mrp, or by from_backbone(folder, head={source!r})"
+            f"the folder {name} is gone, which the head in {source} names as its backbone: name "
+            f"its new place, with --backbone of mrp, or by from_backbone(folder, head={source!r})"
         )
     if not allowed and not of_folder:
         raise ValueError(
-            f"the config of {source} names the backbone {name!r}, which is not followed: it must be 'org/name', and no path "
-            "that exists here, or in a folder's config another's absolute path. Load both by from_backbone(backbone, head=...)"
+            f"the config of {source} names the backbone {name!r}, which is not followed: it must "
+            "be 'org/name', and no path that exists here, or in a folder's config another's "
+            "absolute path. Load both by from_backbone(backbone, head=...)"
         )
     return name

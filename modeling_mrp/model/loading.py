@@ -40,14 +40,17 @@ from .layouts import (
 
 try:
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-    from accelerate.utils import align_module_device as fetched  # while its context is open, from disk or another memory
+
+    # while its context is open, from disk or another memory
+    from accelerate.utils import align_module_device as fetched
 except ImportError:  # then no model is spread over devices
     AlignDevicesHook, add_hook_to_module, fetched = None, None, contextlib.nullcontext
 
 logger = transformers_logging.get_logger(__name__)
 
 _KEY_MAPPING = {f"^{re.escape(PUBLISHED_HEAD)}": HEAD}  # transformers renames by it while it loads
-# By stock transformers model, while it is in use: the source of a head, and the MRP model made from both.
+# By stock transformers model, while it is in use: the source of a head, and the MRP model made from
+# both.
 _MADE: "weakref.WeakKeyDictionary[nn.Module, tuple[Any, Any]]" = weakref.WeakKeyDictionary()
 _MAKING = threading.Lock()
 _WEIGHTS = (".safetensors", ".bin")  # of a checkpoint's files
@@ -64,22 +67,28 @@ class MRPPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _supports_attention_backend = True
     _supports_flex_attn = True  # for the packed pass of training; decoding is faster with SDPA
-    # Source of the backbone, as a head saved alone names it: a repository's id and commit, or a folder's absolute path, None.
+    # Source of the backbone, as a head saved alone names it: a repository's id and commit, or a
+    # folder's absolute path, None.
     backbone_source: tuple[str, str | None] | None = None
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        """Return True, to allow `experts_implementation`: transformers looks for experts in the model's own file only."""
+        """Return True, to allow `experts_implementation`: transformers looks for experts in the
+        model's own file only."""
         return True
 
     @classmethod
     @tested_versions()
-    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
-        """Load as transformers does: a full checkpoint of this package, one in the published layouts, or a head repository.
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: Any, *args: Any, config: Any = None, **kwargs: Any
+    ) -> Any:
+        """Load as transformers does: a full checkpoint of this package, one in the published
+        layouts, or a head repository.
 
-        A head repository's config names the backbone to load and its revision; `revision` and `subfolder` are the head's.
-        Only safetensors are read, and no code but this package's runs. `ValueError` for another kind of model, for tensors
-        that do not fit the config (all are listed), or for a backbone that the config may not name (`backbone_location`).
+        A head repository's config names the backbone to load and its revision; `revision` and
+        `subfolder` are the head's. Only safetensors are read, and no code but this package's runs.
+        `ValueError` for another kind of model, for tensors that do not fit the config (all are
+        listed), or for a backbone that the config may not name (`backbone_location`).
         """
         kwargs["key_mapping"] = {**_KEY_MAPPING, **(kwargs.get("key_mapping") or {})}
         if pretrained_model_name_or_path is None:  # from a config and a state dict
@@ -89,9 +98,14 @@ class MRPPreTrainedModel(PreTrainedModel):
         if commit is not None:
             kwargs["revision"] = commit  # all files come from one state
         if (named := fields.get("base_model_name_or_path")) is not None:
-            ours = {**kwargs, "revision": fields.get("base_model_revision") or "main", "subfolder": ""}
+            ours = {
+                **kwargs,
+                "revision": fields.get("base_model_revision") or "main",
+                "subfolder": "",
+            }
             adapter, name = ours.pop("adapter_kwargs", None) or {}, ours.pop("adapter_name", None)
-            if (attention := getattr(config, "_attn_implementation", None)) is not None:  # AutoModel has put it there
+            # AutoModel has put it there
+            if (attention := getattr(config, "_attn_implementation", None)) is not None:
                 ours.setdefault("attn_implementation", attention)
             loaded = cls.from_backbone(backbone_location(named, source), **ours)
             model = loaded[0] if isinstance(loaded, tuple) else loaded  # with `output_loading_info`
@@ -101,29 +115,43 @@ class MRPPreTrainedModel(PreTrainedModel):
                 model.load_adapter(adapter_path, adapter_name=name, adapter_kwargs=adapter)
             return loaded
         if "generation_config" not in kwargs:
-            cls._stored_generation_config(source, hub_options(kwargs))  # transformers' own error says neither file nor field
+            # transformers' own error says neither file nor field
+            cls._stored_generation_config(source, hub_options(kwargs))
         check_quantization(fields.get("quantization_config"))
         if not kwargs.get("variant") and len(kwargs["key_mapping"]) == len(_KEY_MAPPING):
             made = config if isinstance(config, MRPConfig) else MRPConfig.from_dict(dict(fields))
             check_depth(made, stored_names(source, **hub_options(kwargs)), source)
-        kwargs |= {"use_safetensors": True, "trust_remote_code": False}  # or custom_generate/ would replace generate
+        # or custom_generate/ would replace generate
+        kwargs |= {"use_safetensors": True, "trust_remote_code": False}
         with_info = kwargs.pop("output_loading_info", False)
-        kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # they are told below
+        # they are told below
+        kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
         try:
             model, info = super().from_pretrained(source, *args, config=config, **kwargs)
         except SafetensorError as error:
-            raise ValueError(f"a safetensors file of {source} is not whole: download it again ({error})") from error
+            raise ValueError(
+                f"a safetensors file of {source} is not whole: download it again ({error})"
+            ) from error
         except (AttributeError, KeyError, TypeError) as error:
             if "quantization_config" not in fields:
                 raise
-            raise ValueError(f"quantization_config of {source} cannot be read: correct it in config.json ({error})") from error
-        if misfits := {name: sorted(keys) for name, keys in info.items() if name.endswith("_keys") and keys}:
             raise ValueError(
-                f"{source} does not fit its config: {misfits}. Check num_nextn_predict_layers (0: no head), the sizes in "
-                "config.json, that the download is whole, and that it is quantized as its config says"
+                f"quantization_config of {source} cannot be read: correct it in config.json "
+                f"({error})"
+            ) from error
+        if misfits := {
+            name: sorted(keys) for name, keys in info.items() if name.endswith("_keys") and keys
+        }:
+            raise ValueError(
+                f"{source} does not fit its config: {misfits}. Check num_nextn_predict_layers (0: "
+                "no head), the sizes in config.json, that the download is whole, and that it is "
+                "quantized as its config says"
             )
         if not kwargs.get("subfolder"):
-            model.backbone_source = (os.path.abspath(source) if os.path.isdir(source) else source, commit)
+            model.backbone_source = (
+                os.path.abspath(source) if os.path.isdir(source) else source,
+                commit,
+            )
         return (model, info) if with_info else model
 
     @classmethod
@@ -131,10 +159,12 @@ class MRPPreTrainedModel(PreTrainedModel):
         """Load a backbone and a head from different places.
 
         Args:
-            backbone: A folder or id of a checkpoint with a backbone that `from_pretrained` takes, or of an autoregressive Qwen3
-                checkpoint, given `block_size` and `mask_token_id`, which then has to be trained for block diffusion.
+            backbone: A folder or id of a checkpoint with a backbone that `from_pretrained` takes,
+                or of an autoregressive Qwen3 checkpoint, given `block_size` and `mask_token_id`,
+                which then has to be trained for block diffusion.
             head: A head as `attach_head` takes it, which replaces the checkpoint's own.
-            kwargs: As for `from_pretrained`; `revision` is the backbone's (for a head's, call `attach_head`).
+            kwargs: As for `from_pretrained`; `revision` is the backbone's (for a head's, call
+                `attach_head`).
 
         Example:
             >>> from modeling_mrp import MRPForCausalLM
@@ -149,37 +179,48 @@ class MRPPreTrainedModel(PreTrainedModel):
         if (other := found.get("base_model_name_or_path")) is not None:
             gone = os.path.isabs(other) and not os.path.isdir(other)
             remedy = "name the folder where that is now, as it is gone" if gone else "use that"
-            raise ValueError(f"{source} is a head repository and has no backbone; its own is {other!r}: {remedy}")
+            raise ValueError(
+                f"{source} is a head repository and has no backbone; its own is {other!r}: {remedy}"
+            )
         if found.get("model_type") == "qwen3" and kwargs.get("config") is None:
             for name in {"block_size", "mask_token_id"} & kwargs.keys():
                 found[name] = kwargs.pop(name)
             kwargs["config"] = config = MRPConfig.from_dict({**found, "model_type": "sdar"})
             logger.warning(
-                f"{source} is an autoregressive Qwen3 checkpoint: until it is trained with the block-diffusion loss, in blocks "
-                f"of {config.block_size} with the mask {config.mask_token_id}, it generates nonsense"
+                f"{source} is an autoregressive Qwen3 checkpoint: until it is trained with the "
+                f"block-diffusion loss, in blocks of {config.block_size} with the mask "
+                f"{config.mask_token_id}, it generates nonsense"
             )
         model = cls.from_pretrained(source, **kwargs)
         if head is not None:
-            model._take_head(head, hub_options({**kwargs, "revision": None, "subfolder": None}), kwargs)
+            model._take_head(
+                head, hub_options({**kwargs, "revision": None, "subfolder": None}), kwargs
+            )
         return model
 
     def attach_head(self: Any, head: Any, **hub: Any) -> None:
-        """Attach a head, replacing one that the model has; if it does not fit, raise `ValueError` and leave the model as it is.
+        """Attach a head, replacing one that the model has; if it does not fit, raise `ValueError`
+        and leave the model as it is.
 
         Args:
-            head: A folder or repository id, in any layout, from which only the head is read; or an `MRPHead`.
+            head: A folder or repository id, in any layout, from which only the head is read; or an
+                `MRPHead`.
             hub: `revision`, `token`, ... for an id.
         """
         if unknown := sorted(hub.keys() - set(HUB_OPTIONS)):
-            raise ValueError(f"{', '.join(unknown)}: attach_head takes {', '.join(HUB_OPTIONS)}. Check the spelling")
+            raise ValueError(
+                f"{', '.join(unknown)}: attach_head takes {', '.join(HUB_OPTIONS)}. Check the "
+                "spelling"
+            )
         if isinstance(head, str | os.PathLike):
             head = self._read_head(os.fspath(head), hub)
         else:
             check_same_backbone(head.layers[0].self_attn.config, self.config, "another model")
         if (processes := self.tp_size or 1) > 1:
             raise ValueError(
-                f"the layers are divided among {processes} processes, those of an attached head would not be: attach it in one "
-                "process, save_pretrained the whole model, and load that with tensor parallelism"
+                f"the layers are divided among {processes} processes, those of an attached head "
+                "would not be: attach it in one process, save_pretrained the whole model, and load "
+                "that with tensor parallelism"
             )
         check_lm_head(self.lm_head)
         device = device_of(self.lm_head)
@@ -191,7 +232,8 @@ class MRPPreTrainedModel(PreTrainedModel):
         self.config.num_nextn_predict_layers = len(head.layers)
 
     def detach_head(self: Any) -> MRPHead | None:
-        """Remove and return the head, if there is one; if `generate` would use it by default, the default becomes `static`."""
+        """Remove and return the head, if there is one; if `generate` would use it by default, the
+        default becomes `static`."""
         head, self.mrp_head = self.mrp_head, None
         self.config.num_nextn_predict_layers = 0
         if str(getattr(self.generation_config, "decoding", None)).startswith("mrp_"):
@@ -200,57 +242,87 @@ class MRPPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_stock_model(cls: Any, stock: Any, repository: str, **download: Any) -> Any:
-        """Make an MRP model that shares a stock Qwen3 model's parameters and has a repository's head; reuse an earlier one."""
-        with _MAKING:  # threads that come together share one, as their caches are of this very model
+        """Make an MRP model that shares a stock Qwen3 model's parameters and has a repository's
+        head; reuse an earlier one."""
+        # threads that come together share one, as their caches are of this very model
+        with _MAKING:
             return cls._of_stock_model(stock, repository, download)
 
     @classmethod
     def _of_stock_model(cls: Any, stock: Any, repository: str, download: dict[str, Any]) -> Any:
         parameters = dict(stock.named_parameters(remove_duplicate=False))
         like = parameters["lm_head.weight"]
-        source = (repository, download.get("revision"), like.dtype, like.device, *map(id, parameters.values()))
+        source = (
+            repository,
+            download.get("revision"),
+            like.dtype,
+            like.device,
+            *map(id, parameters.values()),
+        )
         known, model = _MADE.get(stock, (None, None))
         if known == source:
             return model
         head = cls.config_class.from_pretrained(repository, **download)
-        fields = {"block_size": head.block_size, "mask_token_id": head.mask_token_id, **stock.config.to_dict()}
-        config = cls.config_class.from_dict({**fields, "model_type": "sdar", "num_nextn_predict_layers": 0})
+        fields = {
+            "block_size": head.block_size,
+            "mask_token_id": head.mask_token_id,
+            **stock.config.to_dict(),
+        }
+        config = cls.config_class.from_dict(
+            {**fields, "model_type": "sdar", "num_nextn_predict_layers": 0}
+        )
         with torch.device("meta"):
             model = cls(config).eval()
         try:
             model.load_state_dict(parameters, assign=True)
         except RuntimeError as error:
             raise ValueError(
-                f"this {type(stock).__name__} is no Qwen3 decoder that a head can be put on: load the checkpoint with "
-                f"MRPForCausalLM.from_backbone instead ({error})"
+                f"this {type(stock).__name__} is no Qwen3 decoder that a head can be put on: load "
+                f"the checkpoint with MRPForCausalLM.from_backbone instead ({error})"
             ) from error
-        model.model.rotary_emb = type(model.model.rotary_emb)(config).to(like.device)  # no checkpoint holds its buffers
+        # no checkpoint holds its buffers
+        model.model.rotary_emb = type(model.model.rotary_emb)(config).to(like.device)
         model._take_head(repository, download, {})
         _MADE[stock] = source, model
         return model
 
     def save_pretrained(
-        self, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, *, head_only: bool = False, **more: Any
+        self,
+        save_directory: Any,
+        is_main_process: bool = True,
+        state_dict: Any = None,
+        *,
+        head_only: bool = False,
+        **more: Any,
     ) -> None:
-        """Save weights, both configs and the remote code as transformers does; with `head_only`, only the head's weights, and a
-        config that names `backbone_source` as the backbone to load. `ValueError` for a head that cannot be saved alone, and
-        for a folder that holds another checkpoint than a head's."""
+        """Save weights, both configs and the remote code as transformers does; with `head_only`,
+        only the head's weights, and a config that names `backbone_source` as the backbone to load.
+        `ValueError` for a head that cannot be saved alone, and for a folder that holds another
+        checkpoint than a head's."""
         folder = Path(save_directory)
         if dynamically_quantized(self):
             raise ValueError(
-                "layers made by quantize_dynamic have no tensors to save: save the model, and quantize it once loaded"
+                "layers made by quantize_dynamic have no tensors to save: save the model, and "
+                "quantize it once loaded"
             )
-        self.generation_config._from_model_config = False  # or our options would be dropped when it is read again
+        self.generation_config._from_model_config = (
+            False  # or our options would be dropped when it is read again
+        )
         self.generation_config.validate(strict=True)  # as it is when it is saved, behind the config
         if head_only:
             if more.get("push_to_hub"):
-                raise ValueError("push_to_hub with head_only=True: save the head to a folder, and push that with `mrp push`")
+                raise ValueError(
+                    "push_to_hub with head_only=True: save the head to a folder, and push that "
+                    "with `mrp push`"
+                )
             head, config = head_to_save(self, state_dict)
             if is_main_process:
                 check_head_folder(folder)
                 folder.mkdir(parents=True, exist_ok=True)
                 partial = folder / f".{SAFE_WEIGHTS_NAME}.partial"
-                try:  # of the largest file first: where there is no room for it, an earlier head stays whole
+                # of the largest file first: where there is no room for it, an earlier head stays
+                # whole
+                try:
                     save_file(head, partial, metadata={"format": "pt"})
                     config.save_pretrained(folder)
                     self.generation_config.save_pretrained(folder)
@@ -258,12 +330,18 @@ class MRPPreTrainedModel(PreTrainedModel):
                 finally:
                     partial.unlink(missing_ok=True)
         else:
-            more["save_original_format"] = False  # our names, also if the model came in a published layout
+            more["save_original_format"] = (
+                False  # our names, also if the model came in a published layout
+            )
             check_other_variants(folder, more.get("variant"))
             super().save_pretrained(folder, is_main_process, state_dict, **more)
-        names = variant_of(SAFE_WEIGHTS_NAME, more.get("variant")), variant_of(SAFE_WEIGHTS_INDEX_NAME, more.get("variant"))
+        names = (
+            variant_of(SAFE_WEIGHTS_NAME, more.get("variant")),
+            variant_of(SAFE_WEIGHTS_INDEX_NAME, more.get("variant")),
+        )
         both = [path for path in map(folder.joinpath, names) if path.is_file()]
-        if is_main_process and len(both) == 2:  # transformers leaves those of an earlier save, and loads them first
+        # transformers leaves those of an earlier save, and loads them first
+        if is_main_process and len(both) == 2:
             min(both, key=lambda path: path.stat().st_mtime_ns).unlink()
 
     def _init_weights(self: Any, module: nn.Module) -> None:
@@ -272,16 +350,22 @@ class MRPPreTrainedModel(PreTrainedModel):
             init.zeros_(module.weight)
 
     def _take_head(self: Any, head: Any, hub: dict[str, Any], kwargs: dict[str, Any]) -> None:
-        """Attach a head, and adopt its repository's generation config, if any, unless `kwargs` hold one."""
+        """Attach a head, and adopt its repository's generation config, if any, unless `kwargs` hold
+        one."""
         self.attach_head(head, **hub)
         if not isinstance(head, MRPHead) and "generation_config" not in kwargs:
-            self.generation_config = self._stored_generation_config(os.fspath(head), hub) or self.generation_config
+            self.generation_config = (
+                self._stored_generation_config(os.fspath(head), hub) or self.generation_config
+            )
 
     @classmethod
     def _stored_generation_config(cls: Any, source: str, hub: dict[str, Any]) -> Any:
-        """Read a checkpoint's generation config, or return None if it comes with none; `ValueError` for what it cannot hold."""
+        """Read a checkpoint's generation config, or return None if it comes with none; `ValueError`
+        for what it cannot hold."""
         with contextlib.suppress(OSError):
-            return cls.generation_config_class.from_dict(stored_json(source, GENERATION_CONFIG_NAME, **hub)[0])
+            return cls.generation_config_class.from_dict(
+                stored_json(source, GENERATION_CONFIG_NAME, **hub)[0]
+            )
         return None
 
     def _read_head(self: Any, source: str, hub: dict[str, Any]) -> MRPHead:
@@ -289,7 +373,10 @@ class MRPPreTrainedModel(PreTrainedModel):
         hub = {**hub, "revision": stored_json(source, **hub)[1] or hub.get("revision", "main")}
         config: Any = MRPConfig.from_pretrained(source, **hub)
         if not config.has_head:
-            raise ValueError(f"{source} has no MRP head (num_nextn_predict_layers is 0): name a checkpoint that has one")
+            raise ValueError(
+                f"{source} has no MRP head (num_nextn_predict_layers is 0): name a checkpoint that "
+                "has one"
+            )
         check_same_backbone(config, self.config, source)
         state: dict[str, Tensor] = {}
         try:
@@ -303,65 +390,79 @@ class MRPPreTrainedModel(PreTrainedModel):
                             state[ours.removeprefix(HEAD)] = tensors.get_tensor(name)
             head.load_state_dict(state, assign=True)
         except (SafetensorError, RuntimeError) as error:
-            raise ValueError(f"the head of {source} is not whole, or does not fit its config: {error}") from error
+            raise ValueError(
+                f"the head of {source} is not whole, or does not fit its config: {error}"
+            ) from error
         return head
 
 
 def device_of(module: Any) -> torch.device:
-    """Find the device of a module's weight, or, if offloaded, that to which a hook fetches it; `ValueError` without a hook."""
-    weight = module.weight() if callable(module.weight) else module.weight  # packed by quantize_dynamic
+    """Find the device of a module's weight, or, if offloaded, that to which a hook fetches it;
+    `ValueError` without a hook."""
+    # packed by quantize_dynamic
+    weight = module.weight() if callable(module.weight) else module.weight
     device = weight.device
     if device.type == "meta":
         device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
     if device is None:
         raise ValueError(
-            f"the weight of a {type(module).__name__} is on the meta device, and no hook of accelerate fetches it: load the "
-            "model with from_pretrained, with device_map if it is to be offloaded"
+            f"the weight of a {type(module).__name__} is on the meta device, and no hook of "
+            "accelerate fetches it: load the model with from_pretrained, with device_map if it is "
+            "to be offloaded"
         )
     return torch.device(device)
 
 
 def variant_of(name: str, variant: str | None) -> str:
-    """Return the name that transformers gives to a file of a `variant` of the weights: the word before the last suffix."""
+    """Return the name that transformers gives to a file of a `variant` of the weights: the word
+    before the last suffix."""
     stem, suffix = os.path.splitext(name)
     return f"{stem}.{variant}{suffix}" if variant else name
 
 
 def check_other_variants(folder: Path, variant: str | None) -> None:
-    """Raise `ValueError` for shards of another variant in a folder that is saved to, which transformers would delete."""
+    """Raise `ValueError` for shards of another variant in a folder that is saved to, which
+    transformers would delete."""
     stem = variant_of(SAFE_WEIGHTS_NAME, variant).removesuffix(".safetensors")
     shards = sorted(path.name for path in folder.glob(f"{stem}.*-?????-of-?????.safetensors"))
     if shards:
         raise ValueError(
-            f"{folder} holds {shards[0]} of another variant, which would be deleted: save to another folder, or save this "
-            "one before the variant"
+            f"{folder} holds {shards[0]} of another variant, which would be deleted: save to "
+            "another folder, or save this one before the variant"
         )
 
 
 def check_head_folder(folder: Path) -> None:
-    """Raise `ValueError` if a head that is saved alone would overwrite another checkpoint: its own backbone, say."""
+    """Raise `ValueError` if a head that is saved alone would overwrite another checkpoint: its own
+    backbone, say."""
     if not folder.is_dir():
         if folder.exists() or folder.is_symlink():
             raise ValueError(f"{folder} is no folder: name one")
         return
-    held = sorted(path.name for path in folder.iterdir() if path.name == "config.json" or path.suffix in _WEIGHTS)
+    held = sorted(
+        path.name
+        for path in folder.iterdir()
+        if path.name == "config.json" or path.suffix in _WEIGHTS
+    )
     fields = json_object(folder / "config.json") if "config.json" in held else {}
     if held and not fields.get("base_model_name_or_path"):
         raise ValueError(
-            f"head_only=True: {folder} holds {held[-1]} of another checkpoint than a head's, which would be overwritten: name "
-            "another folder"
+            f"head_only=True: {folder} holds {held[-1]} of another checkpoint than a head's, which "
+            "would be overwritten: name another folder"
         )
 
 
 def check_quantization(fields: Any) -> None:
-    """Raise `ValueError` for a stored `quantization_config` that transformers would leave out with a warning, or not read."""
+    """Raise `ValueError` for a stored `quantization_config` that transformers would leave out with
+    a warning, or not read."""
     if fields is None:
         return
     method = fields.get("quant_method") if isinstance(fields, dict) else None
     if method is None or str(method) not in AUTO_QUANTIZATION_CONFIG_MAPPING:
         raise ValueError(
-            f"quantization_config is {reprlib.repr(fields)}: its quant_method must be one that transformers loads "
-            f"({', '.join(sorted(AUTO_QUANTIZATION_CONFIG_MAPPING))}). Correct config.json, or remove it"
+            f"quantization_config is {reprlib.repr(fields)}: its quant_method must be one that "
+            f"transformers loads ({', '.join(sorted(AUTO_QUANTIZATION_CONFIG_MAPPING))}). Correct "
+            "config.json, or remove it"
         )
 
 
@@ -369,33 +470,52 @@ def check_lm_head(lm_head: Any) -> None:
     """Raise `ValueError` for an `lm_head` without rows of numbers that can be read."""
     if not isinstance(lm_head.weight, Tensor):
         raise ValueError(
-            f"the lm_head is a {type(lm_head).__module__}.{type(lm_head).__name__}, whose weight (rows of it are read) is no "
-            "tensor: leave it as it was. With quantize_dynamic name what to quantize, {'model.layers', 'mrp_head.layers'}"
+            f"the lm_head is a {type(lm_head).__module__}.{type(lm_head).__name__}, whose weight "
+            "(rows of it are read) is no tensor: leave it as it was. With quantize_dynamic name "
+            "what to quantize, {'model.layers', 'mrp_head.layers'}"
         )
 
 
 def dynamically_quantized(model: nn.Module) -> bool:
-    """Tell if `quantize_dynamic` of torch made layers: one scale for the activations of all tokens, and packed weights."""
-    return any(type(part).__module__.startswith("torch.ao.nn.quantized.dynamic") for part in model.modules())
+    """Tell if `quantize_dynamic` of torch made layers: one scale for the activations of all tokens,
+    and packed weights."""
+    return any(
+        type(part).__module__.startswith("torch.ao.nn.quantized.dynamic")
+        for part in model.modules()
+    )
 
 
-def head_to_save(model: Any, state_dict: dict[str, Tensor] | None) -> tuple[dict[str, Tensor], MRPConfig]:
-    """Return a head repository's tensors, by name, and its config; `ValueError` for a head that cannot be saved alone."""
+def head_to_save(
+    model: Any, state_dict: dict[str, Tensor] | None
+) -> tuple[dict[str, Tensor], MRPConfig]:
+    """Return a head repository's tensors, by name, and its config; `ValueError` for a head that
+    cannot be saved alone."""
     if model.mrp_head is None:
-        raise ValueError("head_only=True: the model has no MRP head. Give it one with attach_head, or save it whole")
+        raise ValueError(
+            "head_only=True: the model has no MRP head. Give it one with attach_head, or save it "
+            "whole"
+        )
     if model.backbone_source is None:
         raise ValueError(
-            "head_only=True: a head names its backbone, and this model was not loaded from a checkpoint, or trained since. Set "
-            "model.backbone_source = (name or path, revision or None), or save it whole"
+            "head_only=True: a head names its backbone, and this model was not loaded from a "
+            "checkpoint, or trained since. Set model.backbone_source = (name or path, revision or "
+            "None), or save it whole"
         )
     state = model.state_dict() if state_dict is None else state_dict
-    head = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items() if name.startswith(HEAD)}
+    head = {
+        name: tensor.detach().cpu().contiguous()
+        for name, tensor in state.items()
+        if name.startswith(HEAD)
+    }
     with torch.device("meta"):
         own = {HEAD + name for name in MRPHead(model.config).state_dict()}
-    if others := (head.keys() ^ own) | {name for name, tensor in head.items() if type(tensor) is not Tensor}:
+    if others := (head.keys() ^ own) | {
+        name for name, tensor in head.items() if type(tensor) is not Tensor
+    }:
         raise ValueError(
-            f"the head holds other tensors than its own, or lacks some: {sorted(others)[:4]}, ... Merge adapters first "
-            "(merge_and_unload), or save them with peft; save a quantized head with the whole model, or quantize the rest only"
+            f"the head holds other tensors than its own, or lacks some: {sorted(others)[:4]}, ... "
+            "Merge adapters first (merge_and_unload), or save them with peft; save a quantized "
+            "head with the whole model, or quantize the rest only"
         )
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]

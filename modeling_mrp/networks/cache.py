@@ -1,4 +1,5 @@
-"""The KV cache: committed blocks by absolute position and, beyond the longest text, the states being scored."""
+"""The KV cache: committed blocks by absolute position and, beyond the longest text, the states
+being scored."""
 
 import weakref
 from collections import Counter
@@ -12,15 +13,18 @@ from transformers.cache_utils import Cache
 
 from ..model.loading import device_of
 
-# Where shapes have to stay the same, attention reads the texts' slots rounded up to a power of two, at least this one.
+# Where shapes have to stay the same, attention reads the texts' slots rounded up to a power of two,
+# at least this one.
 LEAST_BUCKET = 256
 
 
 class PassingReference(weakref.ref[Any]):
-    """A weak reference that can be copied and pickled; two are equal if they refer to one object that is alive."""
+    """A weak reference that can be copied and pickled; two are equal if they refer to one object
+    that is alive."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (set(),)  # which nothing else holds, so that an unpickled reference is dead
+        # which nothing else holds, so that an unpickled reference is dead
+        return type(self), (set(),)
 
     def __deepcopy__(self, memo: Any) -> "PassingReference":
         return self
@@ -30,67 +34,100 @@ class PassingReference(weakref.ref[Any]):
 
 
 def weights_seen(module: nn.Module) -> list[Any]:
-    """Record a module's parameters and active adapters; a later record is equal if none was replaced, moved or written to
-    since (except through `.data`, whose writes autograd does not count)."""
+    """Record a module's parameters and active adapters; a later record is equal if none was
+    replaced, moved or written to since (except through `.data`, whose writes autograd does not
+    count)."""
     weights = []
     for weight in module.parameters():
         if not weight.is_meta:  # those that are offloaded come anew each time
             place = weight.data_ptr() if type(weight) in (Tensor, nn.Parameter) else 0
-            writes = 0 if weight.is_inference() else weight._version  # for which there is no public name
+            # for which there is no public name
+            writes = 0 if weight.is_inference() else weight._version
             weights.append((PassingReference(weight), place, writes))
-    layers: list[Any] = [layer for layer in module.modules() if hasattr(layer, "merged_adapters")]  # peft's
+    # peft's
+    layers: list[Any] = [layer for layer in module.modules() if hasattr(layer, "merged_adapters")]
     adapters = [
-        (list(layer.active_adapters), layer.disable_adapters, layer.merged_adapters[:], dict(getattr(layer, "scaling", {})))
+        (
+            list(layer.active_adapters),
+            layer.disable_adapters,
+            layer.merged_adapters[:],
+            dict(getattr(layer, "scaling", {})),
+        )
         for layer in layers
     ]
     return [weights, adapters, adapters_of_rows(module)]
 
 
 def adapters_of_rows(module: nn.Module) -> list[str] | None:
-    """Return peft's `adapter_names`, one per row of a batch, or None; from the newest hooks, as failed calls leave theirs."""
-    hooks = (hook for part in module.modules() for hook in reversed(part._forward_pre_hooks.values()))
+    """Return peft's `adapter_names`, one per row of a batch, or None; from the newest hooks, as
+    failed calls leave theirs."""
+    hooks = (
+        hook for part in module.modules() for hook in reversed(part._forward_pre_hooks.values())
+    )
     names = (getattr(hook, "keywords", {}).get("adapter_names") for hook in hooks)
     return next((list(of_rows) for of_rows in names if of_rows is not None), None)
 
 
 def devices_of_layers(model: Any, with_head: bool) -> tuple[torch.device, ...]:
-    """List the devices on which a model's layers compute: the backbone's, then, if `with_head`, the head's."""
+    """List the devices on which a model's layers compute: the backbone's, then, if `with_head`, the
+    head's."""
     layers = list(model.model.layers) + (list(model.mrp_head.layers) if with_head else [])
     return tuple(device_of(layer.self_attn.k_proj) for layer in layers)
 
 
 class BlockCache(Cache):
-    """KV memory of fixed size, one buffer per device, `[rows, slots, layers, 2, kv_heads, head_dim]`, written in place.
+    """KV memory of fixed size, one buffer per device, `[rows, slots, layers, 2, kv_heads,
+    head_dim]`, written in place.
 
-    A committed token lies in the slot of its absolute position, so padding takes no slots. The states of a round are written
-    behind the longest text, so that attention reads one slice; `move` copies keys and values of an accepted clean state to its
-    row's text. A call of `generate` overwrites the cache passed to it, behind the prefix that the cache shares with the new
-    prompt (pass a `copy.deepcopy` to keep it).
+    A committed token lies in the slot of its absolute position, so padding takes no slots. The
+    states of a round are written behind the longest text, so that attention reads one slice; `move`
+    copies keys and values of an accepted clean state to its row's text. A call of `generate`
+    overwrites the cache passed to it, behind the prefix that the cache shares with the new prompt
+    (pass a `copy.deepcopy` to keep it).
 
     Args:
         model, rows: The model, and the number of rows of a batch.
         capacity: Committed slots per row, a multiple of the block size.
         scratch: Slots per row for tokens being scored.
-        with_head: Whether to hold the head's layers, behind the backbone's, and hidden states that the head reads later.
-        fixed: Whether attention reads the texts' slots rounded up to a power of two, since CUDA graphs need fixed shapes.
+        with_head: Whether to hold the head's layers, behind the backbone's, and hidden states that
+            the head reads later.
+        fixed: Whether attention reads the texts' slots rounded up to a power of two, since CUDA
+            graphs need fixed shapes.
 
     Attributes:
-        hidden: [rows, slots, hidden_size], hidden states by position; if `shifted`, a slot holds that of the position before.
+        hidden: [rows, slots, hidden_size], hidden states by position; if `shifted`, a slot holds
+            that of the position before.
         ids: By row, the text whose tokens the slots hold.
-        held, head_held: By row, the number of its first tokens with keys and values in all layers of the backbone; of the head.
-        hidden_held: By row, the number of its first tokens that the head has read or can still read from `hidden`.
-        owner, weights: A weak reference to the model that filled the cache, and `weights_seen` of its parts then, by name.
+        held, head_held: By row, the number of its first tokens with keys and values in all layers
+            of the backbone; of the head.
+        hidden_held: By row, the number of its first tokens that the head has read or can still read
+            from `hidden`.
+        owner, weights: A weak reference to the model that filled the cache, and `weights_seen` of
+            its parts then, by name.
         active: The number of rows that take part in forwards: the first ones.
         begin, end: The target, the slots that the next forward writes.
         written: By layer, keys and values of the target, [rows, heads, new, head_dim] each.
-        read: By layer, the keys and values that attention reads, including the target, [rows, heads, seen, head_dim] each.
+        read: By layer, the keys and values that attention reads, including the target, [rows,
+            heads, seen, head_dim] each.
     """
 
-    def __init__(self, model: Any, rows: int, capacity: int, scratch: int, with_head: bool, fixed: bool = False) -> None:
+    def __init__(
+        self,
+        model: Any,
+        rows: int,
+        capacity: int,
+        scratch: int,
+        with_head: bool,
+        fixed: bool = False,
+    ) -> None:
         super().__init__(layers=[])
         config, key = model.config, model.model.layers[0].self_attn.k_proj.weight
         self.rows, self.capacity, self.scratch, self.fixed = rows, capacity, scratch, fixed
-        self.dtype, self.shifted, self.layer_devices = model.dtype, model.model.shifted, devices_of_layers(model, with_head)
+        self.dtype, self.shifted, self.layer_devices = (
+            model.dtype,
+            model.model.shifted,
+            devices_of_layers(model, with_head),
+        )
         self.head_layers = len(self.layer_devices) - config.num_hidden_layers
         self.owner = PassingReference(model)
         self.weights: dict[str, list[Any]] = {}
@@ -98,15 +135,23 @@ class BlockCache(Cache):
         heads, width = config.num_key_value_heads, config.head_dim
         if (getattr(model, "tp_size", None) or 1) > 1 and hasattr(key, "to_local"):
             heads = len(key.to_local()) // width
-        self._index = [self.layer_devices[:layer].count(device) for layer, device in enumerate(self.layer_devices)]
+        self._index = [
+            self.layer_devices[:layer].count(device)
+            for layer, device in enumerate(self.layer_devices)
+        ]
         slots = scratch + (bucket(capacity) if fixed else capacity)
-        # Unless `fixed`, no slot is read that was not written before: rows are prefilled and scored together.
+        # Unless `fixed`, no slot is read that was not written before: rows are prefilled and scored
+        # together.
         made = torch.zeros if fixed else torch.empty
         self._buffers = {
             device: made((rows, slots, layers, 2, heads, width), dtype=self.dtype, device=device)
             for device, layers in Counter(self.layer_devices).items()
         }
-        size = rows, capacity + scratch * self.shifted, config.hidden_size if with_head or self.shifted else 0
+        size = (
+            rows,
+            capacity + scratch * self.shifted,
+            config.hidden_size if with_head or self.shifted else 0,
+        )
         self.hidden = torch.empty(size, dtype=self.dtype, device=self.layer_devices[-1])
         self.hidden[:, :1] = 0  # before the first token
         self.active, self.begin, self.end = rows, 0, 0
@@ -117,44 +162,63 @@ class BlockCache(Cache):
         return sum(buffer.nbytes for buffer in (*self._buffers.values(), self.hidden))
 
     def target(self, used: int, width: int, prefill: bool = False) -> None:
-        """Set the slots that the next forward uses: it writes `width` slots per row from `used` on, or from `bucket(used)`
-        if `fixed` and not `prefill`, and reads all slots up to the last one written."""
+        """Set the slots that the next forward uses: it writes `width` slots per row from `used` on,
+        or from `bucket(used)` if `fixed` and not `prefill`, and reads all slots up to the last one
+        written."""
         self.begin = bucket(used) if self.fixed and not prefill else used
         self.end = self.begin + width
         self.written, self.read = self._views(self.begin), self._views(0)
 
     def _views(self, begin: int) -> list[tuple[Tensor, Tensor]]:
-        """View each layer's keys and values, [rows, heads, slots, head_dim], from slot `begin` to the end of the target."""
+        """View each layer's keys and values, [rows, heads, slots, head_dim], from slot `begin` to
+        the end of the target."""
         views = {
-            device: buffer[: self.active, begin : self.end].permute(2, 3, 0, 4, 1, 5).flatten(0, 1).unbind(0)
+            device: buffer[: self.active, begin : self.end]
+            .permute(2, 3, 0, 4, 1, 5)
+            .flatten(0, 1)
+            .unbind(0)
             for device, buffer in self._buffers.items()
         }
         places = zip(self.layer_devices, self._index, strict=True)
         return [(views[device][2 * at], views[device][2 * at + 1]) for device, at in places]
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        layer_idx: int,
+        *args: object,
+        **kwargs: object,
     ) -> tuple[Tensor, Tensor]:
-        """Write new keys and values, [rows, heads, new, head_dim] each, to the target; return all that attention reads."""
+        """Write new keys and values, [rows, heads, new, head_dim] each, to the target; return all
+        that attention reads."""
         keys, values = self.written[layer_idx]
         keys.copy_(key_states)
         values.copy_(value_states)
         return self.read[layer_idx]
 
     def move(self, layers: range, moves: Sequence[tuple[int, int, int]], length: int) -> None:
-        """Copy `length` slots of a row, from `source` on to `target` on, in some layers, for each `(row, source, target)`."""
+        """Copy `length` slots of a row, from `source` on to `target` on, in some layers, for each
+        `(row, source, target)`."""
         row, source, target = torch.tensor(moves).unbind(1)
         offsets = torch.arange(length)
         source, target = source[:, None] + offsets, target[:, None] + offsets
         for part in self._of(layers):
-            at, of, to = (index.to(part.device, non_blocking=True) for index in (row[:, None], source, target))
-            # A number of a narrow type costs as much to index as a wide one; other devices may lack such writes of int64.
-            if part.device.type in ("cpu", "cuda") and part.shape[-1] * part.element_size() % 8 == 0:
+            at, of, to = (
+                index.to(part.device, non_blocking=True) for index in (row[:, None], source, target)
+            )
+            # A number of a narrow type costs as much to index as a wide one; other devices may lack
+            # such writes of int64.
+            if (
+                part.device.type in ("cpu", "cuda")
+                and part.shape[-1] * part.element_size() % 8 == 0
+            ):
                 part = part.view(torch.int64)
             part[at, to] = part[at, of]
 
     def blank(self, layers: range, row: int, begin: int, end: int) -> None:
-        """Zero slots of a row in some layers: attention multiplies masked slots by weight 0, but 0 times NaN is NaN."""
+        """Zero slots of a row in some layers: attention multiplies masked slots by weight 0, but 0
+        times NaN is NaN."""
         for part in self._of(layers):
             part[row, begin:end] = 0
 
@@ -167,13 +231,16 @@ class BlockCache(Cache):
 
     @contextmanager
     def exchanging(self) -> Iterator[None]:
-        """Record that the cache holds nothing while the context is open, and for good if an error or interrupt leaves it."""
+        """Record that the cache holds nothing while the context is open, and for good if an error
+        or interrupt leaves it."""
         record = self.ids, self.held, self.head_held, self.hidden_held
         self.empty()
         yield
         self.hold(*record)
 
-    def hold(self, ids: list[list[int]], held: list[int], head_held: list[int], hidden_held: list[int]) -> None:
+    def hold(
+        self, ids: list[list[int]], held: list[int], head_held: list[int], hidden_held: list[int]
+    ) -> None:
         """Record what the cache holds, by row (see the attributes)."""
         self.ids, self.held, self.head_held, self.hidden_held = ids, held, head_held, hidden_held
         self.written, self.read = [], []  # a copy of the cache needs no copies of views
@@ -183,29 +250,45 @@ class BlockCache(Cache):
         nothing = [0] * self.rows
         self.hold([[] for _ in nothing], nothing, nothing, nothing)
 
-    def cut(self, texts: list[list[int]], upto: Sequence[int], block_size: int, with_head: bool) -> list[int]:
-        """Cut each row's held tokens to their common prefix with its text, in whole blocks, at most `upto`; return its lengths.
+    def cut(
+        self, texts: list[list[int]], upto: Sequence[int], block_size: int, with_head: bool
+    ) -> list[int]:
+        """Cut each row's held tokens to their common prefix with its text, in whole blocks, at most
+        `upto`; return its lengths.
 
-        If `with_head`, only tokens count that the head has read or can still read. The slots behind the prefix may be
-        overwritten from here on, even by a call that fails.
+        If `with_head`, only tokens count that the head has read or can still read. The slots behind
+        the prefix may be overwritten from here on, even by a call that fails.
         """
         found = []
         for row, (text, most) in enumerate(zip(texts, upto, strict=True)):
-            most = min(most, self.held[row], max(self.head_held[row], self.hidden_held[row]) if with_head else most)
+            most = min(
+                most,
+                self.held[row],
+                max(self.head_held[row], self.hidden_held[row]) if with_head else most,
+            )
             ids = self.ids[row][:most]
             same = next((at for at, token in enumerate(ids) if token != text[at]), len(ids))
             found.append(same // block_size * block_size)
-        self.hold(texts, found, list(map(min, found, self.head_held)), list(map(min, found, self.hidden_held)))
+        self.hold(
+            texts,
+            found,
+            list(map(min, found, self.head_held)),
+            list(map(min, found, self.hidden_held)),
+        )
         return found
 
     def fits(self, rows: int, capacity: int, scratch: int, with_head: bool) -> bool:
-        """Tell if the cache can be written to, has `rows` rows and enough slots, and has the head's layers if needed."""
+        """Tell if the cache can be written to, has `rows` rows and enough slots, and has the head's
+        layers if needed."""
         writable = torch.is_inference_mode_enabled() or not self.hidden.is_inference()
-        room = capacity <= self.capacity and scratch <= self.scratch and self.head_layers >= with_head
+        room = (
+            capacity <= self.capacity and scratch <= self.scratch and self.head_layers >= with_head
+        )
         return writable and rows == self.rows and room
 
     def fill_from(self, other: "BlockCache") -> None:
-        """Copy the content of a cache with as many layers, and repeat each of its rows `self.rows // other.rows` times."""
+        """Copy the content of a cache with as many layers, and repeat each of its rows `self.rows
+        // other.rows` times."""
         copies, used = self.rows // other.rows, max(other.held)
         records: tuple[list[Any], ...] = (other.ids, other.held, other.head_held, other.hidden_held)
         self.hold(*([one for one in record for _ in range(copies)] for record in records))
@@ -213,16 +296,22 @@ class BlockCache(Cache):
             ours.copy_(theirs.repeat_interleave(copies, 0))
 
     def detach(self) -> None:
-        """Copy the memory that this cache shares with another since `copy.copy`, so that it has its own."""
+        """Copy the memory that this cache shares with another since `copy.copy`, so that it has its
+        own."""
         self._buffers = {device: buffer.clone() for device, buffer in self._buffers.items()}
         self.hidden = self.hidden.clone()
 
     def _held_parts(self, used: int) -> list[Tensor]:
-        """View the content of the first `used` slots: keys and values of each device, and hidden states, [rows, slots, ...]."""
-        return [*(one[:, :used] for one in self._buffers.values()), self.hidden[:, : used + self.shifted]]
+        """View the content of the first `used` slots: keys and values of each device, and hidden
+        states, [rows, slots, ...]."""
+        return [
+            *(one[:, :used] for one in self._buffers.values()),
+            self.hidden[:, : used + self.shifted],
+        ]
 
     def _of(self, layers: range) -> Iterator[Tensor]:
-        """Yield a view of the memory of some layers on each device, [rows, slots, layers, 2, heads, head_dim]."""
+        """Yield a view of the memory of some layers on each device, [rows, slots, layers, 2, heads,
+        head_dim]."""
         for device, buffer in self._buffers.items():
             held = [self._index[layer] for layer in layers if self.layer_devices[layer] == device]
             if held:

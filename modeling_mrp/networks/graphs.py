@@ -1,11 +1,14 @@
-"""CUDA graphs: a network that runs again and again on the same cache is recorded once, and then replayed with one launch.
+"""CUDA graphs: a network that runs again and again on the same cache is recorded once, and then
+replayed with one launch.
 
-Each network has recordings by numbers of rows and states and by length bucket. Recordings are costly, so they outlive the call
-of `generate` that made them, together with the cache that they write to. A model has one such cache, until its weights move,
-`release_graphs` is called, or a call needs another size.
+Each network has recordings by numbers of rows and states and by length bucket. Recordings are
+costly, so they outlive the call of `generate` that made them, together with the cache that they
+write to. A model has one such cache, until its weights move, `release_graphs` is called, or a call
+needs another size.
 
-A first, ordinary run on the side stream that will record warms up libraries and compilers; the second run is recorded. On a GPU
-the first replays are compared with ordinary runs; if they differ, nothing is recorded any more.
+A first, ordinary run on the side stream that will record warms up libraries and compilers; the
+second run is recorded. On a GPU the first replays are compared with ordinary runs; if they differ,
+nothing is recorded any more.
 """
 
 import copy
@@ -23,19 +26,27 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..kernels.dispatch import CHECKED_ON, check_close
 from .cache import BlockCache, adapters_of_rows
 
-# PyTorch allows one capture at a time in a process, and begins it with a wait that is illegal while another one goes on.
+# PyTorch allows one capture at a time in a process, and begins it with a wait that is illegal while
+# another one goes on.
 _RECORDING = threading.Lock()
-# Replays of a recording that are compared: the first with the inputs it was made from, the next with others.
+# Replays of a recording that are compared: the first with the inputs it was made from, the next
+# with others.
 _COMPARED = 2
-# Tokens of the smallest cache that is kept. Larger ones double that, repeatedly, so that growing prompts seldom need another.
+# Tokens of the smallest cache that is kept. Larger ones double that, repeatedly, so that growing
+# prompts seldom need another.
 LEAST_CAPACITY = 1024
 
 
 class CudaRecorder:
-    """Recorder of CUDA graphs that share a device's memory pool: a graph's output may be overwritten by the next graph."""
+    """Recorder of CUDA graphs that share a device's memory pool: a graph's output may be
+    overwritten by the next graph."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.stream, self.pool = device, torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+        self.device, self.stream, self.pool = (
+            device,
+            torch.cuda.Stream(device),
+            torch.cuda.graph_pool_handle(),
+        )
 
     def first(self, step: Callable[[], Tensor]) -> Tensor:
         """Run a step on the recording stream, as a warm-up for recording it; return its output."""
@@ -47,11 +58,15 @@ class CudaRecorder:
         return output
 
     def record(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Record a step without running it; return a function that replays it and returns its output, in the graph's memory."""
+        """Record a step without running it; return a function that replays it and returns its
+        output, in the graph's memory."""
         graph, first = torch.cuda.CUDAGraph(), None
-        recording = torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local")
+        recording = torch.cuda.graph(
+            graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"
+        )
         try:
-            # The stream's context leads back to the caller's stream also where a recording fails to end.
+            # The stream's context leads back to the caller's stream also where a recording fails to
+            # end.
             with _RECORDING, torch.cuda.stream(self.stream), recording:
                 try:
                     output = step()
@@ -73,13 +88,17 @@ RECORDERS: dict[str, Callable[[torch.device], Any]] = {"cuda": CudaRecorder}
 
 
 class Graphs:
-    """The recorded forwards of one model on one cache, which stays in place; `weights` is the `fingerprint` they depend on.
+    """The recorded forwards of one model on one cache, which stays in place; `weights` is the
+    `fingerprint` they depend on.
 
     Attributes:
-        inputs, recorded, compared: By key, the tensors a recording reads, its replay function, how many replays were compared.
-        failed: Whether a forward could not be recorded or gave wrong results, so that no more are tried.
+        inputs, recorded, compared: By key, the tensors a recording reads, its replay function, how
+            many replays were compared.
+        failed: Whether a forward could not be recorded or gave wrong results, so that no more are
+            tried.
         busy: Whether a call is using them.
-        lent: A weak reference to the cache that shares their memory: the last one that `lend` returned.
+        lent: A weak reference to the cache that shares their memory: the last one that `lend`
+            returned.
     """
 
     def __init__(self, cache: BlockCache, weights: Hashable) -> None:
@@ -89,11 +108,13 @@ class Graphs:
         self.recorded: dict[Hashable, Callable[[], Tensor]] = {}
         self.compared: dict[Hashable, int] = {}
         self.replays, self.failed, self.busy = 0, False, False
-        self._thread = threading.local()  # libraries keep a handle for each: one that ran nothing yet must not record
+        # libraries keep a handle for each: one that ran nothing yet must not record
+        self._thread = threading.local()
         self.lent: Callable[[], BlockCache | None] = lambda: None
 
     def lend(self, past: BlockCache | None) -> BlockCache:
-        """Return the cache, filled with the content of `past` if given; an earlier borrower first gets a copy of its own."""
+        """Return the cache, filled with the content of `past` if given; an earlier borrower first
+        gets a copy of its own."""
         cache = past
         if cache is None or cache.hidden is not self.cache.hidden:
             if (holder := self.lent()) is not None:
@@ -105,15 +126,17 @@ class Graphs:
         return cache
 
     def call(self, key: Hashable, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """Return `function(*inputs)`, by a recording if there is one; no replay overwrites the result. `function` must depend
-        on nothing but the inputs (which may lie on the host), the key and the cache."""
+        """Return `function(*inputs)`, by a recording if there is one; no replay overwrites the
+        result. `function` must depend on nothing but the inputs (which may lie on the host), the
+        key and the cache."""
         key = key, tuple((tensor.shape, tensor.dtype) for tensor in inputs)
         fixed, replay = self.inputs.get(key), self.recorded.get(key)
         if fixed is None or self.failed or (replay is None and not hasattr(self._thread, "warm")):
             given = [tensor.to(self.device, non_blocking=True) for tensor in inputs]
             if self.failed:
                 return function(*given)
-            with torch.inference_mode(False), torch.no_grad():  # to be written to in and outside of it
+            # to be written to in and outside of it
+            with torch.inference_mode(False), torch.no_grad():
                 self.inputs[key] = fixed or [torch.empty_like(tensor) for tensor in given]
             self._thread.warm = True
             return self.recorder.first(lambda: function(*given))
@@ -124,16 +147,22 @@ class Graphs:
                 replay = self.recorded[key] = self.recorder.record(lambda: function(*fixed))
             made = replay()
             if self.device.type in CHECKED_ON and self.compared.get(key, 0) < _COMPARED:
-                right = self.recorder.first(lambda: function(*fixed))  # it writes what the replay has written
+                # it writes what the replay has written
+                right = self.recorder.first(lambda: function(*fixed))
                 check_close("a replay and the forward that it stands for differ", made, right)
                 self.compared[key] = self.compared.get(key, 0) + 1
         except Exception as error:
             self.failed = True
             self.recorded.clear()
-            how = "is wrong when it is replayed" if isinstance(error, ArithmeticError) else "could not be recorded"
+            how = (
+                "is wrong when it is replayed"
+                if isinstance(error, ArithmeticError)
+                else "could not be recorded"
+            )
             warnings.warn(
-                f"a round of decoding {how} as a CUDA graph ({error}): decoding goes on without graphs. "
-                "That may disturb other work of this process: restart it, and pass graphs=False to generate",
+                f"a round of decoding {how} as a CUDA graph ({error}): decoding goes on without "
+                "graphs. That may disturb other work of this process: restart it, and pass "
+                "graphs=False to generate",
                 stacklevel=2,
             )
             return function(*fixed)
@@ -142,7 +171,8 @@ class Graphs:
 
 
 _KEPT: "weakref.WeakKeyDictionary[nn.Module, Graphs]" = weakref.WeakKeyDictionary()
-_IN_USE: "weakref.WeakSet[BlockCache]" = weakref.WeakSet()  # caches that callers passed to calls which go on
+# caches that callers passed to calls which go on
+_IN_USE: "weakref.WeakSet[BlockCache]" = weakref.WeakSet()
 _LOCK = threading.Lock()  # of both
 
 
@@ -153,27 +183,41 @@ def release_graphs(model: nn.Module) -> None:
 
 
 def recording_report(model: nn.Module) -> dict[str, int]:
-    """Count what is kept for a model: `recordings`, their `replays` so far, the cache's `bytes`, whether recording `failed`."""
+    """Count what is kept for a model: `recordings`, their `replays` so far, the cache's `bytes`,
+    whether recording `failed`."""
     kept = _KEPT.get(model)
-    found = (0, 0, 0, 0) if kept is None else (len(kept.recorded), kept.replays, kept.cache.nbytes, int(kept.failed))
+    found = (
+        (0, 0, 0, 0)
+        if kept is None
+        else (len(kept.recorded), kept.replays, kept.cache.nbytes, int(kept.failed))
+    )
     return dict(zip(("recordings", "replays", "bytes", "failed"), found, strict=True))
 
 
 @contextmanager
 def cache_for(
-    model: Any, graphs: bool | None, past: BlockCache | None, rows: int, capacity: int, scratch: int, with_head: bool
+    model: Any,
+    graphs: bool | None,
+    past: BlockCache | None,
+    rows: int,
+    capacity: int,
+    scratch: int,
+    with_head: bool,
 ) -> Iterator[tuple[BlockCache, Graphs | None]]:
-    """Yield the cache of a call and the recordings of its forwards, or None: kept from earlier calls, or new.
+    """Yield the cache of a call and the recordings of its forwards, or None: kept from earlier
+    calls, or new.
 
-    The cache continues `past`, if that is given and has the head's layers where needed. With `graphs` None, forwards are
-    recorded if possible; with True, `ValueError` is raised if not; with False they are never recorded.
+    The cache continues `past`, if that is given and has the head's layers where needed. With
+    `graphs` None, forwards are recorded if possible; with True, `ValueError` is raised if not; with
+    False they are never recorded.
     """
     if past is not None and with_head and not past.head_layers:
         past = None
     why = "graphs is False" if graphs is False else obstacle(model)
     if graphs and why is not None:
         raise ValueError(f"graphs is True, but {why}, or leave graphs unset")
-    deep = with_head or (past is not None and past.head_layers > 0)  # a Cache of transformers is false where it is empty
+    # a Cache of transformers is false where it is empty
+    deep = with_head or (past is not None and past.head_layers > 0)
     with _in_use(past):
         lent = None if why is not None else _lend(model, past, rows, capacity, scratch, deep)
         if lent is not None:
@@ -189,22 +233,25 @@ def cache_for(
             if past.fits(rows, capacity, scratch, with_head):
                 yield past, None
             else:
-                cache = BlockCache(model, rows, max(capacity, past.capacity), max(scratch, past.scratch), deep)
+                cache = BlockCache(
+                    model, rows, max(capacity, past.capacity), max(scratch, past.scratch), deep
+                )
                 cache.fill_from(past)
                 yield cache, None
 
 
 @contextmanager
 def _in_use(past: BlockCache | None) -> Iterator[None]:
-    """Mark a caller's cache as in use; `ValueError` if it is in use by another call, of this or another thread."""
+    """Mark a caller's cache as in use; `ValueError` if it is in use by another call, of this or
+    another thread."""
     if past is None:
         yield
         return
     with _LOCK:
         if past in _IN_USE:
             raise ValueError(
-                "past_key_values are in use by another call, which overwrites them: wait until it returns, or give each call a "
-                "copy.deepcopy of them"
+                "past_key_values are in use by another call, which overwrites them: wait until it "
+                "returns, or give each call a copy.deepcopy of them"
             )
         _IN_USE.add(past)
     try:
@@ -217,20 +264,26 @@ def _in_use(past: BlockCache | None) -> Iterator[None]:
 def _lend(
     model: Any, past: BlockCache | None, rows: int, capacity: int, scratch: int, with_head: bool
 ) -> tuple[BlockCache, Graphs] | None:
-    """Find or make the kept `Graphs` of a model, with room for a call; mark them busy, and return their cache with the content
-    of `past`, and them. Return None if another call uses them."""
+    """Find or make the kept `Graphs` of a model, with room for a call; mark them busy, and return
+    their cache with the content of `past`, and them. Return None if another call uses them."""
     weights = fingerprint(model)
     with _LOCK:
         kept = _KEPT.get(model)
         if kept is not None and kept.busy:
             return None
-        if kept is None or kept.weights != weights or not kept.cache.fits(rows, capacity, scratch, with_head):
+        if (
+            kept is None
+            or kept.weights != weights
+            or not kept.cache.fits(rows, capacity, scratch, with_head)
+        ):
             kept = None
             _KEPT.pop(model, None)  # its memory goes before another is asked for
             block = model.config.block_size
             roomy = max(LEAST_CAPACITY, 1 << (capacity - 1).bit_length()) // block * block
             with torch.inference_mode(False), torch.no_grad():
-                cache = BlockCache(model, rows, max(roomy, capacity), scratch, with_head, fixed=True)
+                cache = BlockCache(
+                    model, rows, max(roomy, capacity), scratch, with_head, fixed=True
+                )
             kept = _KEPT[model] = Graphs(cache, weights)
         cache = kept.lend(past)
         kept.busy = True
@@ -238,7 +291,8 @@ def _lend(
 
 
 def _separate(model: Any, past: BlockCache) -> None:
-    """Give a cache memory of its own if it shares that of the kept `Graphs`, which another call may be lent meanwhile."""
+    """Give a cache memory of its own if it shares that of the kept `Graphs`, which another call may
+    be lent meanwhile."""
     with _LOCK:
         kept = _KEPT.get(model)
         if kept is not None and not kept.busy and kept.lent() is past:
@@ -247,17 +301,30 @@ def _separate(model: Any, past: BlockCache) -> None:
 
 
 def fingerprint(model: Any) -> Hashable:
-    """Collect all that recordings of a model depend on: addresses of weights, modules' settings and hooks, the attention."""
+    """Collect all that recordings of a model depend on: addresses of weights, modules' settings and
+    hooks, the attention."""
     tensors = (*model.parameters(), *model.buffers())
-    places = tuple((tensor.data_ptr(), tensor.dtype, tensor.shape) for tensor in tensors if not tensor.is_meta)
+    places = tuple(
+        (tensor.data_ptr(), tensor.dtype, tensor.shape) for tensor in tensors if not tensor.is_meta
+    )
     settings: list[Hashable] = []
     for module in model.modules():
         settings.append((type(module), len(module._forward_hooks), len(module._forward_pre_hooks)))
-        for name, value in vars(module).items():  # adapters are switched by plain attributes, and by lists and dicts of such
-            if isinstance(value, bool | int | float | str | list | tuple | None) or (type(value) is dict and name[0] != "_"):
+        for name, value in vars(
+            module
+        ).items():  # adapters are switched by plain attributes, and by lists and dicts of such
+            if isinstance(value, bool | int | float | str | list | tuple | None) or (
+                type(value) is dict and name[0] != "_"
+            ):
                 settings.append((name, repr(value)))
     attention = model.config._attn_implementation
-    return places, *settings, *(adapters_of_rows(model) or ()), attention, ALL_ATTENTION_FUNCTIONS.get(attention)
+    return (
+        places,
+        *settings,
+        *(adapters_of_rows(model) or ()),
+        attention,
+        ALL_ATTENTION_FUNCTIONS.get(attention),
+    )
 
 
 def obstacle(model: Any) -> str | None:
@@ -267,9 +334,18 @@ def obstacle(model: Any) -> str | None:
         return f"the model is on {device}: move it to a CUDA device"
     tensors = (*model.parameters(), *model.buffers())
     if others := {type(tensor).__name__ for tensor in tensors} - {"Tensor", "Parameter", "Buffer"}:
-        return f"weights are of the kind {', '.join(sorted(others))}, and where those lie is not known: load plain tensors"
+        return (
+            f"weights are of the kind {', '.join(sorted(others))}, and where those lie is not "
+            "known: load plain tensors"
+        )
     if len(devices := {tensor.device for tensor in tensors}) > 1:
-        return f"the model lies on several devices ({', '.join(sorted(map(str, devices)))}): load it on one"
+        return (
+            f"the model lies on several devices ({', '.join(sorted(map(str, devices)))}): load it "
+            "on one"
+        )
     if torch.is_autocast_enabled(device.type):
-        return "autocast is on, and what it casts does not stay in place: load the model in that dtype instead"
+        return (
+            "autocast is on, and what it casts does not stay in place: load the model in that "
+            "dtype instead"
+        )
     return None

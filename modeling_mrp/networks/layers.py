@@ -1,8 +1,9 @@
 """The choice of layers to run fused in a round, and the packing of their weights.
 
-A fused Qwen3 layer is four matrix products, the round's attention, and five more launches (`run_fused`). Products with the same
-input are one if `pack` has made their weights adjacent; else each `nn.Linear` or its replacement (LoRA, quantised weights) is
-called. If any module does more than its class, all layers are called as modules, under a dense mask.
+A fused Qwen3 layer is four matrix products, the round's attention, and five more launches
+(`run_fused`). Products with the same input are one if `pack` has made their weights adjacent; else
+each `nn.Linear` or its replacement (LoRA, quantised weights) is called. If any module does more
+than its class, all layers are called as modules, under a dense mask.
 """
 
 import threading
@@ -11,7 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer, Qwen3MLP, Qwen3RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3Attention,
+    Qwen3DecoderLayer,
+    Qwen3MLP,
+    Qwen3RMSNorm,
+)
 
 from ..kernels.dispatch import Dispatch
 from ..kernels.round_layers import Plans, product
@@ -26,9 +32,11 @@ _OWN = ("torch.nn.", "transformers.", __name__.partition(".networks.")[0])
 
 
 def plan_layers(model: Any, with_head: bool, dispatch: Dispatch) -> Plans | None:
-    """Plan the fused layers of the backbone, and of the head if `with_head`; return None if layers must be called as modules,
-    or raise `ValueError` in that case if kernels are forced."""
-    layers: dict[Any, list[Any]] = {model.model: list(model.model.layers)[: model.config.num_hidden_layers]}
+    """Plan the fused layers of the backbone, and of the head if `with_head`; return None if layers
+    must be called as modules, or raise `ValueError` in that case if kernels are forced."""
+    layers: dict[Any, list[Any]] = {
+        model.model: list(model.model.layers)[: model.config.num_hidden_layers]
+    }
     if with_head:
         layers[model.mrp_head] = list(model.mrp_head.layers)
     if (chosen := model.config._attn_implementation) != "sdpa":
@@ -36,32 +44,49 @@ def plan_layers(model: Any, with_head: bool, dispatch: Dispatch) -> Plans | None
     elif any(part._compiled_call_impl is not None for part in model.modules()):
         obstacle = "the model has parts that were compiled: leave it uncompiled"
     else:
-        obstacle = next((why for module, kind in _parts(model, layers) if (why := deviation(module, kind))), None)
+        obstacle = next(
+            (why for module, kind in _parts(model, layers) if (why := deviation(module, kind))),
+            None,
+        )
     by_twins = obstacle is None and dispatch.forced is False
-    if not by_twins and not dispatch.allows("the kernels of its layers", next(model.model.parameters()), obstacle=obstacle):
+    if not by_twins and not dispatch.allows(
+        "the kernels of its layers", next(model.model.parameters()), obstacle=obstacle
+    ):
         return None
     return {
-        owner: [(layer, *(product(linears, packed_weight(linears)) for linears in _of_one_input(layer))) for layer in each]
+        owner: [
+            (layer, *(product(linears, packed_weight(linears)) for linears in _of_one_input(layer)))
+            for layer in each
+        ]
         for owner, each in layers.items()
     }
 
 
 def deviation(module: nn.Module, kind: type[nn.Module]) -> str | None:
-    """Say how a module deviates, global hooks aside, from the class `kind`, with the remedy; None if not at all."""
+    """Say how a module deviates, global hooks aside, from the class `kind`, with the remedy; None
+    if not at all."""
     found = type(module)
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         if any(getattr(hook, "__module__", None) != _NOTES_ONLY for hook in hooks.values()):
             return f"a {found.__name__} carries hooks: remove them"
-    if "forward" in module.__dict__ or found.forward is not kind.forward or not issubclass(found, kind):
+    if (
+        "forward" in module.__dict__
+        or found.forward is not kind.forward
+        or not issubclass(found, kind)
+    ):
         return f"a {found.__name__} is wrapped or no {kind.__name__}: use plain modules"
     # Other packages may have replaced the class or its methods by their own (Liger does).
     if not found.forward.__module__.startswith(_OWN):
-        return f"the forward of a {found.__name__} was replaced by one of {found.forward.__module__}: leave it as it was"
+        return (
+            f"the forward of a {found.__name__} was replaced by one of {found.forward.__module__}: "
+            "leave it as it was"
+        )
     return None
 
 
 def _parts(model: Any, layers: dict[Any, list[Any]]) -> Iterator[tuple[Any, type[nn.Module]]]:
-    """Yield the modules that fused layers replace and their classes, parents first: one of another class may lack parts."""
+    """Yield the modules that fused layers replace and their classes, parents first: one of another
+    class may lack parts."""
     yield model.model, MRPBackbone
     if model.mrp_head in layers:
         yield model.mrp_head, MRPHead
@@ -71,12 +96,18 @@ def _parts(model: Any, layers: dict[Any, list[Any]]) -> Iterator[tuple[Any, type
             yield layer, Qwen3DecoderLayer
             yield layer.self_attn, Qwen3Attention
             yield layer.mlp, Qwen3MLP
-            for norm in (layer.input_layernorm, layer.post_attention_layernorm, layer.self_attn.q_norm, layer.self_attn.k_norm):
+            for norm in (
+                layer.input_layernorm,
+                layer.post_attention_layernorm,
+                layer.self_attn.q_norm,
+                layer.self_attn.k_norm,
+            ):
                 yield norm, Qwen3RMSNorm
 
 
 def _of_one_input(layer: Any) -> tuple[list[Any], list[Any]]:
-    """Group a layer's linear layers that share an input: those of queries, keys and values, and the MLP's gate and up."""
+    """Group a layer's linear layers that share an input: those of queries, keys and values, and the
+    MLP's gate and up."""
     attention, mlp = layer.self_attn, layer.mlp
     return [attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]
 
@@ -86,33 +117,46 @@ def _of_one_input(layer: Any) -> tuple[list[Any], list[Any]]:
 def pack(model: nn.Module) -> None:
     """Make the weights of linear layers that share an input adjacent in memory.
 
-    The parameters stay the same objects, now parts of a larger storage: nothing is held twice. Layers are left as they are if
-    one is more than a plain `nn.Linear` (adapters, quantised weights, hooks), or lies on another device than the others.
+    The parameters stay the same objects, now parts of a larger storage: nothing is held twice.
+    Layers are left as they are if one is more than a plain `nn.Linear` (adapters, quantised
+    weights, hooks), or lies on another device than the others.
     """
     moved = None
     with _PACKING:
         for layer in model.modules():
             for linears in _of_one_input(layer) if isinstance(layer, Qwen3DecoderLayer) else ():
                 weights = [linear.weight.data for linear in linears if _plain(linear)]
-                if len(weights) == len(linears) and packed_weight(linears) is None and len({w.device for w in weights}) == 1:
+                if (
+                    len(weights) == len(linears)
+                    and packed_weight(linears) is None
+                    and len({w.device for w in weights}) == 1
+                ):
                     moved = torch.cat(weights)
-                    for linear, part in zip(linears, moved.split([len(w) for w in weights]), strict=True):
+                    for linear, part in zip(
+                        linears, moved.split([len(w) for w in weights]), strict=True
+                    ):
                         linear.weight.data = part
     if moved is not None and moved.is_cuda:
         torch.cuda.empty_cache()  # where the weights lay, in pieces that little else fits
 
 
 def packed_weight(linears: Sequence[Any]) -> Tensor | None:
-    """View linear layers' weights as one matrix [sum of out_features, in_features]; None if they are not adjacent."""
+    """View linear layers' weights as one matrix [sum of out_features, in_features]; None if they
+    are not adjacent."""
     if not all(map(_plain, linears)):
         return None
     first = linears[0].weight
     storage, place = first.untyped_storage().data_ptr(), first.data_ptr()
     for linear in linears:
-        if linear.weight.data_ptr() != place or linear.weight.untyped_storage().data_ptr() != storage:
+        if (
+            linear.weight.data_ptr() != place
+            or linear.weight.untyped_storage().data_ptr() != storage
+        ):
             return None
         place += linear.weight.nbytes
-    return first.as_strided((sum(len(linear.weight) for linear in linears), first.shape[1]), first.stride())
+    return first.as_strided(
+        (sum(len(linear.weight) for linear in linears), first.shape[1]), first.stride()
+    )
 
 
 def _plain(linear: Any) -> bool:

@@ -1,8 +1,10 @@
-"""The one owner of a model's forwards and of their keys and values: `prefill`, `score`, `head`, `commit`.
+"""The one owner of a model's forwards and of their keys and values: `prefill`, `score`, `head`,
+`commit`.
 
-States lie side by side in one forward: each sees the committed text of its row, itself, and its *parent*, an uncommitted clean
-state, if it has one. Ids go to the device in one copy, and picks come back in one. The keys and values of scored states lie
-beyond the texts until the next forward; `commit` copies those of accepted clean states to the texts.
+States lie side by side in one forward: each sees the committed text of its row, itself, and its
+*parent*, an uncommitted clean state, if it has one. Ids go to the device in one copy, and picks
+come back in one. The keys and values of scored states lie beyond the texts until the next forward;
+`commit` copies those of accepted clean states to the texts.
 """
 
 from array import array
@@ -39,16 +41,19 @@ class Networks:
     """Runs backbone, head and picks for the rows of one call.
 
     Args:
-        model: An `MRPForCausalLM`; without `plans` any object with its `config`, `backbone` and `residual`.
+        model: An `MRPForCausalLM`; without `plans` any object with its `config`, `backbone` and
+            `residual`.
         cache: Keys and values of backbone and head.
         with_head: Whether the head takes part.
-        picker: Picks tokens from the backbone's hidden states; its `lm_head_weight` gives the device, `dispatch` the kernels.
+        picker: Picks tokens from the backbone's hidden states; its `lm_head_weight` gives the
+            device, `dispatch` the kernels.
         plans: The fused layers (`plan_layers`); None: layers run as modules, under a dense mask.
         recorded: Runs a forward from a recording (`Graphs.call`); or None.
 
     Attributes:
         drafter: Picks tokens from the head's estimates of hidden states.
-        forwards: Number of forwards of the whole batch by role: `prefill`, `denoise` (over states of rounds) and `head`.
+        forwards: Number of forwards of the whole batch by role: `prefill`, `denoise` (over states
+            of rounds) and `head`.
     """
 
     def __init__(
@@ -63,19 +68,30 @@ class Networks:
         self.model, self.cache, self.plans, self.recorded = model, cache, plans, recorded
         self.picker, self.drafter = picker, replace(picker, entropy=False, shortlist=0)
         self.device, config = picker.lm_head_weight.device, model.config
-        self.block, self.mask_id, self.with_head = config.block_size, config.mask_token_id, with_head
+        self.block, self.mask_id, self.with_head = (
+            config.block_size,
+            config.mask_token_id,
+            with_head,
+        )
         self.backbone_layers = range(config.num_hidden_layers)
-        self.head_layers = range(len(self.backbone_layers), len(self.backbone_layers) + config.num_nextn_predict_layers)
+        self.head_layers = range(
+            len(self.backbone_layers), len(self.backbone_layers) + config.num_nextn_predict_layers
+        )
         self.forwards = {"prefill": 0, "denoise": 0, "head": 0}
         self._swaps: list[list[tuple[int, int]]] = []
-        self.shifted = cache.shifted  # whether the backbone's hidden state at a position is for the next token
-        self._scored: Tensor | None = None  # hidden states of the last `score`, [n, block (+ 1 if shifted), hidden_size]
+        # whether the backbone's hidden state at a position is for the next token
+        self.shifted = cache.shifted
+        self._scored: Tensor | None = (
+            None  # hidden states of the last `score`, [n, block (+ 1 if shifted), hidden_size]
+        )
         cache.active = cache.rows
 
     def prefill(self, rows: Sequence[Row], reused: Sequence[int]) -> list[Scores]:
-        """Run the backbone over each row's text through the block of its first mask; return the scores of that block's state.
+        """Run the backbone over each row's text through the block of its first mask; return the
+        scores of that block's state.
 
-        `reused` is, by row, the number of first tokens with cached keys and values; prefill starts at the least of these.
+        `reused` is, by row, the number of first tokens with cached keys and values; prefill starts
+        at the least of these.
         """
         length = max(row.state.start for row in rows) + self.block
         read = max(row.head_held for row in rows)
@@ -97,7 +113,9 @@ class Networks:
                     first[at] = blocks, (at * (end - begin) + row.state.start - begin) // self.block
         for row in rows:
             row.held = row.state.start
-        return self.pick(self.picker, [(row, row.state) for row in rows], [first[at] for at in range(len(rows))])
+        return self.pick(
+            self.picker, [(row, row.state) for row in rows], [first[at] for at in range(len(rows))]
+        )
 
     def _catch_up(self, rows: Sequence[Row], behind: Sequence[Row]) -> None:
         """Run the head over the part of the texts of the rows `behind` that it has not read yet."""
@@ -106,7 +124,9 @@ class Networks:
             hidden = self.cache.hidden[: len(rows), begin:end]
             held = torch.tensor([row.held for row in rows], device=hidden.device)
             kept = torch.arange(begin, end, device=hidden.device) < held[:, None]
-            self.model.residual(ids, torch.where(kept[..., None], hidden, 0), positions, mask, self.cache)
+            self.model.residual(
+                ids, torch.where(kept[..., None], hidden, 0), positions, mask, self.cache
+            )
             self.forwards["head"] += 1
             for row in behind:
                 row.counts.head_forwards += row.held > begin and row.head_held < end
@@ -114,12 +134,18 @@ class Networks:
             row.head_held = row.held
 
     def _chunks(self, rows: Sequence[Row], begin: int, length: int) -> Iterator[Chunk]:
-        """Yield the inputs of each forward over the rows' texts from `begin` to `length`; see `prefill_chunks`."""
-        texts = torch.tensor([(row.text + [self.mask_id] * length)[:length] for row in rows], device=self.device)
-        return prefill_chunks(self.cache, texts, begin, max(1, PREFILL_CHUNK // self.block) * self.block, self.block)
+        """Yield the inputs of each forward over the rows' texts from `begin` to `length`; see
+        `prefill_chunks`."""
+        texts = torch.tensor(
+            [(row.text + [self.mask_id] * length)[:length] for row in rows], device=self.device
+        )
+        return prefill_chunks(
+            self.cache, texts, begin, max(1, PREFILL_CHUNK // self.block) * self.block, self.block
+        )
 
     def score(self, rows: Sequence[Row], drafts: Sequence[Sequence[Node]]) -> list[list[Scores]]:
-        """Score all rows' nodes (ended rows have none) in one backbone forward; return the scores by row and node."""
+        """Score all rows' nodes (ended rows have none) in one backbone forward; return the scores
+        by row and node."""
         packed = [[(node.state, node.parent) for node in nodes] for nodes in drafts]
         self._scored, firsts = self._run_backbone(packed, [row.held for row in rows])
         self.forwards["denoise"] += 1
@@ -134,7 +160,8 @@ class Networks:
         return [[next(found) for _ in nodes] for nodes in drafts]
 
     def _run_backbone(self, packed: Packed, held: Sequence[int]) -> tuple[Tensor, Sequence[int]]:
-        """Run the backbone over states; return hidden states [n, block, hidden_size] and each row's first index in n.
+        """Run the backbone over states; return hidden states [n, block, hidden_size] and each row's
+        first index in n.
 
         A serving engine overrides this with its own forward.
         """
@@ -142,12 +169,17 @@ class Networks:
         return hidden, range(0, len(hidden), max(map(len, packed)))
 
     def head(
-        self, rows: Sequence[Row], asked: Sequence[Sequence[tuple[State, Hidden]]], residual: bool = False
+        self,
+        rows: Sequence[Row],
+        asked: Sequence[Sequence[tuple[State, Hidden]]],
+        residual: bool = False,
     ) -> list[list[Hidden]]:
-        """Run one head pass over states of each row; return h_A + h_C at each state, or h_C alone if `residual`, by row.
+        """Run one head pass over states of each row; return h_A + h_C at each state, or h_C alone
+        if `residual`, by row.
 
-        `asked` has, by row, each state and the hidden states h_A, or an estimate of them, that the head starts from; at least
-        one row has states. For rows with states, the pass also reads a committed block that the head has not read yet, if any.
+        `asked` has, by row, each state and the hidden states h_A, or an estimate of them, that the
+        head starts from; at least one row has states. For rows with states, the pass also reads a
+        committed block that the head has not read yet, if any.
         """
         asking = [row for row, states in zip(rows, asked, strict=True) if states]
         if behind := [row for row in asking if row.held - row.head_held > self.block]:
@@ -155,23 +187,35 @@ class Networks:
         kept = self.cache.hidden.unflatten(1, (-1, self.block)).flatten(0, 1)
         packed: list[list[tuple[State, int]]] = []
         given: list[list[Hidden]] = []
-        leads: list[int] = []  # rows with a committed block that the head has not read, put before their states
+        # rows with a committed block that the head has not read, put before their states
+        leads: list[int] = []
         for at, (row, states) in enumerate(zip(rows, asked, strict=True)):
             row.counts.head_forwards += bool(states)
             lead = bool(states) and row.held > row.head_held
-            cells, starts = [(state, lead - 1) for state, _ in states], [hidden for _, hidden in states]
+            cells, starts = (
+                [(state, lead - 1) for state, _ in states],
+                [hidden for _, hidden in states],
+            )
             if lead:
                 leads.append(at)
                 cells.insert(0, (row.opened(row.head_held), -1))
-                starts.insert(0, (kept, (at * self.cache.hidden.shape[1] + row.head_held) // self.block))
+                starts.insert(
+                    0, (kept, (at * self.cache.hidden.shape[1] + row.head_held) // self.block)
+                )
             packed.append(cells)
             given.append(starts)
         width, filler = max(map(len, packed)), next(starts[0] for starts in given if starts)
-        wide = gather_blocks([one for starts in given for one in [*starts, *[filler] * (width - len(starts))]])
+        wide = gather_blocks(
+            [one for starts in given for one in [*starts, *[filler] * (width - len(starts))]]
+        )
         made = self._network(packed, [row.head_held for row in rows], wide)
         self.forwards["head"] += 1
         if leads:
-            self.cache.move(self.head_layers, [(at, self.cache.begin, rows[at].head_held) for at in leads], self.block)
+            self.cache.move(
+                self.head_layers,
+                [(at, self.cache.begin, rows[at].head_held) for at in leads],
+                self.block,
+            )
         for at in leads:
             rows[at].head_held += self.block
         made = made if residual else wide.to(made.device) + made
@@ -181,9 +225,11 @@ class Networks:
         ]
 
     def commit(self, rows: Sequence[Row], clean: Sequence[Sequence[int]]) -> None:
-        """Copy keys, values and hidden states (for the head) of accepted clean states to their rows' texts.
+        """Copy keys, values and hidden states (for the head) of accepted clean states to their
+        rows' texts.
 
-        `clean` has, by row, the indices of these states among the row's nodes of the last `score`, in order; at least one.
+        `clean` has, by row, the indices of these states among the row's nodes of the last `score`,
+        in order; at least one.
         """
         moves = []
         for at, (row, slots) in enumerate(zip(rows, clean, strict=True)):
@@ -207,13 +253,17 @@ class Networks:
         parents: Sequence[State | None] = (),
         shortlists: Sequence[Hidden | None] = (),
     ) -> list[Scores]:
-        """Pick at the free columns of states from their hidden states; return scores by state, after one transfer to the host.
+        """Pick at the free columns of states from their hidden states; return scores by state,
+        after one transfer to the host.
 
-        `parents` are the states' parents, whose tokens processors see. If every state has a shortlist in `shortlists`
-        (`Scores.shortlist`), tokens are chosen among those listed.
+        `parents` are the states' parents, whose tokens processors see. If every state has a
+        shortlist in `shortlists` (`Scores.shortlist`), tokens are chosen among those listed.
         """
         block, count = self.block, len(states)
-        columns = np.array([at * block + column for at, (_, state) in enumerate(states) for column in state.free], np.int64)
+        columns = np.array(
+            [at * block + column for at, (_, state) in enumerate(states) for column in state.free],
+            np.int64,
+        )
         if not len(columns):
             return [Scores([0] * block, [-torch.inf] * block, hidden=one) for one in hidden]
         listed = [one for one in shortlists if one is not None]
@@ -223,35 +273,58 @@ class Networks:
         few: Sequence[Hidden | None] = shortlists or [None] * count
         if picks.shortlist is not None:
             size = picks.shortlist.shape[1]
-            spread = picks.shortlist.new_zeros(count * block, size).index_copy_(0, index, picks.shortlist)
+            spread = picks.shortlist.new_zeros(count * block, size).index_copy_(
+                0, index, picks.shortlist
+            )
             few = [(spread.view(count, block, size), place) for place in range(count)]
         found = zip(on_host(picks, columns, count, block), hidden, few, strict=True)
         return [Scores(*said, one, shortlist) for said, one, shortlist in found]
 
     def _at_columns(self, columns: np.ndarray, *several: Sequence[Hidden]) -> list[Tensor]:
-        """Copy column indices [n] to the device; return them, and the values of each list of blocks at them, [n, size] each."""
+        """Copy column indices [n] to the device; return them, and the values of each list of blocks
+        at them, [n, size] each."""
         index = torch.from_numpy(columns).to(self.device, non_blocking=True)
         return [index, *(gather_blocks(blocks).flatten(0, 1)[index] for blocks in several)]
 
     def token_odds(
-        self, asked: Sequence[tuple[Row, State, Sequence[int], Sequence[int]]], hidden: Sequence[Hidden]
+        self,
+        asked: Sequence[tuple[Row, State, Sequence[int], Sequence[int]]],
+        hidden: Sequence[Hidden],
     ) -> list[list[float]]:
-        """Compute the log-odds [block] of given tokens at each state, -inf at other columns; one transfer to the host.
+        """Compute the log-odds [block] of given tokens at each state, -inf at other columns; one
+        transfer to the host.
 
         `asked` has, by state, its row, the state, some of its free columns, and tokens by column.
         """
-        states = [(row, State(state.key, tuple(where), state.end, state.masks, 0)) for row, state, where, _ in asked]
+        states = [
+            (row, State(state.key, tuple(where), state.end, state.masks, 0))
+            for row, state, where, _ in asked
+        ]
         tokens, spots = [(where, token) for _, _, where, token in asked], Spots(states, self.device)
-        return self._of_tokens(tokens, hidden, lambda given, token: self.picker.token_odds(given, token, spots))
+        return self._of_tokens(
+            tokens, hidden, lambda given, token: self.picker.token_odds(given, token, spots)
+        )
 
     def magnitudes(self, asked: TokensAt, hidden: Sequence[Hidden]) -> list[list[float]]:
-        """Compute the magnitude |C| of given tokens' residual logits from h_C; return numbers as `token_odds` does."""
+        """Compute the magnitude |C| of given tokens' residual logits from h_C; return numbers as
+        `token_odds` does."""
         weight = self.picker.lm_head_weight
-        return self._of_tokens(asked, hidden, lambda given, token: token_logits(weight, given, token[:, None])[:, 0].abs())
+        return self._of_tokens(
+            asked,
+            hidden,
+            lambda given, token: token_logits(weight, given, token[:, None])[:, 0].abs(),
+        )
 
-    def _of_tokens(self, asked: TokensAt, hidden: Sequence[Hidden], compute: Callable[..., Tensor]) -> list[list[float]]:
-        """Call `compute(hidden states [n, size], tokens [n])` on the given tokens; return its numbers as `token_odds` does."""
-        pairs = [(place * self.block + c, token[c]) for place, (where, token) in enumerate(asked) for c in where]
+    def _of_tokens(
+        self, asked: TokensAt, hidden: Sequence[Hidden], compute: Callable[..., Tensor]
+    ) -> list[list[float]]:
+        """Call `compute(hidden states [n, size], tokens [n])` on the given tokens; return its
+        numbers as `token_odds` does."""
+        pairs = [
+            (place * self.block + c, token[c])
+            for place, (where, token) in enumerate(asked)
+            for c in where
+        ]
         columns, tokens = np.array(pairs, np.int64).T.copy()
         _, given = self._at_columns(columns, hidden)
         numbers = compute(given, torch.from_numpy(tokens).to(self.device, non_blocking=True))
@@ -259,20 +332,25 @@ class Networks:
         return found
 
     def _network(self, packed: Packed, held: Sequence[int], hidden: Tensor | None = None) -> Tensor:
-        """Run the backbone over states, or the head if its input `hidden` [rows * width, block, hidden_size] is given.
+        """Run the backbone over states, or the head if its input `hidden` [rows * width, block,
+        hidden_size] is given.
 
-        Keys and values of the states are written beyond the longest of all rows' texts, so that no text is overwritten.
+        Keys and values of the states are written beyond the longest of all rows' texts, so that no
+        text is overwritten.
 
         Returns:
-            Hidden states or h_C, [rows * width, block, hidden_size], where `width` is the most states of a row. Shifted hidden
-            states have block + 1 columns: the first is for the block's first token, the last for the next block's.
+            Hidden states or h_C, [rows * width, block, hidden_size], where `width` is the most
+            states of a row. Shifted hidden states have block + 1 columns: the first is for the
+            block's first token, the last for the next block's.
         """
         rows, width, used = len(packed), max(map(len, packed)), max(held)
         self.cache.target(used, width * self.block)
         empty = ((0, (self.mask_id,) * self.block), -1)
         numbers, cells = array("q"), []
         for states in packed:
-            cells += [(state.key, parent) for state, parent in states] + [empty] * (width - len(states))
+            cells += [(state.key, parent) for state, parent in states] + [empty] * (
+                width - len(states)
+            )
         for (_, ids), _ in cells:
             numbers.extend(ids)
         numbers.extend([start for (start, _), _ in cells])
@@ -289,8 +367,17 @@ class Networks:
             made = self.recorded(key, forward, table, *inputs)
         return made.view(rows * width, -1, made.shape[-1])
 
-    def _packed(self, rows: int, width: int, begin: int, plain: bool, table: Tensor, hidden: Tensor | None = None) -> Tensor:
-        """Unpack `table` (ids, starts, parents, held) and run the network, by tensor operations that a graph can record."""
+    def _packed(
+        self,
+        rows: int,
+        width: int,
+        begin: int,
+        plain: bool,
+        table: Tensor,
+        hidden: Tensor | None = None,
+    ) -> Tensor:
+        """Unpack `table` (ids, starts, parents, held) and run the network, by tensor operations
+        that a graph can record."""
         states = rows * width
         ids, starts, parents, held = table.split([states * self.block, states, states, rows])
         ids, parent = ids.view(rows, -1), parents.view(rows, width)
@@ -299,29 +386,49 @@ class Networks:
         if self.plans is not None:
             made = self._fused(self.plans, ids, positions, mask, hidden)
         elif hidden is None:
-            made = self.model.backbone(ids, positions, mask.dense(begin), self.cache).to(self.device)
+            made = self.model.backbone(ids, positions, mask.dense(begin), self.cache).to(
+                self.device
+            )
         else:
-            made = self.model.residual(ids, hidden, positions, mask.dense(begin), self.cache).to(self.device)
+            made = self.model.residual(ids, hidden, positions, mask.dense(begin), self.cache).to(
+                self.device
+            )
         return self._shifted_states(made, held, parent) if self.shifted and hidden is None else made
 
-    def _fused(self, plans: Plans, ids: Tensor, positions: Tensor, mask: RoundMask, hidden: Tensor | None) -> Tensor:
-        """Run the fused layers over states: the head's if `hidden` is given, else the backbone's."""
+    def _fused(
+        self, plans: Plans, ids: Tensor, positions: Tensor, mask: RoundMask, hidden: Tensor | None
+    ) -> Tensor:
+        """Run the fused layers over states: the head's if `hidden` is given, else the
+        backbone's."""
         backbone, head = self.model.model, self.model.mrp_head
         embeds = backbone.embed_tokens(ids)
         owner, begun = (backbone, embeds) if hidden is None else (head, head.joined(embeds, hidden))
-        return run_fused(plans[owner], owner.norm, begun, backbone.rotary_emb(embeds, positions), mask, self.cache)
+        return run_fused(
+            plans[owner],
+            owner.norm,
+            begun,
+            backbone.rotary_emb(embeds, positions),
+            mask,
+            self.cache,
+        )
 
     def _shifted_states(self, hidden: Tensor, held: Tensor, parent: Tensor) -> Tensor:
-        """Prepend to each state's part of `hidden` [rows, width * block, hidden_size] the hidden state for its first token (the
-        last of its parent, or else of its row's text); return [rows, width, block + 1, hidden_size]."""
+        """Prepend to each state's part of `hidden` [rows, width * block, hidden_size] the hidden
+        state for its first token (the last of its parent, or else of its row's text); return [rows,
+        width, block + 1, hidden_size]."""
         states, kept = hidden.unflatten(1, (-1, self.block)), self.cache.hidden
-        before = kept[torch.arange(len(hidden), device=kept.device), held.to(kept.device)].to(self.device)[:, None]
-        lasts = states[:, :, -1].gather(1, parent.clamp(min=0)[..., None].expand(-1, -1, hidden.shape[-1]))
+        before = kept[torch.arange(len(hidden), device=kept.device), held.to(kept.device)].to(
+            self.device
+        )[:, None]
+        lasts = states[:, :, -1].gather(
+            1, parent.clamp(min=0)[..., None].expand(-1, -1, hidden.shape[-1])
+        )
         before = torch.where(parent[..., None] >= 0, lasts, before)
         return torch.cat([before[:, :, None], states], 2)
 
     def narrow(self, rows: list[Row], size: int) -> list[Row]:
-        """Cut the batch to its first `size` places after moving all unfinished rows there, which must fit; return the rows."""
+        """Cut the batch to its first `size` places after moving all unfinished rows there, which
+        must fit; return the rows."""
         ended = [place for place in range(size) if rows[place].stop is not None]
         behind = [place for place in range(size, len(rows)) if rows[place].stop is None]
         pairs = list(zip(ended, behind, strict=False))  # there may be more room than rows
@@ -336,15 +443,19 @@ class Networks:
         return rows[:size]
 
     def widen(self, used: int) -> None:
-        """Undo all calls of `narrow`: move rows, with their first `used` slots, back to their places."""
+        """Undo all calls of `narrow`: move rows, with their first `used` slots, back to their
+        places."""
         with self.cache.exchanging():
             while self._swaps:
                 self.cache.swap(self._swaps.pop(), used)
         self.cache.active = self.cache.rows
 
 
-def prefill_chunks(cache: BlockCache, texts: Tensor, begin: int, chunk: int, block: int) -> Iterator[Chunk]:
-    """Yield the inputs of block-causal forwards over texts [rows, length] long from `begin` on, `chunk` tokens each.
+def prefill_chunks(
+    cache: BlockCache, texts: Tensor, begin: int, chunk: int, block: int
+) -> Iterator[Chunk]:
+    """Yield the inputs of block-causal forwards over texts [rows, length] long from `begin` on,
+    `chunk` tokens each.
 
     Before each, the cache's target is set to the slots of these tokens, which are whole blocks.
     """
@@ -353,15 +464,26 @@ def prefill_chunks(cache: BlockCache, texts: Tensor, begin: int, chunk: int, blo
         end = min(texts.shape[1], at + chunk)
         here, seen = positions[:, at:end], positions[:, :end]
         cache.target(at, end - at, prefill=True)
-        yield at, end, texts[:, at:end], here, block_causal_mask(here, seen, torch.ones_like(seen, dtype=torch.bool), block)
+        yield (
+            at,
+            end,
+            texts[:, at:end],
+            here,
+            block_causal_mask(here, seen, torch.ones_like(seen, dtype=torch.bool), block),
+        )
 
 
 def gather_blocks(hidden: Sequence[Hidden]) -> Tensor:
-    """Gather the hidden states of n blocks from the tensors that hold them; return [n, block, hidden_size]."""
+    """Gather the hidden states of n blocks from the tensors that hold them; return [n, block,
+    hidden_size]."""
     first, places = hidden[0][0], [place for _, place in hidden]
     tensors = {id(tensor): tensor for tensor, _ in hidden}
     if len(tensors) == 1:
-        return first if places == list(range(len(first))) else first[torch.tensor(places, device=first.device)]
+        return (
+            first
+            if places == list(range(len(first)))
+            else first[torch.tensor(places, device=first.device)]
+        )
     out = first.new_empty(len(hidden), *first.shape[1:])
     for name, tensor in tensors.items():
         pairs = [(at, place) for at, (other, place) in enumerate(hidden) if id(other) == name]
@@ -371,18 +493,25 @@ def gather_blocks(hidden: Sequence[Hidden]) -> Tensor:
 
 
 def spread_columns(numbers: Tensor, columns: np.ndarray, states: int, block: int) -> np.ndarray:
-    """Copy numbers [n] or [n, m] to the host; return [states, block] or [states, block, m] float64, -inf elsewhere."""
+    """Copy numbers [n] or [n, m] to the host; return [states, block] or [states, block, m] float64,
+    -inf elsewhere."""
     read = numbers.detach().cpu().double().numpy()
     spread = np.full((states * block, *read.shape[1:]), -np.inf)
     spread[columns] = read
     return spread.reshape(states, block, *read.shape[1:])
 
 
-def on_host(picks: Picks, columns: np.ndarray, states: int, block: int) -> list[tuple[list[int], list[float], Any, Any]]:
-    """Read picks in one transfer; return by state its token, odds, entropy and likeliest, as in `Scores`."""
-    numbers = [one.view(len(columns), -1).to(picks.odds.dtype) for one in picks[:4] if one is not None]
+def on_host(
+    picks: Picks, columns: np.ndarray, states: int, block: int
+) -> list[tuple[list[int], list[float], Any, Any]]:
+    """Read picks in one transfer; return by state its token, odds, entropy and likeliest, as in
+    `Scores`."""
+    numbers = [
+        one.view(len(columns), -1).to(picks.odds.dtype) for one in picks[:4] if one is not None
+    ]
     spread = spread_columns(torch.cat(numbers, 1), columns, states, block)
-    token = np.maximum(spread[..., 0], 0).astype(np.int64).tolist()  # exact in float32: a vocabulary has fewer than 2^24
+    # exact in float32: a vocabulary has fewer than 2^24
+    token = np.maximum(spread[..., 0], 0).astype(np.int64).tolist()
     entropy = [None] * states if picks.entropy is None else spread[..., 2].tolist()
     likeliest: list[Any] = [None] * states
     if picks.likeliest is not None:

@@ -1,7 +1,9 @@
-"""Picks: the token and its log-odds at masked positions, greedy or sampled, reproducible to the bit.
+"""Picks: the token and its log-odds at masked positions, greedy or sampled, reproducible to the
+bit.
 
-A sampled pick is a Gumbel-max whose noise is a pure function of (the row's seed, absolute position, masks left in the block,
-token id). So two decoders that reach the same state draw the same token, whatever path led there.
+A sampled pick is a Gumbel-max whose noise is a pure function of (the row's seed, absolute position,
+masks left in the block, token id). So two decoders that reach the same state draw the same token,
+whatever path led there.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,8 +30,8 @@ from ..rules.bans import Bans
 from ..rules.draft import noise_key
 from ..rules.state import Row, State
 
-# Kinds of truncation, and whether each always keeps the n likeliest tokens for some n; if so, it needs only the k logits that
-# a top-k before it leaves.
+# Kinds of truncation, and whether each always keeps the n likeliest tokens for some n; if so, it
+# needs only the k logits that a top-k before it leaves.
 TRUNCATIONS: dict[type, bool] = {
     TopKLogitsWarper: True,
     TopPLogitsWarper: True,
@@ -40,17 +42,21 @@ TRUNCATIONS: dict[type, bool] = {
     TypicalLogitsWarper: False,
 }
 
-# Tokens that a sampled draft chooses among at a position: all that transformers' default top-k of 50 leaves.
+# Tokens that a sampled draft chooses among at a position: all that transformers' default top-k of
+# 50 leaves.
 LIKELIEST = 64
-# Tokens that the head's drafts choose among at a position: this many draft as well as all (`benchmarks/NOTES.md`, Shortlist).
+# Tokens that the head's drafts choose among at a position: this many draft as well as all
+# (`benchmarks/NOTES.md`, Shortlist).
 SHORTLIST = 16
 
 
 @dataclass(frozen=True)
 class Spots:
-    """The positions at which tokens are picked: the `free` columns of each state, in order; `device` is for their tensors.
+    """The positions at which tokens are picked: the `free` columns of each state, in order;
+    `device` is for their tensors.
 
-    `parents` are, by state, the uncommitted clean state that it attends to, or None; `parents` is empty if all are None.
+    `parents` are, by state, the uncommitted clean state that it attends to, or None; `parents` is
+    empty if all are None.
     """
 
     states: Sequence[tuple[Row, State]]
@@ -59,36 +65,50 @@ class Spots:
 
     def keys(self) -> Tensor:
         """Make the noise keys of the positions, [n] long."""
-        table = [(row.seed, state.start + column, state.masks) for row, state in self.states for column in state.free]
-        keys: Tensor = noise_key(*torch.tensor(table, dtype=torch.long).view(-1, 3).to(self.device).unbind(1))
+        table = [
+            (row.seed, state.start + column, state.masks)
+            for row, state in self.states
+            for column in state.free
+        ]
+        keys: Tensor = noise_key(
+            *torch.tensor(table, dtype=torch.long).view(-1, 3).to(self.device).unbind(1)
+        )
         return keys
 
     def no_eos(self) -> Tensor | None:
-        """Tell for each position if an eos is forbidden, [n] bool; return None if it is forbidden at none."""
+        """Tell for each position if an eos is forbidden, [n] bool; return None if it is forbidden
+        at none."""
         if not any(state.start < row.no_eos_before > row.prompt for row, state in self.states):
             return None
-        early = [state.start + column < row.no_eos_before for row, state in self.states for column in state.free]
+        early = [
+            state.start + column < row.no_eos_before
+            for row, state in self.states
+            for column in state.free
+        ]
         return torch.tensor(early, device=self.device)
 
     def texts(self) -> Iterator[tuple[list[int], int]]:
-        """Yield, by position, the text as of its state, with masks where nothing is revealed, and the position in that text."""
+        """Yield, by position, the text as of its state, with masks where nothing is revealed, and
+        the position in that text."""
         for place, (row, state) in enumerate(self.states):
             ids = row.text_at(state, self.parents[place] if self.parents else None)
             yield from ((ids, state.start + column) for column in state.free)
 
 
 class Picks(NamedTuple):
-    """Picks at n positions, and the tokens that drafts choose among; fields that the picker does not compute are None.
+    """Picks at n positions, and the tokens that drafts choose among; fields that the picker does
+    not compute are None.
 
     Attributes:
         token: [n] long.
-        odds: [n] float, log-odds of the token's probability after temperature and processors, before truncation; NaN where no
-            token had a finite score.
+        odds: [n] float, log-odds of the token's probability after temperature and processors,
+            before truncation; NaN where no token had a finite score.
         entropy: [n] float, in nats.
-        likeliest: [n, 2 m] in at least float32: ids of the m likeliest tokens, then their log-odds, -inf for tokens that
-            truncation leaves out.
-        shortlist: [n, 2 m + 1] in at least float32: ids of the m likeliest tokens, then their scores, -inf for tokens that
-            truncation leaves out, then the log-sum-exp of all other scores.
+        likeliest: [n, 2 m] in at least float32: ids of the m likeliest tokens, then their log-odds,
+            -inf for tokens that truncation leaves out.
+        shortlist: [n, 2 m + 1] in at least float32: ids of the m likeliest tokens, then their
+            scores, -inf for tokens that truncation leaves out, then the log-sum-exp of all other
+            scores.
     """
 
     token: Tensor
@@ -113,7 +133,8 @@ class Picker:
         eos_token_ids: Ids that positions before a minimum length must not take.
         entropy: Whether to compute entropies.
         likeliest: Whether to return the likeliest tokens, for drafts of sampled text.
-        shortlist: Number of likeliest tokens to return, which the head's drafts then choose `among`; 0: drafts use all tokens.
+        shortlist: Number of likeliest tokens to return, which the head's drafts then choose
+            `among`; 0: drafts use all tokens.
         dispatch: Decides between kernels and PyTorch.
     """
 
@@ -133,10 +154,13 @@ class Picker:
     @cached_property
     def unembedding(self) -> Unembedding:
         """The map from hidden states to logits, before any processors."""
-        return Unembedding(self.lm_head_weight, self.mask_token_id, self.temperature, self.eos_token_ids)
+        return Unembedding(
+            self.lm_head_weight, self.mask_token_id, self.temperature, self.eos_token_ids
+        )
 
     def __call__(self, hidden: Tensor, spots: Spots | None = None) -> Picks:
-        """Pick at n positions from hidden states [n, hidden_size]; without `spots`, greedily, without processors or bans."""
+        """Pick at n positions from hidden states [n, hidden_size]; without `spots`, greedily,
+        without processors or bans."""
         keys = None if spots is None or not self.sample else spots.keys()
         shape = self._shaper(spots)
         parts = []
@@ -146,14 +170,20 @@ class Picker:
         return _join(parts)
 
     def among(self, hidden: Tensor, shortlist: Tensor, spots: Spots) -> Picks:
-        """Pick greedily at n positions, among a few tokens at each; all other tokens keep their earlier scores.
+        """Pick greedily at n positions, among a few tokens at each; all other tokens keep their
+        earlier scores.
 
-        The argmax after a reveal is nearly always one of the likeliest tokens before it, so drafts need no other rows of
-        `lm_head`. Processors and bans are not applied; tokens that truncation left out before stay out. Hidden states are
-        [n, hidden_size]; `shortlist` [n, 2 m + 1] is `Picks.shortlist` of the same positions at an earlier state.
+        The argmax after a reveal is nearly always one of the likeliest tokens before it, so drafts
+        need no other rows of `lm_head`. Processors and bans are not applied; tokens that truncation
+        left out before stay out. Hidden states are [n, hidden_size]; `shortlist` [n, 2 m + 1] is
+        `Picks.shortlist` of the same positions at an earlier state.
         """
         unembedding, count, parts = self.unembedding, shortlist.shape[1] // 2, []
-        ids, before, rest = shortlist[:, :count].long(), shortlist[:, count : 2 * count], shortlist[:, 2 * count :]
+        ids, before, rest = (
+            shortlist[:, :count].long(),
+            shortlist[:, count : 2 * count],
+            shortlist[:, 2 * count :],
+        )
         no_eos = spots.no_eos()
         for at in unembedding.chunks(len(hidden), count * hidden.shape[1]):
             own = unembedding.tempered(token_logits(self.lm_head_weight, hidden[at], ids[at]))
@@ -162,7 +192,11 @@ class Picker:
             place, scores = own.argmax(-1), torch.cat([own, rest[at].to(own.dtype)], 1)
             token, odds = ids[at].gather(1, place[:, None])[:, 0], log_odds(scores, place)
             every = torch.arange(count, device=ids.device).expand_as(ids[at])
-            likeliest = torch.cat([ids[at].to(scores.dtype), odds_of(scores, every)], 1) if self.likeliest else None
+            likeliest = (
+                torch.cat([ids[at].to(scores.dtype), odds_of(scores, every)], 1)
+                if self.likeliest
+                else None
+            )
             parts.append(Picks(token, odds, likeliest=likeliest))
         return _join(parts)
 
@@ -175,18 +209,22 @@ class Picker:
         return torch.cat(parts)
 
     def distributions(self, hidden: Tensor, spots: Spots) -> tuple[Tensor, Tensor]:
-        """Compute logits [n, vocab] at n positions; return them raw, and processed, tempered and truncated, as drawn from."""
+        """Compute logits [n, vocab] at n positions; return them raw, and processed, tempered and
+        truncated, as drawn from."""
         shape, raw, drawn = self._shaper(spots), [], []
         for at in self.unembedding.chunks(len(hidden)):
             raw.append(upcast(self.unembedding.logits(hidden[at])))
             logits = shape(raw[-1].clone(), at)
             shown, least = self._shown(logits)
             scores = self.unembedding.tempered(shown)
-            drawn.append(scores if least is None else scores.masked_fill(logits < least[:, None], -torch.inf))
+            drawn.append(
+                scores if least is None else scores.masked_fill(logits < least[:, None], -torch.inf)
+            )
         return torch.cat(raw), torch.cat(drawn)
 
     def _shaper(self, spots: Spots | None) -> Callable[[Tensor, slice], Tensor]:
-        """Make a function that applies processors, bans and minimum length to logits [m, vocab] of a slice of the positions."""
+        """Make a function that applies processors, bans and minimum length to logits [m, vocab] of
+        a slice of the positions."""
         no_eos = None if spots is None else spots.no_eos()
         if spots is None or (no_eos is self.processors is self.bans is None):
             return lambda logits, at: logits
@@ -194,7 +232,10 @@ class Picker:
         barred: list[tuple[int, int]] = []
         for place, (ids, at) in enumerate(spots.texts() if self.processors or self.bans else ()):
             contexts += [ids[:at]] if self.processors else []
-            barred += [(place, token) for token in (self.bans.barred(ids, at, self.mask_token_id) if self.bans else ())]
+            barred += [
+                (place, token)
+                for token in (self.bans.barred(ids, at, self.mask_token_id) if self.bans else ())
+            ]
         places, tokens = torch.tensor(barred, dtype=torch.long).view(-1, 2).unbind(1)
 
         def shape(logits: Tensor, at: slice) -> Tensor:
@@ -202,7 +243,9 @@ class Picker:
                 logits = self._process(upcast(logits), contexts[at])
             if len(places):
                 here = (places >= at.start) & (places < at.stop)
-                logits[(places[here] - at.start).to(logits.device), tokens[here].to(logits.device)] = -torch.inf
+                logits[
+                    (places[here] - at.start).to(logits.device), tokens[here].to(logits.device)
+                ] = -torch.inf
             return self.unembedding.barred(logits, None if no_eos is None else no_eos[at])
 
         return shape
@@ -214,7 +257,9 @@ class Picker:
             lengths.setdefault(len(context), []).append(at)
         for places in lengths.values():
             index = torch.tensor(places, device=logits.device)
-            ids = torch.tensor([contexts[at] for at in places], dtype=torch.long, device=logits.device)
+            ids = torch.tensor(
+                [contexts[at] for at in places], dtype=torch.long, device=logits.device
+            )
             processed = logits[index]
             for processor in self.processors or ():
                 processed = _answer(processor, processor(ids, processed), processed)
@@ -230,7 +275,11 @@ class Picker:
         else:
             token, odds = pick_rows_ref(self.unembedding, logits, least, keys, shown)
         entropy = likeliest = shortlist = None
-        scores = self.unembedding.tempered(logits) if self.entropy or self.likeliest or self.shortlist else logits
+        scores = (
+            self.unembedding.tempered(logits)
+            if self.entropy or self.likeliest or self.shortlist
+            else logits
+        )
         if self.entropy:
             logp = scores.log_softmax(-1)
             entropy = -(logp.exp() * logp.nan_to_num(neginf=0.0)).sum(-1)
@@ -242,28 +291,42 @@ class Picker:
                 out |= logits.gather(1, ids) < least[:, None]
             own = own.masked_fill(out, -torch.inf)
             if self.likeliest:
-                likeliest = torch.cat([ids.to(own.dtype), odds_of(scores, ids).masked_fill(out, -torch.inf)], 1)
+                likeliest = torch.cat(
+                    [ids.to(own.dtype), odds_of(scores, ids).masked_fill(out, -torch.inf)], 1
+                )
             if self.shortlist:
                 ids, own = ids[:, : self.shortlist], own[:, : self.shortlist]
                 left = own > -torch.inf  # all others keep their share of the sum
-                rest = scores.scatter(1, ids, scores.gather(1, ids).masked_fill(left, -torch.inf)).logsumexp(-1, keepdim=True)
+                rest = scores.scatter(
+                    1, ids, scores.gather(1, ids).masked_fill(left, -torch.inf)
+                ).logsumexp(-1, keepdim=True)
                 shortlist = torch.cat([ids.to(own.dtype), own, rest], 1)
         return Picks(token, odds, entropy, likeliest, shortlist)
 
     def _shown(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Truncate logits [n, vocab], and return None beside; after a top-k, return them whole and the least one kept [n]."""
+        """Truncate logits [n, vocab], and return None beside; after a top-k, return them whole and
+        the least one kept [n]."""
         top_k, tempered = self._top_k(), self.unembedding.tempered
         if not self.truncation or not len(logits):
             return logits, None
         if top_k is None:
-            return logits.masked_fill(self._truncated(tempered(logits).clone()) == -torch.inf, -torch.inf), None
-        top, _ = likeliest_tokens(logits, top_k)  # what is kept is not under a logit that is found among k
-        return logits, top.masked_fill(self._truncated(tempered(top)) == -torch.inf, torch.inf).amin(-1)
+            return logits.masked_fill(
+                self._truncated(tempered(logits).clone()) == -torch.inf, -torch.inf
+            ), None
+        # what is kept is not under a logit that is found among k
+        top, _ = likeliest_tokens(logits, top_k)
+        return logits, top.masked_fill(
+            self._truncated(tempered(top)) == -torch.inf, torch.inf
+        ).amin(-1)
 
     def _top_k(self) -> int | None:
-        """Return k if the truncation begins with a top-k and its other parts need only those k logits; else None."""
+        """Return k if the truncation begins with a top-k and its other parts need only those k
+        logits; else None."""
         warpers = self.truncation or []
-        if not all(TRUNCATIONS.get(type(warper), False) and warper.filter_value == -torch.inf for warper in warpers):
+        if not all(
+            TRUNCATIONS.get(type(warper), False) and warper.filter_value == -torch.inf
+            for warper in warpers
+        ):
             return None
         first = next(iter(warpers), None)
         return first.top_k if isinstance(first, TopKLogitsWarper) else None
@@ -275,16 +338,19 @@ class Picker:
 
 
 def token_logits(weight: Tensor, hidden: Tensor, ids: Tensor) -> Tensor:
-    """Compute the logits [n, m] of some tokens [n, m] long under hidden states [n, hidden_size], in at least float32."""
+    """Compute the logits [n, m] of some tokens [n, m] long under hidden states [n, hidden_size], in
+    at least float32."""
     return (upcast(weight[ids]) @ upcast(hidden)[:, :, None])[:, :, 0]
 
 
 def odds_of(scores: Tensor, places: Tensor) -> Tensor:
-    """Compute the log-odds [n, m] of the tokens `places` [n, m] long under scores [n, vocab]; -inf in place of NaN."""
+    """Compute the log-odds [n, m] of the tokens `places` [n, m] long under scores [n, vocab]; -inf
+    in place of NaN."""
     some = scores.gather(1, places)
     log_p = some - scores.logsumexp(-1, keepdim=True)
     odds, best = log_p - torch.log1p(-log_p.exp()), some.argmax(-1, keepdim=True)
-    # The likeliest token's log-odds are computed without cancellation, as its probability may be nearly 1.
+    # The likeliest token's log-odds are computed without cancellation, as its probability may be
+    # nearly 1.
     odds = odds.scatter(1, best, log_odds(scores, places.gather(1, best)[:, 0])[:, None])
     return odds.masked_fill(odds.isnan(), -torch.inf)
 
@@ -292,20 +358,33 @@ def odds_of(scores: Tensor, places: Tensor) -> Tensor:
 def _join(parts: Sequence[Picks]) -> Picks:
     """Join picks of consecutive positions."""
     given = zip(*parts, strict=True)
-    return parts[0] if len(parts) == 1 else Picks._make(None if one[0] is None else torch.cat(one) for one in given)
+    return (
+        parts[0]
+        if len(parts) == 1
+        else Picks._make(None if one[0] is None else torch.cat(one) for one in given)
+    )
 
 
 def _answer(processor: LogitsProcessor, answer: Any, given: Tensor) -> Tensor:
-    """Check a logits processor's answer to the scores `given` [n, vocab], and return it in their dtype."""
-    if not isinstance(answer, Tensor) or answer.shape != given.shape or not answer.is_floating_point():
-        got = f"{answer.dtype} of {list(answer.shape)}" if isinstance(answer, Tensor) else f"a {type(answer).__name__}"
+    """Check a logits processor's answer to the scores `given` [n, vocab], and return it in their
+    dtype."""
+    if (
+        not isinstance(answer, Tensor)
+        or answer.shape != given.shape
+        or not answer.is_floating_point()
+    ):
+        got = (
+            f"{answer.dtype} of {list(answer.shape)}"
+            if isinstance(answer, Tensor)
+            else f"a {type(answer).__name__}"
+        )
         raise ValueError(
-            f"the logits processor {type(processor).__name__} returned {got}: it must return float scores of the shape it was "
-            f"given, {list(given.shape)}"
+            f"the logits processor {type(processor).__name__} returned {got}: it must return float "
+            f"scores of the shape it was given, {list(given.shape)}"
         )
     if bool((answer == torch.inf).any()):
         raise ValueError(
-            f"the logits processor {type(processor).__name__} returned +inf, under which no token has a probability: let it "
-            "return -inf for all others"
+            f"the logits processor {type(processor).__name__} returned +inf, under which no token "
+            "has a probability: let it return -inf for all others"
         )
     return answer.to(given.dtype)

@@ -1,1 +1,2 @@
-"""Decisions about one row, in plain Python without torch: reveal rules, drafts, acceptance, ends of text."""
+"""Decisions about one row, in plain Python without torch: reveal rules, drafts, acceptance, ends of
+text."""

@@ -1,4 +1,5 @@
-"""Bans of token sequences (bad words, repeated n-grams), enforced in whatever order tokens are revealed."""
+"""Bans of token sequences (bad words, repeated n-grams), enforced in whatever order tokens are
+revealed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,20 +9,23 @@ from dataclasses import dataclass
 class Bans:
     """Token sequences that a text must not contain.
 
-    Tokens are revealed in any order, so a ban looks at the known tokens on both sides of a position: a token that would
-    complete a banned sequence is barred there. If tokens revealed in one step would together complete a sequence, the most
-    confident ones are revealed and the others stay masked.
+    Tokens are revealed in any order, so a ban looks at the known tokens on both sides of a
+    position: a token that would complete a banned sequence is barred there. If tokens revealed in
+    one step would together complete a sequence, the most confident ones are revealed and the others
+    stay masked.
 
     Attributes:
         words: Banned sequences of ids (`bad_words_ids`).
-        ngram: Length of the n-grams that may not occur twice (`no_repeat_ngram_size`); 0: no ban of n-grams.
+        ngram: Length of the n-grams that may not occur twice (`no_repeat_ngram_size`); 0: no ban of
+            n-grams.
     """
 
     words: tuple[tuple[int, ...], ...] = ()
     ngram: int = 0
 
     def barred(self, ids: Sequence[int], at: int, mask_id: int) -> set[int]:
-        """Return the token ids that would complete a banned sequence if put at position `at` of the text `ids`."""
+        """Return the token ids that would complete a banned sequence if put at position `at` of the
+        text `ids`."""
         found = set()
         for word in self.words:
             for hole in range(len(word)):
@@ -33,9 +37,12 @@ class Bans:
         return found | self._repeated(ids, at, mask_id) if self.ngram else found
 
     def _repeated(self, ids: Sequence[int], at: int, mask_id: int) -> set[int]:
-        """Return the token ids that would make an n-gram occur twice in the text `ids` if put at position `at`."""
+        """Return the token ids that would make an n-gram occur twice in the text `ids` if put at
+        position `at`."""
         found, size = set(), self.ngram
-        begins = [begin for begin in range(max(0, at - size + 1), at + 1) if begin + size <= len(ids)]
+        begins = [
+            begin for begin in range(max(0, at - size + 1), at + 1) if begin + size <= len(ids)
+        ]
         windows = {begin: list(ids[begin : begin + size]) for begin in begins}
         for begin, window in windows.items():
             hole = at - begin
@@ -43,10 +50,12 @@ class Bans:
                 continue
             for other in range(len(ids) - size + 1):
                 if not other <= at < other + size and all(
-                    place == hole or ids[other + place] == token for place, token in enumerate(window)
+                    place == hole or ids[other + place] == token
+                    for place, token in enumerate(window)
                 ):
                     found.add(ids[other + hole])
-        for token in {one for window in windows.values() for one in window}:  # two of them may be equal
+        # two of them may be equal
+        for token in {one for window in windows.values() for one in window}:
             whole = []
             for begin, window in windows.items():
                 window[at - begin] = token
@@ -57,9 +66,16 @@ class Bans:
         return found - {mask_id}
 
     def allowed(
-        self, ids: list[int], start: int, where: tuple[int, ...], token: Sequence[int], odds: Sequence[float], mask_id: int
+        self,
+        ids: list[int],
+        start: int,
+        where: tuple[int, ...],
+        token: Sequence[int],
+        odds: Sequence[float],
+        mask_id: int,
     ) -> tuple[int, ...]:
-        """Select columns of a reveal by falling confidence, leaving out those that would complete a banned sequence.
+        """Select columns of a reveal by falling confidence, leaving out those that would complete a
+        banned sequence.
 
         Args:
             ids: The text before the reveal.

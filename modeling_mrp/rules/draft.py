@@ -1,17 +1,21 @@
-"""Build drafts (states that a round submits for a row), and accept the path that the rule takes through scored states.
+"""Build drafts (states that a round submits for a row), and accept the path that the rule takes
+through scored states.
 
 A draft is the row's next state and the states most likely to follow it.
 
-An estimate gives a token and its log-odds for each masked column. Which column is revealed first is far less certain than which
-token it gets, so a state has several *followers*, the states that one reveal may lead to. The chances of different orders that
-lead to the same state add up. A state that the last round scored needs no forward, since its scores are remembered.
+An estimate gives a token and its log-odds for each masked column. Which column is revealed first is
+far less certain than which token it gets, so a state has several *followers*, the states that one
+reveal may lead to. The chances of different orders that lead to the same state add up. A state that
+the last round scored needs no forward, since its scores are remembered.
 
-Estimates are the backbone's scores of the last accepted state and of remembered states, and the head's estimates for drafted
-states. A head pass costs nearly the same for many states as for one, so a round makes few passes: a small draft is built, the
-head reads all of it in one pass, and a larger draft is built from the head's estimates.
+Estimates are the backbone's scores of the last accepted state and of remembered states, and the
+head's estimates for drafted states. A head pass costs nearly the same for many states as for one,
+so a round makes few passes: a small draft is built, the head reads all of it in one pass, and a
+larger draft is built from the head's estimates.
 
-A path starts at the row's own state, which holds the row's text so far. The rule's reveal at a state makes the next state; if
-that was scored in this round or the last one, the path continues there. Drafts decide how far a path leads, never where.
+A path starts at the row's own state, which holds the row's text so far. The rule's reveal at a
+state makes the next state; if that was scored in this round or the last one, the path continues
+there. Drafts decide how far a path leads, never where.
 """
 
 import math
@@ -24,8 +28,9 @@ import numpy as np
 from .reveal import RevealRule, log_sigmoid
 from .state import Frontier, Key, Row, Scores, State
 
-# Followers considered per state, at most, and the number of rows from which only one is: such a chain makes 0.5 to 6 % fewer
-# tokens a forward but saves a quarter of the host's time, which adds up over rows (`benchmarks/NOTES.md`, The host decides).
+# Followers considered per state, at most, and the number of rows from which only one is: such a
+# chain makes 0.5 to 6 % fewer tokens a forward but saves a quarter of the host's time, which adds
+# up over rows (`benchmarks/NOTES.md`, The host decides).
 BRANCHES, CROWD = 3, 16
 _MASK = 0xFFFFFFFF
 
@@ -36,8 +41,10 @@ class Node:
 
     Attributes:
         state: The state.
-        parent: Index, among the row's nodes, of the uncommitted clean state that it attends to besides the prefix; -1 if none.
-        source: Scores, or the head's estimate of them, of the state before, from which this one was made; None if it has none.
+        parent: Index, among the row's nodes, of the uncommitted clean state that it attends to
+            besides the prefix; -1 if none.
+        source: Scores, or the head's estimate of them, of the state before, from which this one was
+            made; None if it has none.
     """
 
     state: State
@@ -45,19 +52,24 @@ class Node:
     source: Scores | None
 
 
-# A candidate for a draft: the state before, the columns to reveal, the key of the resulting state, and `source` and `parent` of
-# its `Node`. The resulting state is made only once it is drafted (`State.revealing`). If no columns are given, the first entry
-# is the candidate's own state.
+# A candidate for a draft: the state before, the columns to reveal, the key of the resulting state,
+# and `source` and `parent` of its `Node`. The resulting state is made only once it is drafted
+# (`State.revealing`). If no columns are given, the first entry is the candidate's own state.
 Follower = tuple[State, Sequence[int], Key, Scores | None, int]
 
 
-def followers(row: Row, rule: RevealRule, state: State, said: Scores, branches: int) -> Iterator[tuple[Key, Follower, float]]:
-    """Yield key, candidate and chance of each state that a reveal at `state` may lead to, given its scores `said`.
+def followers(
+    row: Row, rule: RevealRule, state: State, said: Scores, branches: int
+) -> Iterator[tuple[Key, Follower, float]]:
+    """Yield key, candidate and chance of each state that a reveal at `state` may lead to, given its
+    scores `said`.
 
-    States at which the text is whole are left out. A state that the last round scored is replaced by the first unscored state
-    to which the rule leads from there.
+    States at which the text is whole are left out. A state that the last round scored is replaced
+    by the first unscored state to which the rule leads from there.
     """
-    token, odds = (said.token, said.odds) if said.likeliest is None else draw_tokens(row, state, said)
+    token, odds = (
+        (said.token, said.odds) if said.likeliest is None else draw_tokens(row, state, said)
+    )
     (start, ids), memory, eos = state.key, row.memory, row.eos
     # Whether the text continues in the next block, unless the reveal holds an eos.
     goes_on = state.end == row.block_size < row.open_end - start  # but for an eos
@@ -83,13 +95,15 @@ def followers(row: Row, rule: RevealRule, state: State, said: Scores, branches: 
 
 
 def draft_sizes(width: int, passes: int) -> list[int]:
-    """List the number of states in the draft at each head pass of a round, rising evenly to `width` - 1."""
+    """List the number of states in the draft at each head pass of a round, rising evenly to `width`
+    - 1."""
     passes = min(passes, width - 1)
     return [-(-done * (width - 1) // passes) for done in range(1, passes + 1)]
 
 
 def target_nodes(row: Row, narrow: bool) -> list[Node]:
-    """List a row's nodes in a round without drafts: its own state and, if that is clean, the next block's first state.
+    """List a row's nodes in a round without drafts: its own state and, if that is clean, the next
+    block's first state.
 
     If `narrow`, only the row's own state is listed, and the next block begins a round later.
     """
@@ -101,8 +115,11 @@ def target_nodes(row: Row, narrow: bool) -> list[Node]:
     return nodes
 
 
-def build_draft(row: Row, rule: RevealRule, size: int, branches: int, estimates: Mapping[Key, Scores]) -> list[Node]:
-    """Build a row's draft by best-first search from its next state, and return its nodes, the next state first.
+def build_draft(
+    row: Row, rule: RevealRule, size: int, branches: int, estimates: Mapping[Key, Scores]
+) -> list[Node]:
+    """Build a row's draft by best-first search from its next state, and return its nodes, the next
+    state first.
 
     Args:
         row: The row to draft for.
@@ -112,7 +129,8 @@ def build_draft(row: Row, rule: RevealRule, size: int, branches: int, estimates:
         estimates: The head's estimates of scores, by the state's key.
     """
     waiting: list[Follower] = [(row.state, (), row.state.key, row.source, -1)]
-    # By candidate, the chance that the path reaches it, summed over orders, -inf once drafted; and candidates' indices by key.
+    # By candidate, the chance that the path reaches it, summed over orders, -inf once drafted; and
+    # candidates' indices by key.
     chances, met = [1.0], {row.state.key: 0}
     nodes: list[Node] = []
     while len(nodes) < size and (chance := max(chances)) > 0:
@@ -139,7 +157,8 @@ def build_draft(row: Row, rule: RevealRule, size: int, branches: int, estimates:
 
 
 def draw_tokens(row: Row, state: State, said: Scores) -> tuple[Sequence[int], Sequence[float]]:
-    """Sample at each free column one of its likeliest tokens, with the state's noise; return tokens and log-odds [block]."""
+    """Sample at each free column one of its likeliest tokens, with the state's noise; return tokens
+    and log-odds [block]."""
     assert said.likeliest is not None
     free = list(state.free)
     ids, odds = (part[free] for part in said.likeliest)
@@ -161,7 +180,8 @@ def mix_bits(x: Any) -> Any:
 
 
 def noise_key(seed: Any, position: Any, masks: Any) -> Any:
-    """Hash seed, absolute position and a state's number of masks to a key of sampling noise; ints, or tensors elementwise."""
+    """Hash seed, absolute position and a state's number of masks to a key of sampling noise; ints,
+    or tensors elementwise."""
     key = mix_bits(seed & _MASK)
     key = mix_bits(key ^ (seed >> 32 & _MASK))
     key = mix_bits(key ^ (position & _MASK))
@@ -169,10 +189,12 @@ def noise_key(seed: Any, position: Any, masks: Any) -> Any:
 
 
 def gumbel(keys: list[int], tokens: Any) -> Any:
-    """Compute on the host the Gumbel noise of `kernels.pick`: [n, m] float64, for n keys and token ids [n, m] int64."""
+    """Compute on the host the Gumbel noise of `kernels.pick`: [n, m] float64, for n keys and token
+    ids [n, m] int64."""
     hashed = mix_bits(tokens * 0x9E3779B1 & _MASK)
     bits = mix_bits(hashed ^ np.array(keys, dtype=np.int64)[:, None])
-    # -log(u) for u = (bits + 1/2) / 2^32, computed from the nearer end of the unit interval, for precision.
+    # -log(u) for u = (bits + 1/2) / 2^32, computed from the nearer end of the unit interval, for
+    # precision.
     lower = bits < 1 << 31
     nearest = (np.where(lower, bits, _MASK - bits) + 0.5) * 2.0**-32
     return -np.log(np.where(lower, -np.log(nearest), -np.log1p(-nearest)))
@@ -189,24 +211,28 @@ class UnscoredError(ValueError):
 def accept(
     row: Row, rule: RevealRule, nodes: Sequence[Node], scores: Sequence[Scores], drafts: bool
 ) -> tuple[Frontier | None, list[int]]:
-    """Accept the longest verified path of a row: write all its reveals but the last, and remember the scored states.
+    """Accept the longest verified path of a row: write all its reveals but the last, and remember
+    the scored states.
 
     Args:
-        row: The row. Its state becomes the frontier's or, if the path ends in a clean block, the next block's first state.
+        row: The row. Its state becomes the frontier's or, if the path ends in a clean block, the
+            next block's first state.
         rule: Decides what a step reveals.
         nodes: The row's nodes in the round, its own state's first.
         scores: The backbone's scores of each node.
-        drafts: Whether the round drafted. If so, the path may continue through remembered states, the states scored in this
-            round then replace those in `row.memory`, and drafts are counted.
+        drafts: Whether the round drafted. If so, the path may continue through remembered states,
+            the states scored in this round then replace those in `row.memory`, and drafts are
+            counted.
 
     Returns:
-        The frontier, whose reveal is not written yet (None if the path ends in a clean block), and the indices in `nodes` of
-        the accepted clean states.
+        The frontier, whose reveal is not written yet (None if the path ends in a clean block), and
+        the indices in `nodes` of the accepted clean states.
 
     Raises:
         UnscoredError: if no token had a finite score at a position that is revealed.
     """
-    # Indices in `nodes`: of states by their keys, and of next blocks' first states by the index of the clean state before.
+    # Indices in `nodes`: of states by their keys, and of next blocks' first states by the index of
+    # the clean state before.
     places: dict[Key, int] = {}
     next_blocks: dict[int, int] = {}  # by clean states
     for place, node in enumerate(nodes):
@@ -256,15 +282,19 @@ def accept(
 
 
 def first_frontier(row: Row, rule: RevealRule, scores: Scores) -> Frontier | None:
-    """Make the frontier of a row at its first state from the state's scores; return None if nothing is left to reveal."""
+    """Make the frontier of a row at its first state from the state's scores; return None if nothing
+    is left to reveal."""
     return None if row.ends(row.state) else reveal_at(row, rule, row.state, scores)
 
 
 def reveal_at(row: Row, rule: RevealRule, state: State, scores: Scores) -> Frontier:
-    """Make the frontier at a scored state of the row's path: the rule's reveal there, within the row's bans."""
+    """Make the frontier at a scored state of the row's path: the rule's reveal there, within the
+    row's bans."""
     where, memo = rule.reveal(state, scores, row.memo)
     if row.bans is not None and len(where) > 1:
-        where = row.bans.allowed(row.text_at(state), state.start, where, scores.token, scores.odds, row.mask_id)
+        where = row.bans.allowed(
+            row.text_at(state), state.start, where, scores.token, scores.odds, row.mask_id
+        )
     return Frontier(state, scores, where, memo, row.after(state, where, scores.token))
 
 
@@ -305,7 +335,8 @@ def follows(state: State, last: State, mask_id: int) -> bool:
     """Tell if `state` is of the same block as `last` and reveals all that `last` does, and more."""
     if state.start != last.start or state.masks >= last.masks:
         return False
-    for own, other in zip(state.key[1], last.key[1], strict=True):  # noqa: SIM110  half the time of `all`
+    # A loop takes half the time of `all`.
+    for own, other in zip(state.key[1], last.key[1], strict=True):
         if own != other != mask_id:
             return False
     return True

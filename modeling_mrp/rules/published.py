@@ -1,8 +1,10 @@
-"""Reveal rules from papers, with the papers' numbers; docs/rules.md lists them and says where a rule differs from its paper.
+"""Reveal rules from papers, with the papers' numbers; docs/rules.md lists them and says where a
+rule differs from its paper.
 
-Many papers decode a whole text at once. Here blocks are decoded, so the block's length stands in for the text's. A rule that
-would reveal nothing reveals the most confident column. The last five rules remember earlier steps of the block: their memo is
-a tuple that begins with `State.start`; of distributions it holds only numbers of the picked tokens. Thresholds are log-odds.
+Many papers decode a whole text at once. Here blocks are decoded, so the block's length stands in
+for the text's. A rule that would reveal nothing reveals the most confident column. The last five
+rules remember earlier steps of the block: their memo is a tuple that begins with `State.start`; of
+distributions it holds only numbers of the picked tokens. Thresholds are log-odds.
 """
 
 import math
@@ -39,10 +41,12 @@ def at_least(columns: Columns, odds: Sequence[float], threshold: float) -> Colum
 
 @dataclass(frozen=True)
 class FastDLLM(RevealRule):
-    """Reveal the n most confident columns, for the largest n with c_i >= 1 - f / (i + 1) for all i from 2 to n; at least one.
+    """Reveal the n most confident columns, for the largest n with c_i >= 1 - f / (i + 1) for all i
+    from 2 to n; at least one.
 
-    The factor rule of Fast-dLLM (arXiv 2505.22618), which bounds (n + 1)(1 - c_n) by f; c_i is the i-th highest confidence.
-    With f = 1, the n tokens picked independently are also the likeliest n tokens jointly.
+    The factor rule of Fast-dLLM (arXiv 2505.22618), which bounds (n + 1)(1 - c_n) by f; c_i is the
+    i-th highest confidence. With f = 1, the n tokens picked independently are also the likeliest n
+    tokens jointly.
 
     Attributes:
         factor: f.
@@ -51,7 +55,8 @@ class FastDLLM(RevealRule):
     factor: float
 
     def leading(self, ordered: Sequence[int], odds: Sequence[float]) -> int:
-        """Count the leading columns that satisfy the bound, of columns `ordered` by falling confidence."""
+        """Count the leading columns that satisfy the bound, of columns `ordered` by falling
+        confidence."""
         count = 1
         while count < len(ordered) and odds[ordered[count]] >= logit(1 - self.factor / (count + 2)):
             count += 1
@@ -69,23 +74,27 @@ class FastDLLM(RevealRule):
 
 @dataclass(frozen=True)
 class EBSampler(EntropyBound):
-    """Reveal columns by rising entropy while the sum of entropies but the largest is at most a bound; at least one column.
+    """Reveal columns by rising entropy while the sum of entropies but the largest is at most a
+    bound; at least one column.
 
-    The EB-sampler as published (arXiv 2505.24857): that sum bounds the divergence between n tokens picked independently and
-    their joint distribution. `EntropyBound` bounds the sum of all entropies instead.
+    The EB-sampler as published (arXiv 2505.24857): that sum bounds the divergence between n tokens
+    picked independently and their joint distribution. `EntropyBound` bounds the sum of all
+    entropies instead.
     """
 
     def leading(self, entropies: Sequence[float]) -> int:
-        """See `EntropyBound`: sums leave out the last entropy, which is the largest in rising order."""
+        """See `EntropyBound`: sums leave out the last entropy, which is the largest in rising
+        order."""
         return 1 + sum([total <= self.bound for total in accumulate(entropies[:-1])])
 
 
 @dataclass(frozen=True)
 class Hierarchy(Dynamic):
-    """Reveal the columns above the high threshold, and of each run of masks the most confident one if above the low threshold.
+    """Reveal the columns above the high threshold, and of each run of masks the most confident one
+    if above the low threshold.
 
-    Hierarchical decoding of dInfer (arXiv 2510.08666), with thresholds 0.9 and 0.4. A reveal inside a run of masks splits it,
-    so tokens revealed together are rarely neighbours.
+    Hierarchical decoding of dInfer (arXiv 2510.08666), with thresholds 0.9 and 0.4. A reveal inside
+    a run of masks splits it, so tokens revealed together are rarely neighbours.
 
     Attributes:
         low: The low threshold, in log-odds like `threshold`.
@@ -94,18 +103,25 @@ class Hierarchy(Dynamic):
     low: float
 
     def eased(self, free: Columns, odds: Sequence[float]) -> set[int]:
-        """Find the columns that need only the low threshold: the most confident one of each run of masks."""
-        runs = groupby(enumerate(free), lambda pair: pair[1] - pair[0])  # of neighbours, which are as far from their places
+        """Find the columns that need only the low threshold: the most confident one of each run of
+        masks."""
+        # of neighbours, which are as far from their places
+        runs = groupby(enumerate(free), lambda pair: pair[1] - pair[0])
         return {surest([column for _, column in run], odds) for _, run in runs}
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`."""
         free, odds, bests = state.free, scores.odds, self.eased(state.free, scores.odds)
-        where = [one for one in free if odds[one] > self.threshold or (one in bests and odds[one] > self.low)]
+        where = [
+            one
+            for one in free
+            if odds[one] > self.threshold or (one in bests and odds[one] > self.low)
+        ]
         return tuple(where) or (surest(free, odds),), memo
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: as `Dynamic`, after raising the estimates of eased columns by the difference of the thresholds."""
+        """See `RevealRule`: as `Dynamic`, after raising the estimates of eased columns by the
+        difference of the thresholds."""
         by = max(bounded(self.threshold, MOST_ODDS) - bounded(self.low, MOST_ODDS), 0.0)
         eased = self.eased(state.free, odds)
         odds = [one + by if column in eased else one for column, one in enumerate(odds)]
@@ -114,9 +130,11 @@ class Hierarchy(Dynamic):
 
 @dataclass(frozen=True)
 class LocalLeap(Hierarchy):
-    """Reveal the columns that reach the high threshold (*anchors*), and those near an anchor that reach the low one.
+    """Reveal the columns that reach the high threshold (*anchors*), and those near an anchor that
+    reach the low one.
 
-    LocalLeap (arXiv 2510.07081), with thresholds 0.9 and 0.75 and radius 4: tokens near a confident one are likelier right.
+    LocalLeap (arXiv 2510.07081), with thresholds 0.9 and 0.75 and radius 4: tokens near a confident
+    one are likelier right.
 
     Attributes:
         radius: Distance from an anchor, in columns.
@@ -127,21 +145,30 @@ class LocalLeap(Hierarchy):
     def eased(self, free: Columns, odds: Sequence[float]) -> set[int]:
         """See `Hierarchy`: find the columns within the radius of an anchor."""
         anchors = [column for column in free if odds[column] >= self.threshold]
-        return {column for column in free if any(abs(column - anchor) <= self.radius for anchor in anchors)}
+        return {
+            column
+            for column in free
+            if any(abs(column - anchor) <= self.radius for anchor in anchors)
+        }
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`."""
         free, odds, near = state.free, scores.odds, self.eased(state.free, scores.odds)
-        where = [one for one in free if odds[one] >= self.threshold or (one in near and odds[one] >= self.low)]
+        where = [
+            one
+            for one in free
+            if odds[one] >= self.threshold or (one in near and odds[one] >= self.low)
+        ]
         return tuple(where) or (surest(free, odds),), memo
 
 
 @dataclass(frozen=True)
 class ConfidenceAdaptive(Dynamic):
-    """Reveal the columns that reach the threshold among the `most` most confident; no eos in the first half of a block.
+    """Reveal the columns that reach the threshold among the `most` most confident; no eos in the
+    first half of a block.
 
-    CAD of CD4LM (arXiv 2601.02236), with 4 columns and threshold 0.8. Until half of the block is revealed, an eos is revealed
-    only where nothing else is left to reveal.
+    CAD of CD4LM (arXiv 2601.02236), with 4 columns and threshold 0.8. Until half of the block is
+    revealed, an eos is revealed only where nothing else is left to reveal.
 
     Attributes:
         eos: Ids that end the text.
@@ -155,17 +182,22 @@ class ConfidenceAdaptive(Dynamic):
         """See `RevealRule`."""
         free, block = state.free, len(state.ids)
         if 2 * (block - state.masks) < block:
-            free = tuple([column for column in free if scores.token[column] not in self.eos]) or free
+            free = (
+                tuple([column for column in free if scores.token[column] not in self.eos]) or free
+            )
         few = tuple(sorted(by_odds(free, scores.odds)[: self.most]))
         return at_least(few, scores.odds, self.threshold), memo
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
         """See `RevealRule`: as `Dynamic`, over the `most` most confident columns."""
-        return likely_over(tuple(sorted(by_odds(state.free, odds)[: self.most])), odds, self.threshold, count)
+        return likely_over(
+            tuple(sorted(by_odds(state.free, odds)[: self.most])), odds, self.threshold, count
+        )
 
 
 def ascending(block_size: int) -> Columns:
-    """List the number of columns that each step of a block reveals: 1, 2, 4 and so on, over log2(`block_size`) steps.
+    """List the number of columns that each step of a block reveals: 1, 2, 4 and so on, over
+    log2(`block_size`) steps.
 
     The last step reveals all the rest.
     """
@@ -175,10 +207,12 @@ def ascending(block_size: int) -> Columns:
 
 @dataclass(frozen=True)
 class EosRejection(Static):
-    """Reveal the most confident columns, twice as many each step (`ascending`); lower the confidence of an eos at first.
+    """Reveal the most confident columns, twice as many each step (`ascending`); lower the
+    confidence of an eos at first.
 
-    EOS early rejection with ascending step sizes (arXiv 2509.23924): the confidence of an eos is multiplied by a factor that
-    rises from `gamma` to 1, linearly with the share of the block that is revealed after the step.
+    EOS early rejection with ascending step sizes (arXiv 2509.23924): the confidence of an eos is
+    multiplied by a factor that rises from `gamma` to 1, linearly with the share of the block that
+    is revealed after the step.
 
     Attributes:
         eos: Ids that end the text.
@@ -202,10 +236,11 @@ class EosRejection(Static):
 
 @dataclass(frozen=True)
 class Prophet(Static):
-    """Reveal the n most confident columns, or all that are left once the mean of their log-odds is high enough.
+    """Reveal the n most confident columns, or all that are left once the mean of their log-odds is
+    high enough.
 
-    The early commit of Prophet (arXiv 2508.19982), within a block: the mean must reach 7.5 in the first third of the block's
-    steps, 5 in the second and 2.5 in the last.
+    The early commit of Prophet (arXiv 2508.19982), within a block: the mean must reach 7.5 in the
+    first third of the block's steps, 5 in the second and 2.5 in the last.
     """
 
     def margin(self, state: State, odds: Sequence[float]) -> float:
@@ -215,10 +250,13 @@ class Prophet(Static):
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`."""
-        return state.free if self.margin(state, scores.odds) >= 0 else self.first(state, scores.odds), memo
+        return state.free if self.margin(state, scores.odds) >= 0 else self.first(
+            state, scores.odds
+        ), memo
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: guess all columns, with the chance that their mean reaches the bound, or else as `Static`."""
+        """See `RevealRule`: guess all columns, with the chance that their mean reaches the bound,
+        or else as `Static`."""
         odds = [bounded(one, MOST_ODDS) for one in odds]
         chance = sigmoid(2 * self.margin(state, odds))
         guesses = super().likely(state, odds, count)
@@ -230,16 +268,18 @@ class Prophet(Static):
 
 
 def recalled(memo: Any, state: State, default: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the values of a memo `(start, *values)` of the state's block; the default for any other memo."""
+    """Return the values of a memo `(start, *values)` of the state's block; the default for any
+    other memo."""
     return memo[1:] if memo is not None and memo[0] == state.start else default
 
 
 @dataclass(frozen=True)
 class BoundedAdaptive(Dynamic):
-    """Reveal the columns at least as confident as the mean of the block's reveals so far, clipped to [`low`, `threshold`].
+    """Reveal the columns at least as confident as the mean of the block's reveals so far, clipped
+    to [`low`, `threshold`].
 
-    BACD of TDAR (arXiv 2602.09555), with bounds 0.6 and 0.9. In a block's first step, the mean is the confidence of the most
-    confident column. Drafts suppose that it is `threshold`.
+    BACD of TDAR (arXiv 2602.09555), with bounds 0.6 and 0.9. In a block's first step, the mean is
+    the confidence of the most confident column. Drafts suppose that it is `threshold`.
 
     Attributes:
         low: The lower threshold, in log-odds like `threshold`.
@@ -248,21 +288,28 @@ class BoundedAdaptive(Dynamic):
     low: float
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """See `RevealRule`: the memo holds the number of revealed columns and the sum of their confidences."""
+        """See `RevealRule`: the memo holds the number of revealed columns and the sum of their
+        confidences."""
         count, total = recalled(memo, state, (0, 0.0))
         mean = logit(total / count) if count else scores.odds[surest(state.free, scores.odds)]
         where = at_least(state.free, scores.odds, min(max(mean, self.low), self.threshold))
-        return where, (state.start, count + len(where), total + sum([sigmoid(scores.odds[column]) for column in where]))
+        return where, (
+            state.start,
+            count + len(where),
+            total + sum([sigmoid(scores.odds[column]) for column in where]),
+        )
 
 
 @dataclass(frozen=True)
 class SlowFast(Dynamic):
-    """Explore from the left until the end of a confident span is stable, reveal the rest of that span, and repeat behind it.
+    """Explore from the left until the end of a confident span is stable, reveal the rest of that
+    span, and repeat behind it.
 
-    SlowFast sampling (arXiv 2506.10848). Each step of exploration estimates the end of the span: one past the last column that
-    reaches `low` (0.3). Once two successive estimates differ by less than two columns, the later one is the end; after
-    `explores` steps, the mean of the last two is. Each step reveals the columns that reach `threshold` (0.9), at least one:
-    while exploring, anywhere from the span's begin on; then only within the span, until no mask is left in it.
+    SlowFast sampling (arXiv 2506.10848). Each step of exploration estimates the end of the span:
+    one past the last column that reaches `low` (0.3). Once two successive estimates differ by less
+    than two columns, the later one is the end; after `explores` steps, the mean of the last two is.
+    Each step reveals the columns that reach `threshold` (0.9), at least one: while exploring,
+    anywhere from the span's begin on; then only within the span, until no mask is left in it.
 
     Attributes:
         low: The lower threshold, in log-odds like `threshold`.
@@ -273,14 +320,20 @@ class SlowFast(Dynamic):
     explores: int = 6
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """See `RevealRule`: the memo holds the span's begin and end (0 while exploring), its steps and the last estimate."""
+        """See `RevealRule`: the memo holds the span's begin and end (0 while exploring), its steps
+        and the last estimate."""
         begin, end, steps, last = recalled(memo, state, (0, 0, 0, 0))
         free, odds = state.free, scores.odds
         if end and not any(begin <= column < end for column in free):  # it is clean
             begin, end, steps, last = end, 0, 0, 0
-        scope = tuple([column for column in free if begin <= column and (not end or column < end)]) or free
+        scope = (
+            tuple([column for column in free if begin <= column and (not end or column < end)])
+            or free
+        )
         if not end:
-            estimate = 1 + max([column for column in scope if odds[column] >= self.low], default=begin)
+            estimate = 1 + max(
+                [column for column in scope if odds[column] >= self.low], default=begin
+            )
             steps += 1
             if steps > 1 and abs(estimate - last) < 2:
                 end = estimate
@@ -292,10 +345,12 @@ class SlowFast(Dynamic):
 
 @dataclass(frozen=True)
 class Coherent(RevealRule):
-    """Reveal the columns among the `few` most confident that the buffer of the step before holds with the same token.
+    """Reveal the columns among the `few` most confident that the buffer of the step before holds
+    with the same token.
 
-    CCD with adaptive budgets (arXiv 2512.02044), as in its code: the buffer holds the `few` (4) most confident columns that a
-    step leaves masked, and their tokens. If no column qualifies, the most confident one is revealed.
+    CCD with adaptive budgets (arXiv 2512.02044), as in its code: the buffer holds the `few` (4)
+    most confident columns that a step leaves masked, and their tokens. If no column qualifies, the
+    most confident one is revealed.
 
     Attributes:
         few: Columns of the buffer.
@@ -313,18 +368,21 @@ class Coherent(RevealRule):
         return where, (state.start, tuple([(column, token[column]) for column in rest]))
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: guess one column in a block's first step, later about `few`, as if all of the buffer qualified."""
+        """See `RevealRule`: guess one column in a block's first step, later about `few`, as if all
+        of the buffer qualified."""
         room = min(self.few, len(state.free)) if state.step else 1
         return likely_first(state.free, odds, lambda *_: room, count)
 
 
 @dataclass(frozen=True)
 class Credit(Dynamic):
-    """Reveal the columns whose log-odds reach the threshold with the credit that their token has earned over the steps.
+    """Reveal the columns whose log-odds reach the threshold with the credit that their token has
+    earned over the steps.
 
-    CreditDecoding (arXiv 2510.06133), with the numbers of dInfer's code: in each step a picked token's credit becomes
-    beta * credit + confidence ** gamma, and alpha * log(1 + credit) is added to its logit and so to its log-odds. The reported
-    log-probabilities of the text leave credit out.
+    CreditDecoding (arXiv 2510.06133), with the numbers of dInfer's code: in each step a picked
+    token's credit becomes beta * credit + confidence ** gamma, and alpha * log(1 + credit) is added
+    to its logit and so to its log-odds. The reported log-probabilities of the text leave credit
+    out.
     """
 
     alpha: float = 0.7
@@ -334,25 +392,36 @@ class Credit(Dynamic):
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`: the memo holds columns, their tokens and the tokens' credits."""
         (earned,) = recalled(memo, state, ((),))
-        before, now, odds = {(column, token): credit for column, token, credit in earned}, [], list(scores.odds)
+        before, now, odds = (
+            {(column, token): credit for column, token, credit in earned},
+            [],
+            list(scores.odds),
+        )
         for column in state.free:
             token = scores.token[column]
-            credit = self.beta * before.get((column, token), 0.0) + sigmoid(odds[column]) ** self.gamma
+            credit = (
+                self.beta * before.get((column, token), 0.0) + sigmoid(odds[column]) ** self.gamma
+            )
             odds[column] += self.alpha * math.log1p(credit)
             now.append((column, token, credit))
         return at_least(state.free, odds, self.threshold), (state.start, tuple(now))
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: as `Dynamic`, supposing at each column the credit of a confident token that has never changed."""
+        """See `RevealRule`: as `Dynamic`, supposing at each column the credit of a confident token
+        that has never changed."""
         credit = (1 - self.beta ** (state.step + 1)) / (1 - self.beta)
-        return likely_over(state.free, odds, self.threshold - self.alpha * math.log1p(credit), count)
+        return likely_over(
+            state.free, odds, self.threshold - self.alpha * math.log1p(credit), count
+        )
 
 
 @dataclass(frozen=True)
 class Klass(Dynamic):
-    """Reveal the confident columns whose distribution hardly changed in the last steps, or else the most confident column.
+    """Reveal the confident columns whose distribution hardly changed in the last steps, or else the
+    most confident column.
 
-    KLASS (arXiv 2511.05664), with a divergence below 0.01 in each of the last two steps and a confidence above 0.9.
+    KLASS (arXiv 2511.05664), with a divergence below 0.01 in each of the last two steps and a
+    confidence above 0.9.
 
     Attributes:
         divergence: Bound on the divergence between successive steps, in nats.
@@ -363,25 +432,39 @@ class Klass(Dynamic):
     steps: int = 2
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """See `RevealRule`: the memo holds columns, tokens, log-odds, and the steps for which each column has been stable."""
+        """See `RevealRule`: the memo holds columns, tokens, log-odds, and the steps for which each
+        column has been stable."""
         (seen,) = recalled(memo, state, ((),))
         before = {(column, token): (odds, stable) for column, token, odds, stable in seen}
         now, where = [], []
         for column in state.free:
             token, odds = scores.token[column], scores.odds[column]
             was, stable = before.get((column, token), (None, 0))
-            stable = 0 if was is None or not divergence(odds, was) < self.divergence else min(stable + 1, self.steps)
+            stable = (
+                0
+                if was is None or not divergence(odds, was) < self.divergence
+                else min(stable + 1, self.steps)
+            )
             now.append((column, token, odds, stable))
             if stable == self.steps and odds > self.threshold:
                 where.append(column)
         return tuple(where) or (surest(state.free, scores.odds),), (state.start, tuple(now))
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: the most confident column in a block's first steps, then as `Dynamic`."""
-        return likely_over(state.free, odds, self.threshold if state.step >= self.steps else math.inf, count)
+        """See `RevealRule`: the most confident column in a block's first steps, then as
+        `Dynamic`."""
+        return likely_over(
+            state.free, odds, self.threshold if state.step >= self.steps else math.inf, count
+        )
 
 
 def divergence(odds: float, before: float) -> float:
-    """Compute KL(now || before) in nats of a binary event from its log-odds now and before; 0 if it stays certain."""
+    """Compute KL(now || before) in nats of a binary event from its log-odds now and before; 0 if it
+    stays certain."""
     odds, before = bounded(odds, MOST_ODDS), bounded(before, MOST_ODDS)
-    return sum([sigmoid(one) * (log_sigmoid(one) - log_sigmoid(was)) for one, was in ((odds, before), (-odds, -before))])
+    return sum(
+        [
+            sigmoid(one) * (log_sigmoid(one) - log_sigmoid(was))
+            for one, was in ((odds, before), (-odds, -before))
+        ]
+    )

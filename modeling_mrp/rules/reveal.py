@@ -1,11 +1,13 @@
-"""Reveal rules: choose the columns (positions within the block) that a backbone step reveals, and guess them for drafts.
+"""Reveal rules: choose the columns (positions within the block) that a backbone step reveals, and
+guess them for drafts.
 
-A rule is a function of **one scored state and a memo**: a small immutable value that is carried along the accepted path, from
-None at the first state of a text. Acceptance walks that path state by state, so a drafted state reveals exactly what it would
-have revealed without drafts: drafts are lossless for every rule, also for one with a memory.
+A rule is a function of **one scored state and a memo**: a small immutable value that is carried
+along the accepted path, from None at the first state of a text. Acceptance walks that path state by
+state, so a drafted state reveals exactly what it would have revealed without drafts: drafts are
+lossless for every rule, also for one with a memory.
 
-Each rule also guesses, from estimates in place of scores, what it is `likely` to reveal. Guesses decide what is drafted, never
-what the text is.
+Each rule also guesses, from estimates in place of scores, what it is `likely` to reveal. Guesses
+decide what is drafted, never what the text is.
 """
 
 import math
@@ -21,22 +23,27 @@ Columns = tuple[int, ...]
 # Sets of columns that a step may reveal, each with an estimate of its chance.
 Guesses = list[tuple[Columns, float]]
 
-# Drafts suppose that a column is revealed first with a chance proportional to this power of its odds. Measured reveals follow
-# the first power or a little more, but the fourth makes the best drafts: since a state that the path misses is remembered, a
-# deep draft pays more than its chance says (`benchmarks/NOTES.md`, Few head passes a round).
+# Drafts suppose that a column is revealed first with a chance proportional to this power of its
+# odds. Measured reveals follow the first power or a little more, but the fourth makes the best
+# drafts: since a state that the path misses is remembered, a deep draft pays more than its chance
+# says (`benchmarks/NOTES.md`, Few head passes a round).
 ORDER_SHARPNESS = 4.0
-# The log-odds that an estimate is on the right side of a threshold are its distance from the threshold times this.
+# The log-odds that an estimate is on the right side of a threshold are its distance from the
+# threshold times this.
 THRESHOLD_SHARPNESS = 2.0
-# The factor on the chance of a guess for each column more or less than the likeliest number (`likely_first`).
+# The factor on the chance of a guess for each column more or less than the likeliest number
+# (`likely_first`).
 EACH_MORE = 0.35
 # The entropy assumed among all tokens of a position but the likeliest one, in nats.
 TAIL_NATS = 2.0
-# Log-odds are clipped to this magnitude, which is as good as certainty, so that their sums stay finite.
+# Log-odds are clipped to this magnitude, which is as good as certainty, so that their sums stay
+# finite.
 MOST_ODDS = 1e4
 
 
 class RevealRule(ABC):
-    """Decides which columns a backbone step reveals; each rule is a frozen dataclass of its parameters.
+    """Decides which columns a backbone step reveals; each rule is a frozen dataclass of its
+    parameters.
 
     Attributes:
         needs_entropy: Whether the rule reads `Scores.entropy`.
@@ -46,21 +53,25 @@ class RevealRule(ABC):
 
     @property
     def left_to_right(self) -> bool:
-        """Whether each step reveals exactly the leftmost mask, so that all tokens to the left of a reveal are known."""
+        """Whether each step reveals exactly the leftmost mask, so that all tokens to the left of a
+        reveal are known."""
         return False
 
     @abstractmethod
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """Choose the columns of `state.free` (not empty) to reveal, at least one; return them and the memo after the reveal.
+        """Choose the columns of `state.free` (not empty) to reveal, at least one; return them and
+        the memo after the reveal.
 
-        The memo covers all columns chosen here, also those that a ban or the head puts back to masks later. Drafting, too,
-        calls this for remembered states, with the memo of the row's accepted path so far, and uses only the columns. So a rule
-        must accept any memo (None, or its own of another state) with any state.
+        The memo covers all columns chosen here, also those that a ban or the head puts back to
+        masks later. Drafting, too, calls this for remembered states, with the memo of the row's
+        accepted path so far, and uses only the columns. So a rule must accept any memo (None, or
+        its own of another state) with any state.
         """
 
     @abstractmethod
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """Guess, without a memo, up to `count` sets of columns that a step may reveal from estimated log-odds [block].
+        """Guess, without a memo, up to `count` sets of columns that a step may reveal from
+        estimated log-odds [block].
 
         Likelier sets mostly come first. Chances only rank guesses: that of a single guess may be 1.
         """
@@ -76,8 +87,11 @@ def by_odds(columns: Columns, odds: Sequence[float]) -> list[int]:
     return sorted(columns, key=odds.__getitem__, reverse=True)
 
 
-def alone_chances(few: Sequence[int], columns: Sequence[int], odds: Sequence[float]) -> dict[int, float]:
-    """Estimate for each column of `few` (by falling odds) the chance that it is the most confident of all `columns`."""
+def alone_chances(
+    few: Sequence[int], columns: Sequence[int], odds: Sequence[float]
+) -> dict[int, float]:
+    """Estimate for each column of `few` (by falling odds) the chance that it is the most confident
+    of all `columns`."""
     most = odds[few[0]]
     if most > MOST_ODDS:
         return alone_chances(few, columns, [min(one, MOST_ODDS) for one in odds])
@@ -87,15 +101,21 @@ def alone_chances(few: Sequence[int], columns: Sequence[int], odds: Sequence[flo
 
 
 def likely_over(columns: Columns, odds: Sequence[float], threshold: float, count: int) -> Guesses:
-    """Guess the reveals of a rule that takes the columns above a threshold in log-odds, at least the most confident one.
+    """Guess the reveals of a rule that takes the columns above a threshold in log-odds, at least
+    the most confident one.
 
-    The further an estimate is from the threshold, the likelier its column is on the same side. If only one column is likely to
-    be revealed, it is uncertain which one is the most confident, as under `Static`: so every second guess is another column
-    alone.
+    The further an estimate is from the threshold, the likelier its column is on the same side. If
+    only one column is likely to be revealed, it is uncertain which one is the most confident, as
+    under `Static`: so every second guess is another column alone.
     """
     best, threshold, exp = surest(columns, odds), bounded(threshold, 2 * MOST_ODDS), math.exp
     if count == 1:
-        return [(tuple([column for column in columns if odds[column] > threshold or column == best]), 1.0)]
+        return [
+            (
+                tuple([column for column in columns if odds[column] > threshold or column == best]),
+                1.0,
+            )
+        ]
     over, doubts, chance = [], list[tuple[float, int]](), 1.0
     for column in columns:
         gap = THRESHOLD_SHARPNESS * (odds[column] - threshold)
@@ -121,12 +141,16 @@ def likely_over(columns: Columns, odds: Sequence[float], threshold: float, count
 
 
 def likely_first(
-    columns: Columns, odds: Sequence[float], room_of: Callable[[list[int], list[float]], int], count: int
+    columns: Columns,
+    odds: Sequence[float],
+    room_of: Callable[[list[int], list[float]], int],
+    count: int,
 ) -> Guesses:
-    """Guess reveals of the most confident columns, about as many as `room_of` returns for columns in that order and all odds.
+    """Guess reveals of the most confident columns, about as many as `room_of` returns for columns
+    in that order and all odds.
 
-    If it returns 1, no guess can have fewer columns: other columns alone take the place of smaller guesses, since it is
-    uncertain which one is the most confident. `room_of` gets finite odds.
+    If it returns 1, no guess can have fewer columns: other columns alone take the place of smaller
+    guesses, since it is uncertain which one is the most confident. `room_of` gets finite odds.
     """
     odds = [bounded(one, MOST_ODDS) for one in odds]
     ordered = by_odds(columns, odds)
@@ -168,7 +192,8 @@ def logit(probability: float) -> float:
 
 
 def schedule_of(block_size: int, denoising_steps: int | None) -> Columns:
-    """List how many columns each denoising step reveals: an equal share of the block, one more in the first if uneven."""
+    """List how many columns each denoising step reveals: an equal share of the block, one more in
+    the first if uneven."""
     steps = denoising_steps or block_size
     return tuple([block_size // steps + (step < block_size % steps) for step in range(steps)])
 
@@ -190,14 +215,19 @@ class Static(RevealRule):
     def first(self, state: State, odds: Sequence[float]) -> Columns:
         """Select the n most confident columns, or all that are left."""
         quota = self.quota(state)
-        return (surest(state.free, odds),) if quota == 1 else tuple(sorted(by_odds(state.free, odds)[:quota]))
+        return (
+            (surest(state.free, odds),)
+            if quota == 1
+            else tuple(sorted(by_odds(state.free, odds)[:quota]))
+        )
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`."""
         return self.first(state, scores.odds), memo
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: guesses differ in the least confident of their n columns; the others are taken as certain."""
+        """See `RevealRule`: guesses differ in the least confident of their n columns; the others
+        are taken as certain."""
         quota = self.quota(state)
         if count == 1 or len(state.free) < quota:
             return [(self.first(state, odds), 1.0)]
@@ -239,7 +269,9 @@ class Dynamic(RevealRule):
         """See `RevealRule`."""
         odds, threshold = scores.odds, self.threshold
         best = surest(state.free, odds)
-        return tuple([column for column in state.free if odds[column] > threshold or column == best]), memo
+        return tuple(
+            [column for column in state.free if odds[column] > threshold or column == best]
+        ), memo
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
         """See `RevealRule`."""
@@ -248,7 +280,8 @@ class Dynamic(RevealRule):
 
 @dataclass(frozen=True)
 class EntropyBound(RevealRule):
-    """Reveal columns by rising entropy while the running sum of entropies stays under a bound; at least one column.
+    """Reveal columns by rising entropy while the running sum of entropies stays under a bound; at
+    least one column.
 
     Attributes:
         bound: The bound, in nats.
@@ -258,7 +291,8 @@ class EntropyBound(RevealRule):
     needs_entropy = True
 
     def leading(self, entropies: Sequence[float]) -> int:
-        """Count the columns to reveal, given entropies in rising order; a count of 0 means one column."""
+        """Count the columns to reveal, given entropies in rising order; a count of 0 means one
+        column."""
         return sum([total < self.bound for total in accumulate(entropies)])
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
@@ -270,7 +304,8 @@ class EntropyBound(RevealRule):
         return tuple(sorted(ordered[:shown])), memo
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: guess the most confident columns, about as many as their estimated entropies allow."""
+        """See `RevealRule`: guess the most confident columns, about as many as their estimated
+        entropies allow."""
 
         def room_of(ordered: list[int], odds: list[float]) -> int:
             return self.leading([likely_entropy(odds[column]) for column in ordered])
@@ -279,7 +314,8 @@ class EntropyBound(RevealRule):
 
 
 def likely_entropy(odds: float) -> float:
-    """Estimate the entropy of a position, in nats, from the log-odds of its likeliest token alone."""
+    """Estimate the entropy of a position, in nats, from the log-odds of its likeliest token
+    alone."""
     log_p, log_q = log_sigmoid(odds), log_sigmoid(-odds)
     p = math.exp(log_p)
     return -p * log_p - (1 - p) * log_q + (1 - p) * TAIL_NATS

@@ -6,7 +6,8 @@ from typing import Any
 
 from .bans import Bans
 
-# A state's key: the position where its block starts, and its ids. Within a row, a state's scores depend on nothing else.
+# A state's key: the position where its block starts, and its ids. Within a row, a state's scores
+# depend on nothing else.
 Key = tuple[int, tuple[int, ...]]
 
 
@@ -16,7 +17,8 @@ class State:
 
     Attributes:
         key: `(start, ids)`: the block's absolute position, and its tokens with masks.
-        free: Columns that may be revealed: masked ones before the first eos that was generated in the block.
+        free: Columns that may be revealed: masked ones before the first eos that was generated in
+            the block.
         end: The column of the first generated eos; the block's size if there is none.
         masks: Number of masked columns, those after the eos included.
         step: Denoising steps since the block was opened.
@@ -39,7 +41,8 @@ class State:
         return self.key[1]
 
     def revealing(self, where: Sequence[int], key: Key) -> "State":
-        """Make the state with key `key` that results from revealing the columns `where`; no revealed token is an eos."""
+        """Make the state with key `key` that results from revealing the columns `where`; no
+        revealed token is an eos."""
         if len(where) == 1:
             at = self.free.index(where[0])
             free = self.free[:at] + self.free[at + 1 :]
@@ -50,19 +53,20 @@ class State:
 
 @dataclass(slots=True, eq=False)
 class Scores:
-    """Picked tokens and their log-odds at the columns of one state, from the backbone's logits or the head's estimate of them.
+    """Picked tokens and their log-odds at the columns of one state, from the backbone's logits or
+    the head's estimate of them.
 
     Attributes:
         token: By column, the picked token; arbitrary where the state has no mask.
-        odds: By column, the picked token's log-odds, which order columns as its probabilities do, but stay precise where these
-            round to 1. NaN: no token had a finite score.
+        odds: By column, the picked token's log-odds, which order columns as its probabilities do,
+            but stay precise where these round to 1. NaN: no token had a finite score.
         entropy: By column, in nats; None unless the rule needs it.
-        likeliest: Ids [block, m] and log-odds [block, m] of the likeliest tokens, as numpy arrays, if tokens are sampled and
-            drafts are made; else None.
-        hidden: A tensor [n, block, hidden_size] and the place in it of this state's hidden states; None for scores made by
-            hand, without a network.
-        shortlist: A tensor [n, block, 2 m + 1] of `Picks.shortlist` and this state's place in it: the tokens that the head's
-            drafts choose among; None: all tokens.
+        likeliest: Ids [block, m] and log-odds [block, m] of the likeliest tokens, as numpy arrays,
+            if tokens are sampled and drafts are made; else None.
+        hidden: A tensor [n, block, hidden_size] and the place in it of this state's hidden states;
+            None for scores made by hand, without a network.
+        shortlist: A tensor [n, block, 2 m + 1] of `Picks.shortlist` and this state's place in it:
+            the tokens that the head's drafts choose among; None: all tokens.
     """
 
     token: list[int]
@@ -75,7 +79,8 @@ class Scores:
 
 @dataclass(slots=True, eq=False)
 class Frontier:
-    """The last accepted state of a row, and the reveal there, which leads to a state that no forward has scored yet.
+    """The last accepted state of a row, and the reveal there, which leads to a state that no
+    forward has scored yet.
 
     Attributes:
         state: The state, which has masks.
@@ -83,8 +88,8 @@ class Frontier:
         where: Revealed columns.
         memo: The rule's memo after the reveal.
         successor: The state that the reveal makes.
-        drawn: By column that the head revealed, the state and the hidden states (as `Scores.hidden`) from which its token was
-            picked; or None.
+        drawn: By column that the head revealed, the state and the hidden states (as
+            `Scores.hidden`) from which its token was picked; or None.
         remasked: Columns that the step revealed and the head put back to masks.
     """
 
@@ -101,7 +106,8 @@ class Counts:
     """Counts of a row's forwards and drafts (`MRPGenerateStats` explains each)."""
 
     def __init__(self, width: int, drafts: bool) -> None:
-        depths = 2 * width - 1 if drafts else 0  # a path goes on through what the round before scored
+        # a path goes on through what the round before scored
+        depths = 2 * width - 1 if drafts else 0
         self.forwards = self.head_forwards = 0
         self.drafted = self.accepted = self.revoked = 0
         self.lengths = [0] * ((1 + drafts) * width + 1)
@@ -110,11 +116,13 @@ class Counts:
 
 @dataclass(eq=False)
 class Row:
-    """One sequence of the batch: its text so far, its next state, and what is known about that state.
+    """One sequence of the batch: its text so far, its next state, and what is known about that
+    state.
 
     Attributes:
         place: Index of the row in the call.
-        text: Tokens by absolute position, masks where unknown, padded beyond `limit` to whole blocks.
+        text: Tokens by absolute position, masks where unknown, padded beyond `limit` to whole
+            blocks.
         block_size: Tokens of a block.
         mask_id: The mask's id.
         eos: Ids that end the text.
@@ -125,14 +133,18 @@ class Row:
         no_eos_before: Positions before this one take no eos.
         seed: Seed of the noise.
         bans: Banned sequences; or None.
-        state: The next state, made by the last reveal; at first that of the block with the first mask.
-        source: Scores of the last accepted state, from which drafts start; None after a clean block.
+        state: The next state, made by the last reveal; at first that of the block with the first
+            mask.
+        source: Scores of the last accepted state, from which drafts start; None after a clean
+            block.
         memo: The rule's memo at `state`.
-        memory: By key, the states with masks that the last round with drafts scored, and their scores: a later path may reach a
-            state that it missed then. First states of next blocks, scored after a clean state, are not kept.
-        held, head_held: Number of first tokens with cached keys and values in the backbone's layers, and in the head's.
-        logprob, step: By position after the prompt, a token's log-confidence and the denoising step that revealed it; 0 and -1
-            where nothing was revealed.
+        memory: By key, the states with masks that the last round with drafts scored, and their
+            scores: a later path may reach a state that it missed then. First states of next blocks,
+            scored after a clean state, are not kept.
+        held, head_held: Number of first tokens with cached keys and values in the backbone's
+            layers, and in the head's.
+        logprob, step: By position after the prompt, a token's log-confidence and the denoising step
+            that revealed it; 0 and -1 where nothing was revealed.
         steps: Denoising steps so far.
         stop: One past the last token once the text is whole, else None.
         counts: Counts of forwards and drafts.
@@ -165,26 +177,37 @@ class Row:
     written: list[Frontier] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        first = next((at for at in range(self.limit) if self.text[at] == self.mask_id), self.limit - 1)
+        first = next(
+            (at for at in range(self.limit) if self.text[at] == self.mask_id), self.limit - 1
+        )
         self.state = self.opened(first // self.block_size * self.block_size)
-        self.logprob, self.step = [0.0] * (len(self.text) - self.prompt), [-1] * (len(self.text) - self.prompt)
+        self.logprob, self.step = (
+            [0.0] * (len(self.text) - self.prompt),
+            [-1] * (len(self.text) - self.prompt),
+        )
         self.counts = Counts(1, False)
 
     def rewound(self, start: int) -> "Row":
-        """Make the row as it was when the block at `start` was opened: tokens revealed at `start` or later are masks again."""
+        """Make the row as it was when the block at `start` was opened: tokens revealed at `start`
+        or later are masks again."""
         steps = [-1] * self.prompt + self.step
-        text = [self.mask_id if at >= start and step >= 0 else self.text[at] for at, step in enumerate(steps)]
+        text = [
+            self.mask_id if at >= start and step >= 0 else self.text[at]
+            for at, step in enumerate(steps)
+        ]
         return replace(self, text=text)
 
     def text_at(self, state: State, parent: State | None = None) -> list[int]:
-        """Return the text as of a state, up to the last given token; `parent` is an unwritten clean state before it, if any."""
+        """Return the text as of a state, up to the last given token; `parent` is an unwritten clean
+        state before it, if any."""
         ids = self.text[: state.start]
         if parent is not None:
             ids[parent.start :] = parent.ids
         return [*ids, *state.ids, *self.text[state.start + self.block_size : self.given_end]]
 
     def opened(self, start: int) -> State:
-        """Make the first state of the block at `start`: masks and given tokens; a given eos does not end the text."""
+        """Make the first state of the block at `start`: masks and given tokens; a given eos does
+        not end the text."""
         ids = tuple(self.text[start : start + self.block_size])
         ids += (self.mask_id,) * (self.block_size - len(ids))
         free = tuple([column for column, token in enumerate(ids) if token == self.mask_id])
@@ -205,7 +228,8 @@ class Row:
         return State(key, free, end, state.masks - len(where), state.step + 1)
 
     def ends(self, state: State) -> bool:
-        """Tell if the text is whole at a state: it ends in the state's block, and no mask before its end is left to reveal."""
+        """Tell if the text is whole at a state: it ends in the state's block, and no mask before
+        its end is left to reveal."""
         room = self.open_end - state.key[0]
         if state.end == self.block_size < room:
             return False

@@ -1,7 +1,8 @@
-"""MRP in SGLang: an installable plugin of the stock engine, found by its entry point in the group `sglang.srt.plugins`.
+"""MRP in SGLang: an installable plugin of the stock engine, found by its entry point in the group
+`sglang.srt.plugins`.
 
-The engine owns requests, batches, memory, attention and the web server. The rounds of `modeling_mrp`, called here on the
-engine's batches, decide what is drafted, accepted and revealed.
+The engine owns requests, batches, memory, attention and the web server. The rounds of
+`modeling_mrp`, called here on the engine's batches, decide what is drafted, accepted and revealed.
 """
 
 import logging
@@ -9,7 +10,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 from packaging.specifiers import SpecifierSet
 
-# The engine's hooks and the fields of its forward batch are no public interface; only these versions were checked.
+# The engine's hooks and the fields of its forward batch are no public interface; only these
+# versions were checked.
 SUPPORTED_SGLANG = SpecifierSet(">=0.5.22,<0.5.24")
 ALGORITHM = "MRP"
 
@@ -17,12 +19,17 @@ log = logging.getLogger(__name__)
 
 
 def version_obstacle() -> str | None:
-    """Explain why the installed engine cannot be extended, with the remedy; return None if it can be."""
+    """Explain why the installed engine cannot be extended, with the remedy; return None if it can
+    be."""
     try:
         found = version("sglang")
     except PackageNotFoundError:
         return "sglang is not installed: pip install 'modeling-mrp[sglang]'"
-    return None if SUPPORTED_SGLANG.contains(found, prereleases=True) else _misfit(f"{found} is installed")
+    return (
+        None
+        if SUPPORTED_SGLANG.contains(found, prereleases=True)
+        else _misfit(f"{found} is installed")
+    )
 
 
 def _misfit(found: str) -> str:
@@ -31,10 +38,12 @@ def _misfit(found: str) -> str:
 
 
 def register() -> None:
-    """Register algorithm, model and hooks with the engine, which calls this in each of its processes.
+    """Register algorithm, model and hooks with the engine, which calls this in each of its
+    processes.
 
-    The engine skips a plugin that raises, so this never raises: if the engine's version is unsupported or lacks an interface,
-    the algorithm's name gets a class that refuses to start (`refusing`), and servers of other models start as usual.
+    The engine skips a plugin that raises, so this never raises: if the engine's version is
+    unsupported or lacks an interface, the algorithm's name gets a class that refuses to start
+    (`refusing`), and servers of other models start as usual.
     """
     from sglang.srt.dllm.algorithm import algo_name_to_cls
 
@@ -42,7 +51,9 @@ def register() -> None:
         try:
             from .plugin import register_parts
         except ImportError as error:
-            obstacle = _misfit(f"{version('sglang')} is installed, which lacks what is extended ({error})")
+            obstacle = _misfit(
+                f"{version('sglang')} is installed, which lacks what is extended ({error})"
+            )
         else:
             return register_parts()
     log.error("%s is not served: %s", ALGORITHM, obstacle)

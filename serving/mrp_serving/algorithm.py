@@ -1,4 +1,5 @@
-"""The algorithm `MRP`, written to the engine's interface for diffusion algorithms (`DllmAlgorithm`)."""
+"""The algorithm `MRP`, written to the engine's interface for diffusion algorithms
+(`DllmAlgorithm`)."""
 
 import logging
 from functools import partial
@@ -24,15 +25,18 @@ from .rounds import Rounds
 
 log = logging.getLogger(__name__)
 
-# Attention backends that write a layer's keys and values to the pool and then read all of them from there.
+# Attention backends that write a layer's keys and values to the pool and then read all of them from
+# there.
 _WRITES_FIRST = ("torch_native", "triton", "fa3", "fa4")
 
 
 class MRP(DllmAlgorithm):
-    """Decodes with an MRP head: drafts that the backbone verifies, or tokens that the head itself reveals.
+    """Decodes with an MRP head: drafts that the backbone verifies, or tokens that the head itself
+    reveals.
 
-    A round takes one backbone forward, whatever it drafts. The forward that scores a block without masks stores its keys and
-    values, and may also score the next block's first state, so storing them costs no forward of its own.
+    A round takes one backbone forward, whatever it drafts. The forward that scores a block without
+    masks stores its keys and values, and may also score the next block's first state, so storing
+    them costs no forward of its own.
     """
 
     supported_attention_backends = (*_WRITES_FIRST, "flashinfer")
@@ -42,13 +46,16 @@ class MRP(DllmAlgorithm):
         share = share_in(get_tp_group().cpu_group)
         self.rounds = Rounds(config.mrp_settings, self.block_size, self.mask_id, abort, share)
         self.batch: Any = None  # the scheduler's batch, while a round runs (`plugin.with_requests`)
-        SchedulerOutputStreamer.has_additional_customized_info = True  # `plugin.with_progress` fills it
+        SchedulerOutputStreamer.has_additional_customized_info = (
+            True  # `plugin.with_progress` fills it
+        )
         if get_observability().enable_metrics and get_parallel().tp_rank == 0:
             self.rounds.report.count_in(Counter)
 
     @classmethod
     def configure_server_args(cls, server_args: Any) -> None:
-        """Set the engine's limit on rows to requests times states per request, and make greedy decoding the default."""
+        """Set the engine's limit on rows to requests times states per request, and make greedy
+        decoding the default."""
         rows = rows_of(server_args)
         if resolving_view(server_args).preferred_sampling_params is None:
             declare_resolution(server_args, cls.__name__, preferred_sampling_params=dict(GREEDY))
@@ -63,24 +70,28 @@ class MRP(DllmAlgorithm):
         """Run one round of a batch.
 
         Returns:
-            The five results that the engine expects: logits (None), each row's block of ids, the number of tokens by which each
-                row's text grows, the state that each row carries over (None), and whether a CUDA graph ran.
+            The five results that the engine expects: logits (None), each row's block of ids, the
+                number of tokens by which each row's text grows, the state that each row carries
+                over (None), and whether a CUDA graph ran.
         """
         evict = partial(evict_from_tree_cache, self.batch.tree_cache)
         sees_new = writes_first(model_runner, forward_batch)
-        ids, grown, graph_ran = self.rounds(model_runner, forward_batch, self.batch.reqs, evict, sees_new)
+        ids, grown, graph_ran = self.rounds(
+            model_runner, forward_batch, self.batch.reqs, evict, sees_new
+        )
         return None, ids, grown, [None] * len(ids), graph_ran
 
 
 def rows_of(server_args: Any) -> int:
-    """Compute the most rows of a forward: `--max-running-requests`, which counts requests, times the states per request."""
+    """Compute the most rows of a forward: `--max-running-requests`, which counts requests, times
+    the states per request."""
     view, config = resolving_view(server_args), DllmConfig.from_server_args(server_args)
     rows = int(view.max_running_requests * config.mrp_settings.mode.width)
     graphs = view.cuda_graph_config.decode
     if graphs.backend != Backend.DISABLED and (graphs.max_bs or rows) < rows:
         log.warning(
-            "CUDA graphs are recorded for forwards of up to %d rows, and drafts may need %d rows for %d requests: "
-            "set --cuda-graph-max-bs-decode to %d",
+            "CUDA graphs are recorded for forwards of up to %d rows, and drafts may need %d rows "
+            "for %d requests: set --cuda-graph-max-bs-decode to %d",
             *(graphs.max_bs, rows, view.max_running_requests, rows),
         )
     return rows

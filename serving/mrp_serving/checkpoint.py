@@ -1,4 +1,5 @@
-"""Checkpoints that the plugin serves: this package's, whole or a head alone, and those in the published layout with a head."""
+"""Checkpoints that the plugin serves: this package's, whole or a head alone, and those in the
+published layout with a head."""
 
 import os
 from collections.abc import Iterator
@@ -19,14 +20,16 @@ ARCHITECTURES = ("MRPForCausalLM", "SDARMRPForCausalLM")
 
 
 class Backbone(NamedTuple):
-    """The backbone checkpoint that a head repository names: a folder or a repository's id, and a commit, branch or tag."""
+    """The backbone checkpoint that a head repository names: a folder or a repository's id, and a
+    commit, branch or tag."""
 
     where: str
     revision: str | None
 
 
 class Checkpoint(NamedTuple):
-    """The config and the generation config of a checked checkpoint; a head repository's config has its backbone's sizes."""
+    """The config and the generation config of a checked checkpoint; a head repository's config has
+    its backbone's sizes."""
 
     config: Any
     defaults: dict[str, Any]
@@ -34,7 +37,8 @@ class Checkpoint(NamedTuple):
 
 @cache
 def open_checkpoint(source: str, revision: str | None, weights: bool = True) -> Checkpoint:
-    """Read the configs of a checkpoint, and check its stored tensors against its config before the engine loads any.
+    """Read the configs of a checkpoint, and check its stored tensors against its config before the
+    engine loads any.
 
     Args:
         source: A folder or a repository's id.
@@ -42,24 +46,28 @@ def open_checkpoint(source: str, revision: str | None, weights: bool = True) -> 
         weights: Whether the checkpoint has weights to check.
 
     Raises:
-        ValueError: if the model is not supported; a tensor is missing, unexpected or of another shape; or the head was made for
-            another backbone than its config names, or differs from it in the quantization config.
+        ValueError: if the model is not supported; a tensor is missing, unexpected or of another
+            shape; or the head was made for another backbone than its config names, or differs from
+            it in the quantization config.
         OSError: if a file cannot be read.
     """
     config: Any = MRPConfig.from_pretrained(source, revision=revision)
     if config.family != DENSE:
         raise ValueError(
-            f"{source} is of the family {config.family!r}, and the plugin has the layers of {DENSE!r} only: serve it with "
-            "`mrp serve`"
+            f"{source} is of the family {config.family!r}, and the plugin has the layers of "
+            f"{DENSE!r} only: serve it with `mrp serve`"
         )
     backbone = named_backbone(config, source)
     if backbone is not None:
         of_backbone: Any = MRPConfig.from_pretrained(backbone.where, revision=backbone.revision)
         check_same_backbone(config, of_backbone, source)
-        if getattr(of_backbone, "quantization_config", None) != getattr(config, "quantization_config", None):
+        if getattr(of_backbone, "quantization_config", None) != getattr(
+            config, "quantization_config", None
+        ):
             raise ValueError(
-                f"the backbone {backbone.where} that {source} names has another quantization_config, and the engine reads that "
-                f"of {source} alone: copy the backbone's into its config.json"
+                f"the backbone {backbone.where} that {source} names has another "
+                f"quantization_config, and the engine reads that of {source} alone: copy the "
+                "backbone's into its config.json"
             )
     if weights and getattr(config, "quantization_config", None) is None:
         _check_tensors(config, source, revision, backbone)
@@ -70,7 +78,9 @@ def open_checkpoint(source: str, revision: str | None, weights: bool = True) -> 
     return Checkpoint(config, defaults)
 
 
-def _check_tensors(config: Any, source: str, revision: str | None, backbone: Backbone | None) -> None:
+def _check_tensors(
+    config: Any, source: str, revision: str | None, backbone: Backbone | None
+) -> None:
     found = stored_tensors(weight_files(source, revision=revision))
     if backbone is not None:
         check_tensors(config, found, HEAD)
@@ -80,7 +90,8 @@ def _check_tensors(config: Any, source: str, revision: str | None, backbone: Bac
 
 
 def named_backbone(config: Any, source: str) -> Backbone | None:
-    """Return the backbone that the config of `source` names; None if the checkpoint contains its backbone.
+    """Return the backbone that the config of `source` names; None if the checkpoint contains its
+    backbone.
 
     Raises:
         ValueError: if the name is neither a repository's id nor an allowed path.
@@ -92,13 +103,15 @@ def named_backbone(config: Any, source: str) -> Backbone | None:
 
 
 def head_weight(name: str) -> str | None:
-    """Translate a tensor's name in the checkpoint into its name in the head; return None for a tensor of the backbone."""
+    """Translate a tensor's name in the checkpoint into its name in the head; return None for a
+    tensor of the backbone."""
     ours = our_name(name)
     return ours.removeprefix(HEAD) if ours.startswith(HEAD) else None
 
 
 def backbone_weights(config: Any, source: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and tensors of the backbone that the head repository `source` names; nothing if its config names none."""
+    """Yield names and tensors of the backbone that the head repository `source` names; nothing if
+    its config names none."""
     if (backbone := named_backbone(config, source)) is None:
         return
     for file in weight_files(backbone.where, revision=backbone.revision):

@@ -1,7 +1,9 @@
-"""CUDA graphs of the head, recorded and replayed by the engine's own runner, with attention metadata apart from the backbone's.
+"""CUDA graphs of the head, recorded and replayed by the engine's own runner, with attention
+metadata apart from the backbone's.
 
-This has never run on a GPU, so the first replays of each graph are compared with the head's result without a graph: if they
-differ, or recording fails, one warning is logged, and the head runs without graphs from then on.
+This has never run on a GPU, so the first replays of each graph are compared with the head's result
+without a graph: if they differ, or recording fails, one warning is logged, and the head runs
+without graphs from then on.
 """
 
 import logging
@@ -21,10 +23,12 @@ _COMPARED = 2  # replays of each graph
 
 
 class HeadGraphs(DecodeCudaGraphRunner):
-    """The engine's CUDA graph runner, with the head in place of the model: a graph for each number of rows, each row a block.
+    """The engine's CUDA graph runner, with the head in place of the model: a graph for each number
+    of rows, each row a block.
 
-    The backbone's graphs read metadata from their attention backend, which keeps one set for each number of rows. The head's
-    graphs are recorded on a second backend of the same kind, so that neither overwrites the other's metadata.
+    The backbone's graphs read metadata from their attention backend, which keeps one set for each
+    number of rows. The head's graphs are recorded on a second backend of the same kind, so that
+    neither overwrites the other's metadata.
 
     Args:
         engine: The engine's `ModelRunner`, which has already recorded the backbone's graphs.
@@ -50,13 +54,16 @@ class HeadGraphs(DecodeCudaGraphRunner):
         return bool(batch.forward_mode.is_cuda_graph() and self.can_run_graph(batch))
 
     def replay(self, batch: Any, hidden: Tensor, eagerly: Callable[[], Tensor]) -> Tensor:
-        """Replay the graph of a batch; return the head's output h_C [tokens, hidden_size] for hidden states of the same shape.
+        """Replay the graph of a batch; return the head's output h_C [tokens, hidden_size] for
+        hidden states of the same shape.
 
         Raises:
             ArithmeticError: if one of a graph's first replays differs from the result of `eagerly`.
         """
         self.buffers.input_embeds[: len(hidden)].copy_(hidden)
-        made: Tensor = self.execute(batch).hidden_states.clone()  # the next replay of any graph overwrites it
+        made: Tensor = self.execute(
+            batch
+        ).hidden_states.clone()  # the next replay of any graph overwrites it
         if made.device.type in CHECKED_ON and self.compared[self.bs] < _COMPARED:
             check_close("a replay of the head and the head differ", made, eagerly())
             self.compared[self.bs] += 1
@@ -64,7 +71,8 @@ class HeadGraphs(DecodeCudaGraphRunner):
 
 
 def record_head(engine: Any) -> HeadGraphs | None:
-    """Record CUDA graphs of the head if the engine has some of the backbone; return None if it has none or recording fails."""
+    """Record CUDA graphs of the head if the engine has some of the backbone; return None if it has
+    none or recording fails."""
     if type(engine.decode_cuda_graph_runner) is not DecodeCudaGraphRunner:
         return None
     try:
@@ -76,4 +84,8 @@ def record_head(engine: Any) -> HeadGraphs | None:
 
 def give_up(why: str, error: Exception) -> None:
     """Warn that the head runs without CUDA graphs, and why."""
-    log.warning("The head %s as CUDA graphs (%s): it runs without them. --disable-cuda-graph records none", why, error)
+    log.warning(
+        "The head %s as CUDA graphs (%s): it runs without them. --disable-cuda-graph records none",
+        why,
+        error,
+    )

@@ -1,4 +1,5 @@
-"""SDAR with an MRP head, made of the engine's own layers: what it adds to the engine's `SDARForCausalLM`."""
+"""SDAR with an MRP head, made of the engine's own layers: what it adds to the engine's
+`SDARForCausalLM`."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -17,7 +18,8 @@ from . import ALGORITHM
 from .checkpoint import backbone_weights, head_weight
 from .head_graphs import HeadGraphs, give_up
 
-# For each projection of a checkpoint that the engine stacks: the name of the stacked projection, and the part within it.
+# For each projection of a checkpoint that the engine stacks: the name of the stacked projection,
+# and the part within it.
 _STACKED: dict[str, tuple[str, str | int]] = {
     "q_proj": ("qkv_proj", "q"),
     "k_proj": ("qkv_proj", "k"),
@@ -56,7 +58,8 @@ class Head(nn.Module):
         )
 
     def forward(self, embeds: Tensor, hidden: Tensor, positions: Tensor, batch: Any) -> Tensor:
-        """Compute the head's output h_C [tokens, hidden_size] from embeddings and hidden states h_A of the same shape."""
+        """Compute the head's output h_C [tokens, hidden_size] from embeddings and hidden states h_A
+        of the same shape."""
         mixed, _ = self.eh_proj(torch.cat([self.enorm(embeds), self.hnorm(hidden)], -1))
         for layer in self.layers:
             mixed = layer(positions, mixed, batch)
@@ -64,7 +67,8 @@ class Head(nn.Module):
 
 
 class MRPForCausalLM(SDARForCausalLM):
-    """SDAR with an MRP head; under the algorithm `MRP`, its forward returns hidden states in place of logits."""
+    """SDAR with an MRP head; under the algorithm `MRP`, its forward returns hidden states in place
+    of logits."""
 
     def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
         rope = dict(getattr(config, "rope_parameters", None) or {})
@@ -80,21 +84,32 @@ class MRPForCausalLM(SDARForCausalLM):
     @property
     def end_layer(self) -> int:
         """One past the last layer in the KV pool, where the head's layers follow the backbone's."""
-        return self.model.end_layer + (len(self.mrp_head.layers) if self.mrp_head is not None else 0)
+        return self.model.end_layer + (
+            len(self.mrp_head.layers) if self.mrp_head is not None else 0
+        )
 
     @torch.no_grad()
     def forward(
-        self, input_ids: Tensor, positions: Tensor, forward_batch: Any, input_embeds: Any = None, pp_proxy_tensors: Any = None
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        forward_batch: Any,
+        input_embeds: Any = None,
+        pp_proxy_tensors: Any = None,
     ) -> Any:
-        """Compute logits, or final hidden states [tokens, hidden_size] for the algorithm `MRP`, which unembeds only a few."""
+        """Compute logits, or final hidden states [tokens, hidden_size] for the algorithm `MRP`,
+        which unembeds only a few."""
         if not self.hands_out_hidden:
-            return super().forward(input_ids, positions, forward_batch, input_embeds, pp_proxy_tensors)
+            return super().forward(
+                input_ids, positions, forward_batch, input_embeds, pp_proxy_tensors
+            )
         hidden = self.model(input_ids, positions, forward_batch, input_embeds, pp_proxy_tensors)
         return LogitsProcessorOutput(next_token_logits=None, hidden_states=hidden)
 
     @torch.no_grad()
     def run_head(self, engine: Any, batch: Any, hidden: Tensor) -> Tensor:
-        """Compute the head's residual h_C from hidden states, in a CUDA graph if one fits; both are [tokens, hidden_size]."""
+        """Compute the head's residual h_C from hidden states, in a CUDA graph if one fits; both are
+        [tokens, hidden_size]."""
 
         def eagerly() -> Tensor:
             with forward_context(ForwardContext(attn_backend=engine.attn_backend)):
@@ -110,7 +125,8 @@ class MRPForCausalLM(SDARForCausalLM):
         return eagerly()
 
     def residual(self, ids: Tensor, positions: Tensor, batch: Any, hidden: Tensor) -> Tensor:
-        """Compute h_C from ids and positions [tokens] and hidden states; h_C and hidden states are [tokens, hidden_size]."""
+        """Compute h_C from ids and positions [tokens] and hidden states; h_C and hidden states are
+        [tokens, hidden_size]."""
         assert self.mrp_head is not None
         made: Tensor = self.mrp_head(self.model.embed_tokens(ids), hidden, positions, batch)
         return made
@@ -121,10 +137,11 @@ class MRPForCausalLM(SDARForCausalLM):
         return self.logits_processor(None, hidden, self.lm_head, batch).full_logits
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Load tensors named as in the checkpoint: all of them in the first call, any subset in later ones (weight updates).
+        """Load tensors named as in the checkpoint: all of them in the first call, any subset in
+        later ones (weight updates).
 
-        The first call also loads the backbone that a head repository names. `open_checkpoint` has checked that no tensor is
-        missing.
+        The first call also loads the backbone that a head repository names. `open_checkpoint` has
+        checked that no tensor is missing.
 
         Raises:
             ValueError: for a tensor that the head does not have.
@@ -153,7 +170,9 @@ def _load_head(head: dict[str, Any], name: str, tensor: Tensor) -> None:
         if f".{part}." in name:
             name, shards = name.replace(part, whole), (shard,)
     if name not in head:
-        raise ValueError(f"{name} is given for the head, which has no such tensor: check the config")
+        raise ValueError(
+            f"{name} is given for the head, which has no such tensor: check the config"
+        )
     getattr(head[name], "weight_loader", default_weight_loader)(head[name], tensor, *shards)
 
 

@@ -1,6 +1,7 @@
 """The options of the algorithm, named as in `MRPGenerationConfig`.
 
-A server's options come from the YAML file of `--dllm-algorithm-config`; a request may override some by its `custom_params`.
+A server's options come from the YAML file of `--dllm-algorithm-config`; a request may override some
+by its `custom_params`.
 """
 
 from collections.abc import Collection, Mapping
@@ -46,18 +47,24 @@ class Settings:
     devices: int = 1
 
     def config_of(self, asked: Mapping[str, Any], eos: Collection[int]) -> MRPGenerationConfig:
-        """Return the checked options of a request: the server's options, some of them overridden by the request.
+        """Return the checked options of a request: the server's options, some of them overridden by
+        the request.
 
         Args:
             asked: The request's `custom_params`, which override the server's options.
             eos: Ids that end the request's text.
 
         Raises:
-            ValueError: if an option is unknown or cannot be honoured; the message gives its value and the remedy.
+            ValueError: if an option is unknown or cannot be honoured; the message gives its value
+                and the remedy.
         """
         if not isinstance(asked, Mapping):
             raise ValueError(f"custom_params is {asked!r}: it must be an object of options")
-        asked = {name: value for name, value in asked.items() if value is not None and not name.startswith("__")}
+        asked = {
+            name: value
+            for name, value in asked.items()
+            if value is not None and not name.startswith("__")
+        }
         wrong = [
             f"{name} is one of the server's options (--dllm-algorithm-config)"
             if name in _OF_SERVER
@@ -66,10 +73,15 @@ class Settings:
             if name not in (*OF_REQUEST, *TOLD)
         ]
         wrong += [
-            f"{name} is {asked[name]!r}, not true or false" for name in TOLD if not isinstance(asked.get(name, True), bool)
+            f"{name} is {asked[name]!r}, not true or false"
+            for name in TOLD
+            if not isinstance(asked.get(name, True), bool)
         ]
         if wrong:
-            raise ValueError(f"custom_params: {'; '.join(wrong)}. They may hold {', '.join((*OF_REQUEST, *TOLD))}")
+            raise ValueError(
+                f"custom_params: {'; '.join(wrong)}. They may hold "
+                f"{', '.join((*OF_REQUEST, *TOLD))}"
+            )
         given = {name: value for name, value in asked.items() if name not in TOLD}
         config = MRPGenerationConfig(**{**self.options, **given, "eos_token_id": sorted(eos)})
         config.check(self.block_size, self.has_head)
@@ -81,26 +93,41 @@ class Settings:
         Raises:
             ValueError: if the mode needs a head, or more drafted states than this server has.
         """
-        mode, own, given = config.mode(self.block_size), self.mode, f"decoding is {config.decoding!r}"
+        mode, own, given = (
+            config.mode(self.block_size),
+            self.mode,
+            f"decoding is {config.decoding!r}",
+        )
         check_devices(mode, self.devices)
         if mode.uses_head and not own.uses_head:
             raise ValueError(
-                f"{given}: this server has no use of its head. Start it with 'decoding: mrp_spec', or choose another"
+                f"{given}: this server has no use of its head. Start it with 'decoding: mrp_spec', "
+                "or choose another"
             )
         if mode.drafting is None:
             return mode
         if own.drafting is None:
-            raise ValueError(f"{given}: this server drafts nothing. Start it with a mode that does, or choose another")
+            raise ValueError(
+                f"{given}: this server drafts nothing. Start it with a mode that does, or choose "
+                "another"
+            )
         asked, most = config.num_draft_states, own.drafting.states
         if asked != "auto" and asked is not None and int(asked) > most:
             raise ValueError(
-                f"num_draft_states is {asked}: this server has {most} at most. Ask for less, or start it with more"
+                f"num_draft_states is {asked}: this server has {most} at most. Ask for less, or "
+                "start it with more"
             )
-        return replace(mode, drafting=replace(mode.drafting, states=min(mode.drafting.states, most)))
+        return replace(
+            mode, drafting=replace(mode.drafting, states=min(mode.drafting.states, most))
+        )
 
 
 def settings_of(
-    given: Mapping[str, Any], defaults: Mapping[str, Any], block_size: int, has_head: bool, devices: int = 1
+    given: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    block_size: int,
+    has_head: bool,
+    devices: int = 1,
 ) -> Settings:
     """Check the options of a server and return its settings.
 
@@ -112,14 +139,19 @@ def settings_of(
         devices: Number of devices among which the vocabulary is divided.
 
     Raises:
-        ValueError: if an option is unknown, a value cannot be honoured, or the mode needs a head and there is none.
+        ValueError: if an option is unknown, a value cannot be honoured, or the mode needs a head
+            and there is none.
     """
     check_names(given)
     if given.get("block_size", block_size) != block_size:
-        raise ValueError(f"block_size is {given['block_size']!r}: the checkpoint's is {block_size}. Leave it out")
+        raise ValueError(
+            f"block_size is {given['block_size']!r}: the checkpoint's is {block_size}. Leave it out"
+        )
     options = {"decoding": "mrp_spec"}
     options |= {name: defaults[name] for name in SERVED if defaults.get(name) is not None}
-    options |= {name: value for name, value in given.items() if name != "block_size" and value is not None}
+    options |= {
+        name: value for name, value in given.items() if name != "block_size" and value is not None
+    }
     config = MRPGenerationConfig(**options)
     config.check(block_size, has_head)
     mode = config.mode(block_size)
@@ -128,15 +160,18 @@ def settings_of(
 
 
 def check_devices(mode: Mode, devices: int) -> None:
-    """Raise `ValueError` for a mode that reads rows of `lm_head` if the vocabulary is divided among devices."""
+    """Raise `ValueError` for a mode that reads rows of `lm_head` if the vocabulary is divided among
+    devices."""
     if devices > 1 and isinstance(mode.refine, ResidualRemask):
         raise ValueError(
-            "remask_rule is 'residual', which needs the whole vocabulary on one device: use another, or --tp-size 1"
+            "remask_rule is 'residual', which needs the whole vocabulary on one device: use "
+            "another, or --tp-size 1"
         )
 
 
 def decodes_as_stock(config: MRPGenerationConfig, block_size: int) -> bool:
-    """Tell if the options ask for a reveal rule that the engine's own algorithm `LowConfidence` has, too."""
+    """Tell if the options ask for a reveal rule that the engine's own algorithm `LowConfidence`
+    has, too."""
     rule = config.target if config.decoding in DRAFTING else config.decoding
     return rule == "dynamic" or (rule == "static" and config.denoising_steps in (None, block_size))
 
@@ -150,4 +185,7 @@ def check_names(given: Mapping[str, Any]) -> None:
         elif name not in (*SERVED, "block_size"):
             wrong.append(f"{name} is no option of MRP{closest_name(name, SERVED)}")
     if wrong:
-        raise ValueError(f"the file of --dllm-algorithm-config: {'; '.join(wrong)}. Options are {', '.join(SERVED)}")
+        raise ValueError(
+            f"the file of --dllm-algorithm-config: {'; '.join(wrong)}. Options are "
+            f"{', '.join(SERVED)}"
+        )

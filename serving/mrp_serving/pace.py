@@ -1,4 +1,5 @@
-"""The draft budget of an engine's rounds: if several processes share a model, the clock of the first one decides for all."""
+"""The draft budget of an engine's rounds: if several processes share a model, the clock of the
+first one decides for all."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +11,8 @@ from modeling_mrp.generate.budget import Amount, Auto, Budget, budget_of
 from modeling_mrp.generate.loop import Mode
 from modeling_mrp.rules.state import Row
 
-# A broadcast that every process calls with its own numbers, and that returns the first process's numbers to each.
+# A broadcast that every process calls with its own numbers, and that returns the first process's
+# numbers to each.
 Share = Callable[[list[int]], list[int]]
 
 
@@ -31,7 +33,9 @@ class Led:
         states, passes, narrow = self.share([own.states, own.passes, int(own.narrow)])
         return Amount(states, passes, bool(narrow))
 
-    def learn(self, amount: Amount, rows: Sequence[Row], steps: Sequence[int], seconds: float) -> None:
+    def learn(
+        self, amount: Amount, rows: Sequence[Row], steps: Sequence[int], seconds: float
+    ) -> None:
         """See `Budget`."""
         self.budget.learn(amount, rows, steps, seconds)
 
@@ -52,7 +56,8 @@ def pace_of(model: Any, mode: Mode, share: Share | None) -> Budget:
 
 
 def share_in(group: Any) -> Share | None:
-    """Make the broadcast from a group's first process, by way of the host; return None if the group has a single process."""
+    """Make the broadcast from a group's first process, by way of the host; return None if the group
+    has a single process."""
     if dist.get_world_size(group) == 1:
         return None
 

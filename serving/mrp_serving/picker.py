@@ -1,4 +1,5 @@
-"""Token picks from the engine's logits, made as by the engine's own algorithms or as by `generate`."""
+"""Token picks from the engine's logits, made as by the engine's own algorithms or as by
+`generate`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +28,8 @@ class Sampling:
     """The sampling options of a request; tokens of requests with equal options are picked together.
 
     Attributes:
-        stock: Whether to pick as the engine's own algorithms do, greedily; the sampling options below then have their defaults.
+        stock: Whether to pick as the engine's own algorithms do, greedily; the sampling options
+            below then have their defaults.
         sample: Whether to sample.
         temperature, top_k, top_p, min_p: As in transformers; 0: no top-k, no min-p.
         repetition_penalty: On all tokens before a position, including the prompt's.
@@ -58,7 +60,9 @@ class Sampling:
         """Make the logits processors, in the order of transformers."""
         found = LogitsProcessorList()
         if self.logit_bias:
-            found.append(SequenceBiasLogitsProcessor({(token,): bias for token, bias in self.logit_bias}))
+            found.append(
+                SequenceBiasLogitsProcessor({(token,): bias for token, bias in self.logit_bias})
+            )
         if self.repetition_penalty != 1:
             found.append(RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
         if self.frequency_penalty or self.presence_penalty:
@@ -66,7 +70,8 @@ class Sampling:
         return found
 
     def truncation(self) -> LogitsProcessorList:
-        """Make the processors that limit which tokens may be drawn, in the order of transformers."""
+        """Make the processors that limit which tokens may be drawn, in the order of
+        transformers."""
         found = LogitsProcessorList()
         if self.top_k:
             found.append(TopKLogitsWarper(self.top_k))
@@ -81,8 +86,10 @@ class Sampling:
 
         Args:
             unembed: See `EngineUnembedding`.
-            shortlist: Number of tokens that the head's drafts choose among, if there are no processors; 0: all.
-            fixed: Arguments that all requests share: `lm_head_weight`, `mask_token_id` and `dispatch`.
+            shortlist: Number of tokens that the head's drafts choose among, if there are no
+                processors; 0: all.
+            fixed: Arguments that all requests share: `lm_head_weight`, `mask_token_id` and
+                `dispatch`.
         """
         if self.stock:
             return StockPicker(entropy=self.entropy, shortlist=shortlist, unembed=unembed, **fixed)
@@ -104,8 +111,8 @@ class Sampling:
 class CountPenalties(LogitsProcessor):
     """Frequency and presence penalties as OpenAI defines them, which transformers lacks.
 
-    A token that occurs n times between the prompt and a position loses n times the frequency penalty and once the presence
-    penalty.
+    A token that occurs n times between the prompt and a position loses n times the frequency
+    penalty and once the presence penalty.
 
     Args:
         prompt: Number of tokens of the prompt.
@@ -116,7 +123,8 @@ class CountPenalties(LogitsProcessor):
         self.prompt, self.frequency, self.presence = prompt, frequency, presence
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        """Subtract the penalties of the ids [n, length] before n positions from the positions' scores [n, vocab]."""
+        """Subtract the penalties of the ids [n, length] before n positions from the positions'
+        scores [n, vocab]."""
         counts = torch.zeros_like(scores).scatter_add_(
             1, behind := input_ids[:, self.prompt :], torch.ones_like(behind, dtype=scores.dtype)
         )
@@ -163,19 +171,24 @@ class EnginePicker(Picker):
 
 @dataclass(frozen=True)
 class StockPicker(EnginePicker):
-    """A greedy picker like the engine's own algorithms: it compares probabilities, with the mask id in the softmax.
+    """A greedy picker like the engine's own algorithms: it compares probabilities, with the mask id
+    in the softmax.
 
-    Probabilities are float32 if logits are; of positions whose probabilities round to the same number, the leftmost is revealed
-    first. The mask id is never picked: if it is the likeliest, the engine's own algorithms reveal nothing and never end.
+    Probabilities are float32 if logits are; of positions whose probabilities round to the same
+    number, the leftmost is revealed first. The mask id is never picked: if it is the likeliest, the
+    engine's own algorithms reveal nothing and never end.
     """
 
     @cached_property
     def unembedding(self) -> Unembedding:
         """See `Picker.unembedding`."""
-        return EngineUnembedding(self.lm_head_weight, self.mask_token_id, unembed=self.unembed, with_mask=True)
+        return EngineUnembedding(
+            self.lm_head_weight, self.mask_token_id, unembed=self.unembed, with_mask=True
+        )
 
     def _pick(self, logits: Tensor, keys: Tensor | None) -> Picks:
-        """Pick tokens from logits [n, vocab], the largest tensor of a round, in few passes over memory."""
+        """Pick tokens from logits [n, vocab], the largest tensor of a round, in few passes over
+        memory."""
         own = logits[:, self.mask_token_id].clone()
         logits[:, self.mask_token_id] = -torch.inf
         token = logits.argmax(-1, keepdim=True)
@@ -183,10 +196,16 @@ class StockPicker(EnginePicker):
         probability = logits.softmax(-1)
         odds = probability.gather(1, token)[:, 0].double().logit()
         entropy = torch.special.entr(probability).sum(-1) if self.entropy else None
-        return Picks(token[:, 0], odds, entropy, shortlist=self._shortlist(logits, probability) if self.shortlist else None)
+        return Picks(
+            token[:, 0],
+            odds,
+            entropy,
+            shortlist=self._shortlist(logits, probability) if self.shortlist else None,
+        )
 
     def _shortlist(self, logits: Tensor, probability: Tensor) -> Tensor:
-        """Make `Picks.shortlist` from logits [n, vocab] and their probabilities [n, vocab], which are overwritten."""
+        """Make `Picks.shortlist` from logits [n, vocab] and their probabilities [n, vocab], which
+        are overwritten."""
         best, ids = likeliest_tokens(logits, self.shortlist)
         total = best[:, :1] - probability.gather(1, ids[:, :1]).log()
         of_mask = probability[:, self.mask_token_id].clone()
@@ -221,7 +240,10 @@ class Pickers:
         found = None
         for sampling in dict.fromkeys(owner):
             some = Spots([one for one in states if one[0].sampling == sampling], spots.device)
-            at = torch.tensor([place for place, other in enumerate(owner) if other == sampling], device=hidden.device)
+            at = torch.tensor(
+                [place for place, other in enumerate(owner) if other == sampling],
+                device=hidden.device,
+            )
             odds = self.of(sampling).token_odds(hidden[at], token[at], some)
             found = odds.new_empty(len(token)) if found is None else found
             found[at] = odds

@@ -36,7 +36,10 @@ class PublishedConfig(MRPConfig):
 def register_parts() -> None:
     """Register algorithm, models, configs and hooks; may be called again."""
     algo_name_to_cls[ALGORITHM] = MRP
-    ModelRegistry.models |= {"MRPForCausalLM": MRPForCausalLM, "SDARMRPForCausalLM": SDARMRPForCausalLM}
+    ModelRegistry.models |= {
+        "MRPForCausalLM": MRPForCausalLM,
+        "SDARMRPForCausalLM": SDARMRPForCausalLM,
+    }
     for config in (MRPConfig, PublishedConfig):
         AutoConfig.register(config.model_type, config, exist_ok=True)
     hooks: dict[str, Callable[..., Any]] = {
@@ -46,34 +49,42 @@ def register_parts() -> None:
         "sglang.srt.managers.tp_worker.TpModelWorker._forward_batch_generation_dllm": with_requests,
         "sglang.srt.dllm.mixin.scheduler.SchedulerDllmMixin._fetch_waiting_reqs": fetch_what_fits,
         "sglang.srt.managers.schedule_policy.PrefillAdder._get_dllm_remain_tokens": whole_blocks,
-        "sglang.srt.configs.model_config.ModelConfig.get_default_sampling_params": sampling_defaults,
+        "sglang.srt.configs.model_config.ModelConfig."
+        "get_default_sampling_params": sampling_defaults,
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.pause_generation": pause_in_place,
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request": with_sense,
-        "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer.build_additional_customized_info": (
-            with_progress
-        ),
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_request_meta_info": with_text,
+        "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer."
+        "build_additional_customized_info": with_progress,
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager."
+        "update_request_meta_info": with_text,
     }
     for target, hook in hooks.items():
         HookRegistry.register(target, hook, HookType.AROUND)
 
 
-def dllm_config(original: Callable[[Any], DllmConfig | None], server_args: Any) -> DllmConfig | None:
-    """Make the engine's `DllmConfig` of an MRP checkpoint, with the block size and mask id from its config.
+def dllm_config(
+    original: Callable[[Any], DllmConfig | None], server_args: Any
+) -> DllmConfig | None:
+    """Make the engine's `DllmConfig` of an MRP checkpoint, with the block size and mask id from its
+    config.
 
     Raises:
-        ValueError: for a checkpoint that the algorithm does not serve, a damaged one, or options that cannot be honoured.
+        ValueError: for a checkpoint that the algorithm does not serve, a damaged one, or options
+            that cannot be honoured.
     """
     args = resolving_view(server_args)
     if args.dllm_algorithm is None:
         return None
-    model = ModelConfig.from_server_args(server_args, model_path=args.model_path, model_revision=args.revision)
+    model = ModelConfig.from_server_args(
+        server_args, model_path=args.model_path, model_revision=args.revision
+    )
     architecture = (model.hf_config.architectures or ["none"])[0]
     if architecture not in ARCHITECTURES:
         if args.dllm_algorithm == ALGORITHM:
             raise ValueError(
-                f"--dllm-algorithm {ALGORITHM} serves checkpoints with an MRP head ({' or '.join(ARCHITECTURES)}), and the "
-                f"architecture of {args.model_path} is {architecture}: use --dllm-algorithm LowConfidence for a backbone alone"
+                f"--dllm-algorithm {ALGORITHM} serves checkpoints with an MRP head "
+                f"({' or '.join(ARCHITECTURES)}), and the architecture of {args.model_path} is "
+                f"{architecture}: use --dllm-algorithm LowConfidence for a backbone alone"
             )
         return original(server_args)
     if args.dllm_algorithm == ALGORITHM:
@@ -92,29 +103,36 @@ def dllm_config(original: Callable[[Any], DllmConfig | None], server_args: Any) 
     if args.dllm_algorithm == ALGORITHM:
         if args.page_size is not None and args.page_size > block:
             raise ValueError(
-                f"--page-size is {args.page_size}: MRP keeps blocks in whole pages, so use {block}, or leave it out"
+                f"--page-size is {args.page_size}: MRP keeps blocks in whole pages, so use "
+                f"{block}, or leave it out"
             )
-        config.mrp_settings = settings_of(options, found.defaults, block, found.config.has_head, args.tp_size)
-        config.max_running_requests = max(1, config.max_running_requests // config.mrp_settings.mode.width)
+        config.mrp_settings = settings_of(
+            options, found.defaults, block, found.config.has_head, args.tp_size
+        )
+        config.max_running_requests = max(
+            1, config.max_running_requests // config.mrp_settings.mode.width
+        )
     return config
 
 
 def check_arguments(args: Any) -> None:
     """Raise `ValueError` for server arguments that the algorithm does not work with."""
     wrong = {
-        "--no-dllm-fdfo is given, and MRP needs first-done-first-out scheduling, in which no row waits: leave it out": (
-            not args.dllm_fdfo
-        ),
-        "--max-running-requests is not given, and the engine would take one at a time: set it to the requests that "
+        "--no-dllm-fdfo is given, and MRP needs first-done-first-out scheduling, in which no row "
+        "waits: leave it out": (not args.dllm_fdfo),
+        "--max-running-requests is not given, and the engine "
+        "would take one at a time: set it to the requests that "
         "may be decoded together (16, for instance)": args.max_running_requests is None,
-        "--enable-dp-attention is given, and MRP does not serve with it: leave it out": args.enable_dp_attention,
+        "--enable-dp-attention is given, and MRP does not serve with "
+        "it: leave it out": args.enable_dp_attention,
     }
     if reasons := [reason for reason, is_so in wrong.items() if is_so]:
         raise ValueError("; ".join(reasons))
 
 
 def yaml_mapping(path: str | None) -> dict[str, Any]:
-    """Read the options in the file of `--dllm-algorithm-config`; return no options if there is no file.
+    """Read the options in the file of `--dllm-algorithm-config`; return no options if there is no
+    file.
 
     Raises:
         ValueError: if the file holds anything but a mapping.
@@ -125,18 +143,21 @@ def yaml_mapping(path: str | None) -> dict[str, Any]:
         found = yaml.safe_load(file) or {}
     if not isinstance(found, dict):
         raise ValueError(
-            f"{path} of --dllm-algorithm-config holds a {type(found).__name__}: write one option a line, 'name: value'"
+            f"{path} of --dllm-algorithm-config holds a {type(found).__name__}: write one option a "
+            "line, 'name: value'"
         )
     return found
 
 
 def sampling_defaults(original: Callable[[Any], dict[str, Any]], config: Any) -> dict[str, Any]:
-    """Return greedy defaults for chats without a temperature under the algorithm `MRP`, else the engine's defaults."""
+    """Return greedy defaults for chats without a temperature under the algorithm `MRP`, else the
+    engine's defaults."""
     return dict(GREEDY) if get_exec().dllm.dllm_algorithm == ALGORITHM else original(config)
 
 
 def with_head(original: Callable[..., None], engine: Any, *args: Any, **more: Any) -> None:
-    """Record the head's CUDA graphs, if the head takes part, after the engine has recorded the backbone's."""
+    """Record the head's CUDA graphs, if the head takes part, after the engine has recorded the
+    backbone's."""
     original(engine, *args, **more)
     if (
         get_exec().dllm.dllm_algorithm == ALGORITHM
@@ -145,8 +166,11 @@ def with_head(original: Callable[..., None], engine: Any, *args: Any, **more: An
         engine.model.head_graphs = record_head(engine)
 
 
-def with_requests(original: Callable[..., Any], worker: Any, forward_batch: Any, batch: Any = None) -> Any:
-    """Give the algorithm the scheduler's batch while a round runs: the requests, and the cache of prefixes."""
+def with_requests(
+    original: Callable[..., Any], worker: Any, forward_batch: Any, batch: Any = None
+) -> Any:
+    """Give the algorithm the scheduler's batch while a round runs: the requests, and the cache of
+    prefixes."""
     if not isinstance(worker.dllm_algorithm, MRP):
         return original(worker, forward_batch, batch)
     worker.dllm_algorithm.batch = batch
@@ -156,23 +180,37 @@ def with_requests(original: Callable[..., Any], worker: Any, forward_batch: Any,
         worker.dllm_algorithm.batch = None
 
 
-async def pause_in_place(original: Callable[..., Awaitable[None]], manager: Any, asked: Any) -> None:
+async def pause_in_place(
+    original: Callable[..., Awaitable[None]], manager: Any, asked: Any
+) -> None:
     """Raise an `HTTPException` 400 for the pause mode 'retract', which would end the engine."""
     if asked.mode == "retract" and get_exec().dllm.dllm_algorithm == ALGORITHM:
-        raise HTTPException(400, "mode 'retract' is not served with MRP: 'in_place' keeps requests, 'abort' ends them")
+        raise HTTPException(
+            400,
+            "mode 'retract' is not served with MRP: 'in_place' keeps requests, 'abort' ends them",
+        )
     await original(manager, asked)
 
 
-def with_sense(original: Callable[..., None], manager: Any, asked: Any, prompt: Sequence[int] | None) -> None:
-    """Raise a `ValueError`, which becomes a response 400, for a request that the engine would wrongly accept."""
+def with_sense(
+    original: Callable[..., None], manager: Any, asked: Any, prompt: Sequence[int] | None
+) -> None:
+    """Raise a `ValueError`, which becomes a response 400, for a request that the engine would
+    wrongly accept."""
     original(manager, asked, prompt)
-    if get_exec().dllm.dllm_algorithm == ALGORITHM and (reason := refusal_of_body(asked, prompt or ())):
+    if get_exec().dllm.dllm_algorithm == ALGORITHM and (
+        reason := refusal_of_body(asked, prompt or ())
+    ):
         raise ValueError(reason)
 
 
-def with_progress(original: Callable[..., dict[str, list[Any]]], streamer: Any, reqs: Sequence[Any]) -> dict[str, list[Any]]:
+def with_progress(
+    original: Callable[..., dict[str, list[Any]]], streamer: Any, reqs: Sequence[Any]
+) -> dict[str, list[Any]]:
     """Add the costs and traces of requests to what the engine streams."""
-    for req in reqs:  # the engine counts a token as sent by an empty answer, and would omit that token's log-probability
+    # the engine counts a token as sent by an empty answer, and would omit that token's
+    # log-probability
+    for req in reqs:
         req.send_output_token_logprobs_offset = len(req.output_ids_through_stop)
     return {**original(streamer, reqs), SHOWN: [shown_of(req) for req in reqs]}
 

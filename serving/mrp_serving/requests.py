@@ -1,4 +1,5 @@
-"""Requests of the engine: whether each can be served, how its text is decoded and where it ends, and its progress."""
+"""Requests of the engine: whether each can be served, how its text is decoded and where it ends,
+and its progress."""
 
 import hashlib
 import re
@@ -27,7 +28,8 @@ class Asked:
         mode: The decoding mode: what is revealed, refined and drafted.
         sampling: How tokens are picked.
         seed: Seed of the noise.
-        eos: Ids that end the text; empty if it is decoded as by the engine's own algorithms, which do not stop at an eos.
+        eos: Ids that end the text; empty if it is decoded as by the engine's own algorithms, which
+            do not stop at an eos.
         least: Minimum number of generated tokens, within which no eos is picked.
         reveal_step: Whether the answer has the step that revealed each token.
         provisional: Whether the answer shows the block that is being decoded.
@@ -83,7 +85,8 @@ class Progress:
         return max(self.step, default=-1) + 1
 
     def finish(self, row: Row, end: int) -> int:
-        """Record log-confidence and step of a row's tokens before `end`, now finished; return the number of new ones."""
+        """Record log-confidence and step of a row's tokens before `end`, now finished; return the
+        number of new ones."""
         begin, size = len(self.step), max(0, end - row.prompt)
         self.logprob += row.logprob[begin:size]
         self.step += row.step[begin:size]
@@ -92,7 +95,8 @@ class Progress:
 
 
 def interpreted(req: Any, settings: Settings) -> Asked:
-    """Return the options by which a request's text is decoded, from its parameters and the server's settings.
+    """Return the options by which a request's text is decoded, from its parameters and the server's
+    settings.
 
     Raises:
         ValueError: if its `custom_params` cannot be honoured; the message gives value and remedy.
@@ -119,18 +123,28 @@ def interpreted(req: Any, settings: Settings) -> Asked:
         frequency_penalty=asked.frequency_penalty,
         presence_penalty=asked.presence_penalty,
         prompt=len(req.origin_input_ids) if penalised else 0,
-        logit_bias=tuple((int(token), float(bias)) for token, bias in (asked.logit_bias or {}).items()),
+        logit_bias=tuple(
+            (int(token), float(bias)) for token, bias in (asked.logit_bias or {}).items()
+        ),
         eos=tuple(sorted(ends)) if asked.min_new_tokens else (),
         entropy=mode.rule.needs_entropy,
         drafts=mode.drafting is not None,
     )
     seed = seed_of(req.rid) if asked.sampling_seed is None else asked.sampling_seed
     shown = [bool(told.get(name)) for name in ("return_reveal_step", "return_provisional")]
-    return Asked(mode, sampling, seed, frozenset() if stock else frozenset(ends), asked.min_new_tokens, *shown)
+    return Asked(
+        mode,
+        sampling,
+        seed,
+        frozenset() if stock else frozenset(ends),
+        asked.min_new_tokens,
+        *shown,
+    )
 
 
 def seed_of(rid: str) -> int:
-    """Derive a seed for a request without one from the request's id, so that it is the same on all devices."""
+    """Derive a seed for a request without one from the request's id, so that it is the same on all
+    devices."""
     return int.from_bytes(hashlib.blake2b(rid.encode(), digest_size=8).digest()) >> 2
 
 
@@ -153,27 +167,40 @@ def _unserved(req: Any) -> dict[str, Any]:
     asked = req.sampling_params
     counts = {name: getattr(asked, name) for name in ("max_new_tokens", "min_new_tokens", "top_k")}
     return {
-        "json_schema, regex, ebnf or structural_tag": asked.json_schema or asked.regex or asked.ebnf or asked.structural_tag,
+        "json_schema, regex, ebnf or structural_tag": asked.json_schema
+        or asked.regex
+        or asked.ebnf
+        or asked.structural_tag,
         "a custom logits processor": getattr(req, "custom_logit_processor", None),
         "a watermark": getattr(asked, "watermark", None),
         "input_embeds": getattr(req, "input_embeds", None) is not None,
-        "logprobs of other tokens than the text's (top_logprobs_num, token_ids_logprob)": req.return_logprob
+        "logprobs of other tokens than the text's (top_logprobs_num, "
+        "token_ids_logprob)": req.return_logprob
         and (req.logprob.top_logprobs_num or req.logprob.token_ids_logprob),
         "a sampling mask": getattr(req, "return_sampling_mask", False),
         "hidden states": getattr(req, "return_hidden_states", False),
         "several beams": (getattr(asked, "beam_width", None) or 1) > 1,
-        "ids outside of the vocabulary in its prompt": not all(0 <= token < req.vocab_size for token in req.origin_input_ids),
+        "ids outside of the vocabulary in its prompt": not all(
+            0 <= token < req.vocab_size for token in req.origin_input_ids
+        ),
         "the mask token in its prompt": req.dllm_config.mask_id in req.origin_input_ids,
-        "a logit_bias outside -100 to 100": any(not -100 <= bias <= 100 for bias in (asked.logit_bias or {}).values()),
+        "a logit_bias outside -100 to 100": any(
+            not -100 <= bias <= 100 for bias in (asked.logit_bias or {}).values()
+        ),
         "a temperature above 1000": asked.temperature > 1000,
         "a repetition_penalty below 0.01": asked.repetition_penalty < 0.01,
-        "min_new_tokens where every token ends the text": asked.min_new_tokens and len(stop_ids(req)) >= req.vocab_size - 1,
-        **{f"a {name} that is no int": value is not None and not isinstance(value, int) for name, value in counts.items()},
+        "min_new_tokens where every token ends the text": asked.min_new_tokens
+        and len(stop_ids(req)) >= req.vocab_size - 1,
+        **{
+            f"a {name} that is no int": value is not None and not isinstance(value, int)
+            for name, value in counts.items()
+        },
     }
 
 
 def refusal_of_body(asked: Any, prompt: Sequence[int]) -> str | None:
-    """Explain why a request that the engine would wrongly accept is refused; return None if it is served.
+    """Explain why a request that the engine would wrongly accept is refused; return None if it is
+    served.
 
     Args:
         asked: The engine's `GenerateReqInput` of one request.
@@ -182,8 +209,8 @@ def refusal_of_body(asked: Any, prompt: Sequence[int]) -> str | None:
     first = asked.logprob_start_len
     if asked.return_logprob and first is not None and 0 <= first < len(prompt):
         return (
-            f"logprob_start_len is {first}, and MRP has no log-probabilities of the prompt, which has {len(prompt)} tokens: "
-            "leave it out (and echo, with logprobs)"
+            f"logprob_start_len is {first}, and MRP has no log-probabilities of the prompt, which "
+            f"has {len(prompt)} tokens: leave it out (and echo, with logprobs)"
         )
     given = asked.sampling_params.get("stop_regex") or ()
     for pattern in [given] if isinstance(given, str) else given:
@@ -211,12 +238,16 @@ def stop_ids(req: Any) -> set[int]:
     return found - {None}
 
 
-def text_of_block(req: Any, asked: Asked, ids: Sequence[int], start: int, mask_id: int) -> list[int] | None:
-    """Return the final ids of a block in which the text ends, if no mask is left before that end; else None.
+def text_of_block(
+    req: Any, asked: Asked, ids: Sequence[int], start: int, mask_id: int
+) -> list[int] | None:
+    """Return the final ids of a block in which the text ends, if no mask is left before that end;
+    else None.
 
-    Tokens after the end are cut off, so they need no decoding: masks stand in for them, and the engine keeps no keys and values
-    of a block that the text does not fill. If the text is decoded as by the engine's own algorithms, which do not stop at an
-    eos, all ids stay as they are, and the result is None with stop strings, since one may end the text first.
+    Tokens after the end are cut off, so they need no decoding: masks stand in for them, and the
+    engine keeps no keys and values of a block that the text does not fill. If the text is decoded
+    as by the engine's own algorithms, which do not stop at an eos, all ids stay as they are, and
+    the result is None with stop strings, since one may end the text first.
 
     Args:
         req: The request.
@@ -229,7 +260,10 @@ def text_of_block(req: Any, asked: Asked, ids: Sequence[int], start: int, mask_i
     stops = asked.eos if not asked.sampling.stock else stop_ids(req)
     if asked.sampling.stock and (given.stop_strs or given.stop_regex_strs):
         return None
-    first = next((column + 1 for column, token in enumerate(ids) if column >= prompt and token in stops), len(ids))
+    first = next(
+        (column + 1 for column, token in enumerate(ids) if column >= prompt and token in stops),
+        len(ids),
+    )
     end = max(min(first, prompt + given.max_new_tokens), 0)
     if end >= len(ids) or mask_id in ids[:end]:
         return None

@@ -1,4 +1,5 @@
-"""Rounds of `modeling_mrp` on the batches of an engine, which owns requests, memory and attention."""
+"""Rounds of `modeling_mrp` on the batches of an engine, which owns requests, memory and
+attention."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -26,15 +27,18 @@ from .usage import Report, totals
 NEVER = 1 << 40  # a position beyond every text: the engine ends texts itself
 
 UNSCORED = (
-    "no token has a finite score at position {}: the model's weights, or logits after the request's options, are too large "
-    "for its dtype. Lower the temperature, or serve the model in a wider dtype"
+    "no token has a finite score at position {}: the model's weights, or logits after the "
+    "request's options, are too large for its dtype. Lower the temperature, or serve the model in "
+    "a wider dtype"
 )
 
 
 class Name(NamedTuple):
-    """The name of a request's row: the row of the engine's pool, how often the pool has lent it, and where its block starts.
+    """The name of a request's row: the row of the engine's pool, how often the pool has lent it,
+    and where its block starts.
 
-    A row of the pool gets a new name whenever it is lent, so a new request never finds the state of an ended one.
+    A row of the pool gets a new name whenever it is lent, so a new request never finds the state of
+    an ended one.
     """
 
     row: int
@@ -46,8 +50,8 @@ class EngineDecoder(Decoder):
     """A `Decoder` of one round on the engine, in which each row has its request's mode.
 
     Args:
-        sees_new: Whether attention sees keys and values that the same forward writes in another row. If not, no state attends
-            to a clean block of its round.
+        sees_new: Whether attention sees keys and values that the same forward writes in another
+            row. If not, no state attends to a clean block of its round.
         args: See `Decoder`.
     """
 
@@ -65,23 +69,43 @@ class EngineDecoder(Decoder):
         drafts = super().draft(rows, amount)
         for at, (row, nodes) in enumerate(zip(rows, drafts, strict=True)):
             drafting = row.asked.mode.drafting
-            # A request without drafts still has the next block's first state scored beside a clean state.
-            most = drafting.states if drafting is not None else 1 + (not row.state.masks and not amount.narrow)
+            # A request without drafts still has the next block's first state scored beside a clean
+            # state.
+            most = (
+                drafting.states
+                if drafting is not None
+                else 1 + (not row.state.masks and not amount.narrow)
+            )
             most = 1 if row.alone else most
             drafts[at] = [node for node in nodes[:most] if self.sees_new or node.parent < 0]
         return drafts
 
-    def read(self, rows: Sequence[Any], drafts: Sequence[Sequence[Node]], estimates: Sequence[dict[Key, Scores]]) -> None:
+    def read(
+        self,
+        rows: Sequence[Any],
+        drafts: Sequence[Sequence[Node]],
+        estimates: Sequence[dict[Key, Scores]],
+    ) -> None:
         """See `Decoder.read`; only for rows whose drafts use the head."""
         drafted = [row.asked.mode.drafting for row in rows]
-        super().read(rows, [nodes if one and one.passes else [] for one, nodes in zip(drafted, drafts, strict=True)], estimates)
+        super().read(
+            rows,
+            [
+                nodes if one and one.passes else []
+                for one, nodes in zip(drafted, drafts, strict=True)
+            ],
+            estimates,
+        )
 
     def write(self, rows: Sequence[Any], frontiers: Sequence[Frontier | None]) -> None:
         """See `Decoder.write`."""
         kept = list(frontiers)
         asked: list[Refinement | None] = [row.asked.mode.refine for row in rows]
         for refine in dict.fromkeys(one for one in asked if one is not None):
-            some = [frontier if one == refine else None for one, frontier in zip(asked, frontiers, strict=True)]
+            some = [
+                frontier if one == refine else None
+                for one, frontier in zip(asked, frontiers, strict=True)
+            ]
             made = refined(refine, self.networks, rows, some)
             kept = [old if new is None else new for old, new in zip(kept, made, strict=True)]
         super().write(rows, kept)
@@ -98,22 +122,39 @@ class Rounds:
         share: See `pace_of`.
 
     Attributes:
-        rows: For each row of the engine's pool, the `Name` and the `EngineRow` of its request, kept between rounds.
+        rows: For each row of the engine's pool, the `Name` and the `EngineRow` of its request, kept
+            between rounds.
         whole: By `Name`, the final ids of a block that was decoded before the engine asks for it.
         report: Counts for the metrics endpoint.
     """
 
     def __init__(
-        self, settings: Settings, block: int, mask_id: int, abort: Callable[[Any, str], None], share: Share | None = None
+        self,
+        settings: Settings,
+        block: int,
+        mask_id: int,
+        abort: Callable[[Any, str], None],
+        share: Share | None = None,
     ) -> None:
-        self.settings, self.block, self.mask_id, self.abort, self.share = settings, block, mask_id, abort, share
+        self.settings, self.block, self.mask_id, self.abort, self.share = (
+            settings,
+            block,
+            mask_id,
+            abort,
+            share,
+        )
         self.budget: Budget | None = None
         self.rows: dict[int, tuple[Name, EngineRow]] = {}
         self.whole: dict[Name, list[int]] = {}
         self.report = Report()
 
     def __call__(
-        self, engine: Any, batch: Any, requests: Sequence[Any], evict: Callable[[int], Any], sees_new: bool
+        self,
+        engine: Any,
+        batch: Any,
+        requests: Sequence[Any],
+        evict: Callable[[int], Any],
+        sees_new: bool,
     ) -> tuple[list[list[int]], list[int], bool]:
         """Run one round.
 
@@ -125,15 +166,18 @@ class Rounds:
             sees_new: See `EngineDecoder`.
 
         Returns:
-            Each row's block so far; the number of tokens by which its text, prompt included, has grown (a block, or 0); and
-            whether a CUDA graph ran.
+            Each row's block so far; the number of tokens by which its text, prompt included, has
+            grown (a block, or 0); and whether a CUDA graph ran.
         """
         starts = list(batch.extend_prefix_lens_cpu)
         names = self._names(engine, requests, starts)
         ids = [self.whole.pop(name, []) for name in names]
         grown, graph_ran = [self.block] * len(names), False
         if places := [place for place, known in enumerate(ids) if not known]:
-            some, names_of = [requests[place] for place in places], [names[place] for place in places]
+            some, names_of = (
+                [requests[place] for place in places],
+                [names[place] for place in places],
+            )
             own = Own(places, [name.row for name in names_of], [name.start for name in names_of])
             rows = [self._row(engine, req, name) for req, name in zip(some, names_of, strict=True)]
             before = totals(rows)
@@ -146,30 +190,44 @@ class Rounds:
                     failed = place
                     self.abort(requests[place], UNSCORED.format(error.position))
                 else:
-                    requests[place].mrp.alone = True  # the fault is in the next block, which will fail in a later round
+                    requests[
+                        place
+                    ].mrp.alone = (
+                        True  # the fault is in the next block, which will fail in a later round
+                    )
                 rows = self._begun_anew(engine, some, names_of)
-            self.report.count(**{name: number - before[name] for name, number in totals(rows).items()})
+            self.report.count(
+                **{name: number - before[name] for name, number in totals(rows).items()}
+            )
             for place, row, req in zip(places, rows, some, strict=True):
                 ids[place], grown[place] = self._come_to(row, names[place], req)
-                if place == failed:  # the engine ends it after a whole block; no other request shares a block of masks
+                # the engine ends it after a whole block; no other request shares a block of masks
+                if place == failed:
                     grown[place] = self.block
         for name, req, start, size in zip(names, requests, starts, grown, strict=True):
             self._finish(self.rows[name.row][1], req, start + size if size else 0)
         return ids, grown, graph_ran
 
-    def _begun_anew(self, engine: Any, requests: Sequence[Any], names: Sequence[Name]) -> list[EngineRow]:
-        """Replace the rows of requests by new ones, each at the start of its block; return the new rows."""
+    def _begun_anew(
+        self, engine: Any, requests: Sequence[Any], names: Sequence[Name]
+    ) -> list[EngineRow]:
+        """Replace the rows of requests by new ones, each at the start of its block; return the new
+        rows."""
         for name in names:
             self.rows.pop(name.row, None)
         return [self._row(engine, req, name) for req, name in zip(requests, names, strict=True)]
 
     def _come_to(self, row: EngineRow, name: Name, req: Any) -> tuple[list[int], int]:
-        """Return a row's block after a round and the number of tokens by which its text has grown; keep the row.
+        """Return a row's block after a round and the number of tokens by which its text has grown;
+        keep the row.
 
-        If the next block's first state was scored too, its reveal may already end the text: that block then takes no forward.
+        If the next block's first state was scored too, its reveal may already end the text: that
+        block then takes no forward.
         """
         row.stop = None  # the engine ends texts itself
-        here, behind = (row.text[at : at + self.block] for at in (name.start, name.start + self.block))
+        here, behind = (
+            row.text[at : at + self.block] for at in (name.start, name.start + self.block)
+        )
         kept = row.held > name.start
         text = text_of_block(req, row.asked, here, name.start, self.mask_id)
         grown = self.block if kept or text else 0
@@ -180,7 +238,8 @@ class Rounds:
         return here if kept else text or here, grown
 
     def _finish(self, row: EngineRow, req: Any, end: int) -> None:
-        """Record the finished tokens of a request, which lie before `end`, and the generated tokens of its current block."""
+        """Record the finished tokens of a request, which lie before `end`, and the generated tokens
+        of its current block."""
         progress: Progress = req.mrp
         if (new := progress.finish(row, end)) and req.return_logprob:
             req.logprob.output_token_logprobs_val += progress.logprob[-new:]
@@ -188,7 +247,9 @@ class Rounds:
         self.report.count(tokens=new)
         start = row.state.start
         progress.block = row.text[
-            max(start, row.prompt) : min(start + self.block, row.prompt + req.sampling_params.max_new_tokens)
+            max(start, row.prompt) : min(
+                start + self.block, row.prompt + req.sampling_params.max_new_tokens
+            )
         ]
 
     def _names(self, engine: Any, requests: Sequence[Any], starts: list[int]) -> list[Name]:
@@ -210,14 +271,35 @@ class Rounds:
             return found[1]
         if getattr(req, "mrp", None) is None:
             mode = self.settings.mode
-            req.mrp = Progress(interpreted(req, self.settings), Counts(mode.width, mode.drafting is not None))
-        ids, end = [*req.origin_input_ids, *req.output_ids], end_of_text(req, self.block, engine.model_config.context_len)
-        return fresh_row(ids, len(req.origin_input_ids), name.start, end, self.block, self.mask_id, name.row, req.mrp)
+            req.mrp = Progress(
+                interpreted(req, self.settings), Counts(mode.width, mode.drafting is not None)
+            )
+        ids, end = (
+            [*req.origin_input_ids, *req.output_ids],
+            end_of_text(req, self.block, engine.model_config.context_len),
+        )
+        return fresh_row(
+            ids,
+            len(req.origin_input_ids),
+            name.start,
+            end,
+            self.block,
+            self.mask_id,
+            name.row,
+            req.mrp,
+        )
 
     def _round(
-        self, engine: Any, batch: Any, own: Own, rows: Sequence[EngineRow], evict: Callable[[int], Any], sees_new: bool
+        self,
+        engine: Any,
+        batch: Any,
+        own: Own,
+        rows: Sequence[EngineRow],
+        evict: Callable[[int], Any],
+        sees_new: bool,
     ) -> bool:
-        """Draft as many states as pay and have room, verify, accept and commit; return whether a CUDA graph ran."""
+        """Draft as many states as pay and have room, verify, accept and commit; return whether a
+        CUDA graph ran."""
         mode, drafting = self.settings.mode, self.settings.mode.drafting
         budget = self.budget = self.budget or pace_of(engine.model, mode, self.share)
         amount = budget.choose(rows)
@@ -230,23 +312,40 @@ class Rounds:
             weight, vocab_size = engine.model.lm_head.weight, engine.model_config.vocab_size
             # The weight is neither packed (quantized) nor divided among devices.
             whole = type(weight) in (torch.Tensor, torch.nn.Parameter) and len(weight) >= vocab_size
-            fixed = {"lm_head_weight": weight, "mask_token_id": self.mask_id, "dispatch": self.settings.dispatch}
+            fixed = {
+                "lm_head_weight": weight,
+                "mask_token_id": self.mask_id,
+                "dispatch": self.settings.dispatch,
+            }
             unembed = partial(engine.model.unembed, batch)
             pickers = Pickers(
                 weight,
                 lambda one: one.picker(
-                    unembed, drafting.listed(vocab_size, one.sample) if drafting is not None and whole else 0, **fixed
+                    unembed,
+                    drafting.listed(vocab_size, one.sample)
+                    if drafting is not None and whole
+                    else 0,
+                    **fixed,
                 ),
             )
             networks = EngineNetworks(engine, batch, own, lent, mode.uses_head, pickers, self.block)
             begun = perf_counter()
-            steps = EngineDecoder(sees_new, replace(mode, refine=None), networks, budget).round(rows, amount)
+            steps = EngineDecoder(sees_new, replace(mode, refine=None), networks, budget).round(
+                rows, amount
+            )
             budget.learn(amount, rows, steps, perf_counter() - begun)
         return networks.graph_ran
 
 
 def fresh_row(
-    ids: Sequence[int], prompt: int, start: int, end: int, block: int, mask_id: int, place: int, progress: Progress
+    ids: Sequence[int],
+    prompt: int,
+    start: int,
+    end: int,
+    block: int,
+    mask_id: int,
+    place: int,
+    progress: Progress,
 ) -> EngineRow:
     """Make a request's row at the start of a block, before any of its states is scored.
 
@@ -266,7 +365,12 @@ def fresh_row(
     # The engine ends texts itself: no row has an end.
     ends = (prompt, prompt, len(text), NEVER, prompt + asked.least)
     row = EngineRow(place, text, block, mask_id, asked.eos, *ends, asked.seed)
-    row.asked, row.alone, row.counts, row.steps = asked, progress.alone, progress.counts, progress.steps
+    row.asked, row.alone, row.counts, row.steps = (
+        asked,
+        progress.alone,
+        progress.counts,
+        progress.steps,
+    )
     row.state = row.opened(start)
     row.held = row.head_held = start
     return row

@@ -1,4 +1,5 @@
-"""Rows and pages that a round borrows from the engine's pools, for the states beyond each row's own."""
+"""Rows and pages that a round borrows from the engine's pools, for the states beyond each row's
+own."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,8 +17,8 @@ class Borrowed:
     Attributes:
         rows: For each row of the batch, `width` rows of the pool that maps positions to slots.
         slots: [rows * width, block] long, slots of the KV pool: whole pages.
-        swapped: By index in `slots`, the slots [block] long that go back to the pool in place of the borrowed slots at that
-            index, which a request keeps.
+        swapped: By index in `slots`, the slots [block] long that go back to the pool in place of
+            the borrowed slots at that index, which a request keeps.
     """
 
     rows: list[list[int]]
@@ -30,17 +31,24 @@ class Borrowed:
         return len(self.rows[0]) if self.rows else 0
 
     def given_back(self) -> Tensor:
-        """List the slots to return to the engine's pool when the round is over, [rows * width * block]."""
+        """List the slots to return to the engine's pool when the round is over, [rows * width *
+        block]."""
         if not self.swapped:
             return self.slots.flatten()
-        return torch.cat([self.swapped.get(place, slots) for place, slots in enumerate(self.slots.unbind())])
+        return torch.cat(
+            [self.swapped.get(place, slots) for place, slots in enumerate(self.slots.unbind())]
+        )
 
 
 @contextmanager
-def borrowed(pool: Any, allocator: Any, evict: Callable[[int], Any], batch: int, width: int, block: int) -> Iterator[Borrowed]:
-    """Borrow rows and slots for up to `width` more states per row, as far as they are free; give them back after the round.
+def borrowed(
+    pool: Any, allocator: Any, evict: Callable[[int], Any], batch: int, width: int, block: int
+) -> Iterator[Borrowed]:
+    """Borrow rows and slots for up to `width` more states per row, as far as they are free; give
+    them back after the round.
 
-    If none are free, a round scores one state per row on the row's own slots, so drafts are verified one after the other.
+    If none are free, a round scores one state per row on the row's own slots, so drafts are
+    verified one after the other.
 
     Args:
         pool: The engine's map of positions to slots (`alloc_rows`, `free_rows`, `available_size`).
@@ -55,13 +63,19 @@ def borrowed(pool: Any, allocator: Any, evict: Callable[[int], Any], batch: int,
         evict(batch * width * block)
     width = min(width, allocator.available_size() // (batch * block)) if width else 0
     rows = pool.alloc_rows(batch * width) if width else []
-    lent = Borrowed([[] for _ in range(batch)], torch.empty(0, block, dtype=torch.long, device=pool.device))
+    lent = Borrowed(
+        [[] for _ in range(batch)], torch.empty(0, block, dtype=torch.long, device=pool.device)
+    )
     try:
         if rows and (slots := allocator.alloc(batch * width * block)) is not None:
-            lent = Borrowed([rows[at * width : (at + 1) * width] for at in range(batch)], slots.long().view(-1, block))
+            lent = Borrowed(
+                [rows[at * width : (at + 1) * width] for at in range(batch)],
+                slots.long().view(-1, block),
+            )
         yield lent
     finally:
         if lent.width:
-            allocator.free_segment(lent.given_back(), start_pos=0)  # whole pages in order, so the pool need not sort them
+            # whole pages in order, so the pool need not sort them
+            allocator.free_segment(lent.given_back(), start_pos=0)
         if rows:
             pool.free_rows(rows)

@@ -23,7 +23,9 @@ class Part:
     dtype: torch.dtype = torch.long
 
 
-def sent(parts: Mapping[str, Part], device: torch.device) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def sent(
+    parts: Mapping[str, Part], device: torch.device
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Send vectors of integers to a device in one copy.
 
     Args:
@@ -31,7 +33,8 @@ def sent(parts: Mapping[str, Part], device: torch.device) -> tuple[dict[str, Ten
         device: The target.
 
     Returns:
-        By name, views of the tensor on the device, and views of the tensor on the host that it was copied from.
+        By name, views of the tensor on the device, and views of the tensor on the host that it was
+        copied from.
     """
     begins, words = dict[str, int](), 0
     for name, part in parts.items():
@@ -44,6 +47,9 @@ def sent(parts: Mapping[str, Part], device: torch.device) -> tuple[dict[str, Ten
     host = torch.from_numpy(buffer)
 
     def views(whole: Tensor) -> dict[str, Tensor]:
-        return {name: whole[begins[name] :].view(part.dtype)[: len(part.numbers)] for name, part in parts.items()}
+        return {
+            name: whole[begins[name] :].view(part.dtype)[: len(part.numbers)]
+            for name, part in parts.items()
+        }
 
     return views(host.to(device, non_blocking=True)), views(host)

@@ -1,4 +1,5 @@
-"""Costs and traces: of each request in its response's metadata, of all requests on the metrics endpoint."""
+"""Costs and traces: of each request in its response's metadata, of all requests on the metrics
+endpoint."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -39,7 +40,8 @@ def totals(rows: Sequence[Row]) -> dict[str, int]:
 
 
 def shown_of(req: Any) -> dict[str, Any] | None:
-    """Return the costs and traces for a request's metadata; None if the request has not been decoded yet."""
+    """Return the costs and traces for a request's metadata; None if the request has not been
+    decoded yet."""
     progress: Progress | None = getattr(req, "mrp", None)
     if progress is None:
         return None
@@ -48,7 +50,10 @@ def shown_of(req: Any) -> dict[str, Any] | None:
     shown["revoked"] = counts.revoked
     shown["tokens_per_forward"] = len(text) / max(1, counts.forwards)
     shown["acceptance"] = counts.accepted / max(1, counts.drafted)
-    shown["offered_at_depth"], shown["accepted_at_depth"] = list(counts.offered_at_depth), list(counts.accepted_at_depth)
+    shown["offered_at_depth"], shown["accepted_at_depth"] = (
+        list(counts.offered_at_depth),
+        list(counts.accepted_at_depth),
+    )
     if progress.asked.reveal_step:
         shown["reveal_step"] = progress.step[: len(text)]
     if progress.asked.provisional:

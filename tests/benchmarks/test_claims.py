@@ -1,4 +1,5 @@
-"""The documents' tables are those that committed measurements give, and drafts are lossless in all of these."""
+"""The documents' tables are those that committed measurements give, and drafts are lossless in all
+of these."""
 
 import json
 from contextlib import redirect_stdout
@@ -42,7 +43,10 @@ def printed(command: Any, *arguments: str) -> str:
         ("benchmarks/README.md", lambda: printed(cost_model)),
         ("docs/devices.md", lambda: printed(cost_model, "--memory")),
         ("docs/devices.md", lambda: quantized_cpu.table(tables.RESULTS / "quantized_cpu.jsonl")),
-        ("benchmarks/README.md", lambda: cost_model.table(["H200"], ["30b-a3b"], [1, 4, 8, 16, 32, 64], [4, 8], 512)),
+        (
+            "benchmarks/README.md",
+            lambda: cost_model.table(["H200"], ["30b-a3b"], [1, 4, 8, 16, 32, 64], [4, 8], 512),
+        ),
         ("benchmarks/README.md", lambda: printed(longtext, "tables")),
         ("benchmarks/README.md", tables.provenance),
     ],
@@ -54,30 +58,46 @@ def test_a_quoted_table_is_what_the_command_prints(document: str, table: Any) ->
 @pytest.mark.parametrize("family", FAMILIES)
 def test_drafted_texts_are_their_targets(family: str) -> None:
     """For every target and way to draft, in float64."""
-    drafted = [line for line in tables.frontier_lines() if line["family"] == family and "target" in line]
+    drafted = [
+        line for line in tables.frontier_lines() if line["family"] == family and "target" in line
+    ]
     assert {line["texts_that_differ"] for line in drafted} == {0}
     assert {line["asked"]["dtype"] for line in drafted} == {"float64"}
-    assert {(line["target"], line["decoding"]) for line in drafted} >= set(product(TARGETS, DRAFTERS))
+    assert {(line["target"], line["decoding"]) for line in drafted} >= set(
+        product(TARGETS, DRAFTERS)
+    )
 
 
 def test_the_heads_share_of_a_forward_is_as_written() -> None:
     def shares(of_position: int = 0) -> list[str]:
-        rows = [int(3 * masks_per_state(shape.block_size) * of_position) for shape in PUBLISHED.values()]  # of three states
-        return [f"{one.head_share(few):.0%}".replace("%", " %") for one, few in zip(PUBLISHED.values(), rows, strict=True)]
+        # of three states
+        rows = [
+            int(3 * masks_per_state(shape.block_size) * of_position) for shape in PUBLISHED.values()
+        ]
+        return [
+            f"{one.head_share(few):.0%}".replace("%", " %")
+            for one, few in zip(PUBLISHED.values(), rows, strict=True)
+        ]
 
     text = " ".join((ROOT / "benchmarks/README.md").read_text().split())
     assert "is {}, {} and {} at 1.7B, 4B and 8B".format(*shares()) in text
     assert "{}, {} and {} with a shortlist".format(*shares(SHORTLIST)) in text
     numbers = [share.removesuffix(" %") for share in shares()]
     for document in ("docs/results.md", "hub_configs/sdar-tiny-mrp/README.md"):
-        assert "{}, {} and {} %".format(*numbers) in " ".join((ROOT / document).read_text().split()), document
+        assert "{}, {} and {} %".format(*numbers) in " ".join(
+            (ROOT / document).read_text().split()
+        ), document
 
 
 def test_the_soak_found_nothing() -> None:
     """In a million tokens or more, as the documents say."""
-    header, line = (json.loads(line) for line in (tables.RESULTS / "soak.jsonl").read_text().splitlines())
+    header, line = (
+        json.loads(line) for line in (tables.RESULTS / "soak.jsonl").read_text().splitlines()
+    )
     assert line["mismatches"] == 0
     assert line["tokens"] > 1_000_000
     text = " ".join((ROOT / "docs/lossless.md").read_text().split())
     assert f"At commit {header['commit']}" in text
-    assert f"compared {line['tokens']:,} tokens in {line['calls']:,} calls, with 0 mismatches" in text
+    assert (
+        f"compared {line['tokens']:,} tokens in {line['calls']:,} calls, with 0 mismatches" in text
+    )

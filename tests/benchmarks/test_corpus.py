@@ -7,7 +7,10 @@ from mrp_trainer.data.tasks import SPLITS, belongs
 from benchmarks.corpus import PAD, cut, installed, new_tokenizer, split_packages
 
 README = "A readme. " + 20 * "What it does. "
-BODY = "".join(f"def function_number_{n}(first, second, third):\n    return first + {n} * second\n" for n in range(8))
+BODY = "".join(
+    f"def function_number_{n}(first, second, third):\n    return first + {n} * second\n"
+    for n in range(8)
+)
 
 
 def install(site: Path, name: str, **files: str) -> None:
@@ -23,9 +26,19 @@ def install(site: Path, name: str, **files: str) -> None:
 
 
 def test_what_is_read_of_a_package(tmp_path: Path) -> None:
-    kept = {"a.py": "# Copyright somebody\n# License: free\n\n" + BODY, "docs/b.rst": BODY + "b", "c.md": BODY + "c"}
+    kept = {
+        "a.py": "# Copyright somebody\n# License: free\n\n" + BODY,
+        "docs/b.rst": BODY + "b",
+        "c.md": BODY + "c",
+    }
     kept["d.py"] = "# A comment that says what this is.\n" + BODY
-    left_out = {"short.py": "x = 1\n", "long.py": 50 * 10 * BODY, "data.txt": BODY, "LICENSE.md": BODY, "_vendor/e.py": BODY}
+    left_out = {
+        "short.py": "x = 1\n",
+        "long.py": 50 * 10 * BODY,
+        "data.txt": BODY,
+        "LICENSE.md": BODY,
+        "_vendor/e.py": BODY,
+    }
     left_out |= {"special.py": BODY + f"'{PAD}'"}
     install(tmp_path, "Some_Package", **kept, **left_out)
     install(tmp_path, "modeling_mrp", **{"a.py": BODY})
@@ -35,9 +48,18 @@ def test_what_is_read_of_a_package(tmp_path: Path) -> None:
 
 
 def test_what_another_split_has_is_not_trained_on() -> None:
-    names = {part: next(name for name in map("p{}".format, range(99)) if belongs(name, part)) for part in SPLITS}
+    names = {
+        part: next(name for name in map("p{}".format, range(99)) if belongs(name, part))
+        for part in SPLITS
+    }
     own = BODY.replace("function", "method")
-    split = split_packages({names["train"]: [own, BODY + own, BODY], names["heldout"]: [BODY], names["tune"]: ["a line\n"]})
+    split = split_packages(
+        {
+            names["train"]: [own, BODY + own, BODY],
+            names["heldout"]: [BODY],
+            names["tune"]: ["a line\n"],
+        }
+    )
     assert {part: split[part][name] for part, name in names.items()} == {
         "heldout": [BODY],
         "tune": ["a line\n"],
@@ -46,7 +68,8 @@ def test_what_another_split_has_is_not_trained_on() -> None:
 
 
 def test_pieces_go_on_where_the_last_one_was_cut() -> None:
-    """All but the last have more tokens than they may have, and the first of these make up the text."""
+    """All but the last have more tokens than they may have, and the first of these make up the
+    text."""
     tokenizer = new_tokenizer(iter([BODY]), 300, 64)
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.mask_token_id) == (0, 1, 2)
     text = BODY + "# Ünïcödé: 日本語\n"

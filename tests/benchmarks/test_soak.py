@@ -12,11 +12,15 @@ from tests import random_cases
 
 def run(folder: Path, *arguments: str) -> tuple[int, list[dict[str, Any]]]:
     output = folder / "soak.jsonl"
-    code = soak.main(["--output", str(output), "--minutes", "2", "--rows", "1", "3", "--seed", "3", *arguments])
+    code = soak.main(
+        ["--output", str(output), "--minutes", "2", "--rows", "1", "3", "--seed", "3", *arguments]
+    )
     return code, [json.loads(line) for line in output.read_text().splitlines()[1:]]
 
 
-def test_a_difference_is_found_and_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_difference_is_found_and_can_be_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     code, (counts,) = run(tmp_path, "--cases", "8")
     assert (code, counts["mismatches"], counts["cases"], counts["seed"]) == (0, 0, 8, 3)
     assert counts["tokens"] == sum(counts["tokens_by_kind"].values()) > 300

@@ -1,4 +1,5 @@
-"""What a person meets first: names, help, completion, flags that nearly exist, and errors of one line."""
+"""What a person meets first: names, help, completion, flags that nearly exist, and errors of one
+line."""
 
 import os
 import re
@@ -40,16 +41,20 @@ def test_exported_names_are_listed_before_they_are_imported() -> None:
     """modeling_mrp imports torch at once, since it makes the Auto classes know its models."""
     code = """
     import sys, mrp_trainer
-    print(set(mrp_trainer.__all__) <= set(dir(mrp_trainer)), set(mrp_trainer._HOMES) <= set(mrp_trainer.__all__))
+    names = set(mrp_trainer.__all__)
+    print(names <= set(dir(mrp_trainer)), set(mrp_trainer._HOMES) <= names)
     print("torch" in sys.modules)
     import modeling_mrp
-    print(set(modeling_mrp.__all__) <= set(dir(modeling_mrp)), set(modeling_mrp._HOMES) <= set(modeling_mrp.__all__))
+    names = set(modeling_mrp.__all__)
+    print(names <= set(dir(modeling_mrp)), set(modeling_mrp._HOMES) <= names)
     for module in (modeling_mrp, mrp_trainer):
         print(all(hasattr(module, name) for name in module.__all__))
     """
     lines = "\n".join(line[4:] for line in code.splitlines())
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "trainer")))}
-    done = subprocess.run([sys.executable, "-c", lines], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", lines], env=environment, capture_output=True, text=True, check=True
+    )
     assert done.stdout.split() == ["True", "True", "False", "True", "True", "True", "True"]
 
 
@@ -58,7 +63,8 @@ def test_exported_names_are_listed_before_they_are_imported() -> None:
 
 @pytest.mark.parametrize("path", PATHS, ids=" ".join)
 def test_help_fits_a_terminal_and_shows_every_flag_whole(path: tuple[str, ...]) -> None:
-    """By `-h`, too; without Python's None, and without choices that are cut in the middle of a word."""
+    """By `-h`, too; without Python's None, and without choices that are cut in the middle of a
+    word."""
     result = RUNNER.invoke(cli.app, [*path, "-h"], env={"COLUMNS": "80"})
     assert result.exit_code == 0
     assert max(map(len, result.output.splitlines())) <= 80
@@ -66,7 +72,11 @@ def test_help_fits_a_terminal_and_shows_every_flag_whole(path: tuple[str, ...]) 
     assert not re.search(r"\bNone\b", result.output)
     assert not re.search(r"<(list\[)?\w+\|[^>]*\n", result.output)
     for parameter in command(*path).params:
-        assert all(re.search(rf"(?<![\w-]){name}(?![\w-])", result.output) for name in parameter.opts if name.startswith("--"))
+        assert all(
+            re.search(rf"(?<![\w-]){name}(?![\w-])", result.output)
+            for name in parameter.opts
+            if name.startswith("--")
+        )
 
 
 def test_completion_needs_nothing_heavy() -> None:
@@ -82,9 +92,17 @@ def test_completion_needs_nothing_heavy() -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "trainer")))}
 
     def completed(words: str, instruction: str = "complete_bash") -> list[str]:
-        asked = {"_MRP_COMPLETE": instruction, "COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
+        asked = {
+            "_MRP_COMPLETE": instruction,
+            "COMP_WORDS": words,
+            "COMP_CWORD": str(len(words.split()) - 1),
+        }
         run = subprocess.run(
-            [sys.executable, "-c", lines], env=environment | asked, capture_output=True, text=True, check=False
+            [sys.executable, "-c", lines],
+            env=environment | asked,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         return run.stdout.splitlines()
 
@@ -112,10 +130,14 @@ def test_completion_needs_nothing_heavy() -> None:
         ("decode", "--bs", "--batch-size"),
     ],
 )
-def test_an_unknown_flag_is_answered_with_the_one_that_is_meant(path: str, unknown: str, meant: str) -> None:
+def test_an_unknown_flag_is_answered_with_the_one_that_is_meant(
+    path: str, unknown: str, meant: str
+) -> None:
     assert meant in meant_flags(unknown, command(*path.split()).params)
     message = " ".join(mrp(*path.split(), unknown, "1", fails=True).replace("│", " ").split())
-    assert re.search(rf"No such option:? '?{unknown}'?\. Did you mean .*{re.escape(meant)}.*\?", message)
+    assert re.search(
+        rf"No such option:? '?{unknown}'?\. Did you mean .*{re.escape(meant)}.*\?", message
+    )
 
 
 def test_a_mistyped_command_is_answered_with_the_one_that_is_meant() -> None:
@@ -124,9 +146,18 @@ def test_a_mistyped_command_is_answered_with_the_one_that_is_meant() -> None:
 
 def test_every_command_that_takes_a_model_takes_its_revision_and_another_backbone() -> None:
     """Where training names a backbone alone, `--backbone` is another word for `--model`."""
-    flags = {path: {name for each in command(*path).params for name in each.opts} for path in LEAVES}
+    flags = {
+        path: {name for each in command(*path).params for name in each.opts} for path in LEAVES
+    }
     loading = {path: names for path, names in flags.items() if {"--model", "model"} & names}
-    assert {path[0] for path in loading} == {"train", "evaluate", "decode", "serve", "show", "doctor"}
+    assert {path[0] for path in loading} == {
+        "train",
+        "evaluate",
+        "decode",
+        "serve",
+        "show",
+        "doctor",
+    }
     assert all({"--revision", "--backbone"} <= names for names in loading.values())
 
 
@@ -148,7 +179,9 @@ def test_a_head_whose_backbone_moved(moved: tuple[Path, Path]) -> None:
     gone = str(moved[0].parent / "before")
     asked = ["evaluate", "--family", "math", "--count", "1", "--max-new-tokens", "16", "--json"]
     message = mrp(*asked, "--model", head, fails=True)
-    assert message.splitlines()[-1].startswith(f"Error: the folder {gone} is gone, which the head in {head} names")
+    assert message.splitlines()[-1].startswith(
+        f"Error: the folder {gone} is gone, which the head in {head} names"
+    )
     assert "--backbone" in message
     assert "from_backbone(folder, head=" in message
     with pytest.raises(ValueError, match=f"the folder {gone} is gone"):
@@ -179,7 +212,9 @@ def test_a_revision_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     for revision, has_head in ((None, True), ("v1", False), (old, False)):
         assert load_config("org/model", revision).has_head is has_head
         assert (load_model("org/model", revision=revision).mrp_head is not None) is has_head
-        assert (load_generation_fields("org/model", revision)["num_draft_states"] == 7) is not has_head
+        assert (
+            load_generation_fields("org/model", revision)["num_draft_states"] == 7
+        ) is not has_head
 
 
 # Errors
@@ -187,8 +222,16 @@ def test_a_revision_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_extras_are_advised_by_the_name_that_works_from_a_wheel() -> None:
     """Not by the path of a clone."""
-    sources = [path for folder in ("modeling_mrp", "trainer", "serving") for path in (ROOT / folder).rglob("*.py")]
-    advised = [text for path in sources for text in re.findall(r"pip install ([^\s,)]*\[[^\s,)]*)", path.read_text())]
+    sources = [
+        path
+        for folder in ("modeling_mrp", "trainer", "serving")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
+    advised = [
+        text
+        for path in sources
+        for text in re.findall(r"pip install ([^\s,)]*\[[^\s,)]*)", path.read_text())
+    ]
     assert len(advised) >= 4
     for text in advised:
         name = re.fullmatch(r"""'modeling-mrp\[(\w+)\]'"?""", text)
@@ -198,16 +241,19 @@ def test_extras_are_advised_by_the_name_that_works_from_a_wheel() -> None:
 
 @pytest.fixture
 def no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """As with a cable pulled: nothing listens where the Hub would be, and nothing was downloaded before."""
+    """As with a cable pulled: nothing listens where the Hub would be, and nothing was downloaded
+    before."""
     away = "http://127.0.0.1:9"
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", away)
     monkeypatch.setattr("huggingface_hub.hf_api.constants.ENDPOINT", away)
     monkeypatch.setattr(
-        "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", away + "/{repo_id}/resolve/{revision}/{filename}"
+        "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE",
+        away + "/{repo_id}/resolve/{revision}/{filename}",
     )
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)  # between its attempts
+    # between its attempts
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "p.jsonl").write_text('{"prompt": "1 + 1", "completion": "2"}\n')
     return tmp_path
@@ -229,40 +275,81 @@ def no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 )
 def test_an_id_without_a_network_is_an_error_in_a_line(arguments: str, no_network: Path) -> None:
     message = mrp(*arguments.replace("TINY", embedded_checkpoint()).split(), fails=True)
-    assert [line for line in message.splitlines() if "rror" in line] == [line := message.splitlines()[-1]]
+    assert [line for line in message.splitlines() if "rror" in line] == [
+        line := message.splitlines()[-1]
+    ]
     assert line.startswith("Error: ")
     assert re.search(r"org/(none|other)", line)
     assert not (no_network / "out.jsonl").exists()
 
 
 def test_a_push_without_a_network(no_network: Path) -> None:
-    with pytest.raises(OSError, match=r"the Hub at http://127\.0\.0\.1:9 cannot be reached: check the network, and repeat"):
+    with pytest.raises(
+        OSError,
+        match=r"the Hub at http://127\.0\.0\.1:9 cannot be reached: check the network, and repeat",
+    ):
         push(TINY, "org/name", token="hf_none")
     message = mrp("push", embedded_checkpoint(), "org/name", fails=True)
-    assert message.splitlines()[-1].startswith("Error: the Hub at http://127.0.0.1:9 cannot be reached")
+    assert message.splitlines()[-1].startswith(
+        "Error: the Hub at http://127.0.0.1:9 cannot be reached"
+    )
 
 
 def test_a_run_that_would_push_without_a_network(no_network: Path) -> None:
-    train = ["train", "head", "--model", embedded_checkpoint(), "--data", "p.jsonl", "--output-dir", "run"]
+    train = [
+        "train",
+        "head",
+        "--model",
+        embedded_checkpoint(),
+        "--data",
+        "p.jsonl",
+        "--output-dir",
+        "run",
+    ]
     message = mrp(*train, "--set", "push_to_hub=true", fails=True)
-    assert message.splitlines()[-1].startswith("Error: the Hub cannot be reached: check the network")
+    assert message.splitlines()[-1].startswith(
+        "Error: the Hub cannot be reached: check the network"
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("train head --model TINY --data p.jsonl --output-dir run --report-to wandbee", "report_to is 'wandbee': this tracker"),
-        ("train head --model TINY --data p.jsonl --output-dir run --report-to wandb", "report_to is 'wandb': this tracker"),
-        ("train head --model TINY --data p.jsonl --output-dir run --accumulate 0", "for '--accumulate'"),
-        ("train head --model TINY --data p.jsonl --output-dir run --set num_train_epochs=-1", "num_train_epochs is -1"),
-        ("evaluate --device nonsense", "device is 'nonsense', which is not here: use cpu, or leave it out"),
-        ("doctor --device cuda:99", "device is 'cuda:99', which is not here: use cpu, or leave it out"),
-        ("show --device cuda:99", "device is 'cuda:99', which is not here: use cpu, or leave it out"),
+        (
+            "train head --model TINY --data p.jsonl --output-dir run --report-to wandbee",
+            "report_to is 'wandbee': this tracker",
+        ),
+        (
+            "train head --model TINY --data p.jsonl --output-dir run --report-to wandb",
+            "report_to is 'wandb': this tracker",
+        ),
+        (
+            "train head --model TINY --data p.jsonl --output-dir run --accumulate 0",
+            "for '--accumulate'",
+        ),
+        (
+            "train head --model TINY --data p.jsonl --output-dir run --set num_train_epochs=-1",
+            "num_train_epochs is -1",
+        ),
+        (
+            "evaluate --device nonsense",
+            "device is 'nonsense', which is not here: use cpu, or leave it out",
+        ),
+        (
+            "doctor --device cuda:99",
+            "device is 'cuda:99', which is not here: use cpu, or leave it out",
+        ),
+        (
+            "show --device cuda:99",
+            "device is 'cuda:99', which is not here: use cpu, or leave it out",
+        ),
     ],
 )
 def test_what_is_missing_on_a_machine_is_named(
     arguments: str, message: str, no_network: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mrp_trainer.train.runs.get_available_reporting_integrations", lambda: ["tensorboard"])
+    monkeypatch.setattr(
+        "mrp_trainer.train.runs.get_available_reporting_integrations", lambda: ["tensorboard"]
+    )
     assert message in mrp(*arguments.replace("TINY", embedded_checkpoint()).split(), fails=True)
     assert not (no_network / "run").exists()

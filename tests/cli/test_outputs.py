@@ -1,4 +1,5 @@
-"""No command overwrites or removes what it did not write itself, whatever is where it is to write."""
+"""No command overwrites or removes what it did not write itself, whatever is where it is to
+write."""
 
 import errno
 import os
@@ -35,16 +36,33 @@ def files(tmp_path_factory: pytest.TempPathFactory, word_tokenizer: Any) -> dict
 def tree(folder: Path) -> dict[str, Any]:
     """Collect all that lies under a folder: of files the contents, of links where they lead."""
     return {
-        str(path.relative_to(folder)): os.readlink(path) if path.is_symlink() else path.read_bytes() if path.is_file() else None
+        str(path.relative_to(folder)): os.readlink(path)
+        if path.is_symlink()
+        else path.read_bytes()
+        if path.is_file()
+        else None
         for path in folder.rglob("*")
     }
 
 
 Arguments = Callable[[dict[str, str], str], list[str]]
 FILES: dict[str, tuple[str, Arguments]] = {
-    "tasks": ("made.jsonl", lambda files, output: ["--family", "math", "--count", "2", "--output", output]),
+    "tasks": (
+        "made.jsonl",
+        lambda files, output: ["--family", "math", "--count", "2", "--output", output],
+    ),
     "card": ("README.md", lambda files, output: [files["full"], "--output", output]),
-    "show": ("decode.svg", lambda files, output: ["--model", files["full"], "--max-new-tokens", "8", "--output", output]),
+    "show": (
+        "decode.svg",
+        lambda files, output: [
+            "--model",
+            files["full"],
+            "--max-new-tokens",
+            "8",
+            "--output",
+            output,
+        ],
+    ),
     "evaluate": (
         "results.jsonl",
         lambda files, output: [
@@ -72,7 +90,8 @@ def read_only(path: Path) -> None:
 
 
 def one_line(path: Path) -> None:
-    """A JSON file without a newline at its end, which is not the cut line of a run that was killed."""
+    """A JSON file without a newline at its end, which is not the cut line of a run that was
+    killed."""
     path.write_text('{"a": 1}')
 
 
@@ -104,12 +123,25 @@ def read_only_above(path: Path) -> None:
     path.parent.chmod(0o555)
 
 
-REFUSED = [user_file, read_only, one_line, cut_line, link_to_user_file, full_folder, Path.mkdir, link_to_folder]
+REFUSED = [
+    user_file,
+    read_only,
+    one_line,
+    cut_line,
+    link_to_user_file,
+    full_folder,
+    Path.mkdir,
+    link_to_folder,
+]
 
 
-@pytest.mark.parametrize("kind", [*REFUSED, file_above, read_only_above], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind", [*REFUSED, file_above, read_only_above], ids=lambda kind: kind.__name__
+)
 @pytest.mark.parametrize("command", FILES)
-def test_a_file_is_not_written_over_what_is_there(command: str, kind: Any, files: dict[str, str], tmp_path: Path) -> None:
+def test_a_file_is_not_written_over_what_is_there(
+    command: str, kind: Any, files: dict[str, str], tmp_path: Path
+) -> None:
     """It says so in one line, and everything stays as it was."""
     name, arguments = FILES[command]
     path = tmp_path / "out" / name
@@ -124,8 +156,9 @@ def test_a_file_is_not_written_over_what_is_there(command: str, kind: Any, files
 
 @pytest.mark.parametrize("command", FILES)
 def test_a_file_of_the_command_itself(command: str, files: dict[str, str], tmp_path: Path) -> None:
-    """Where nothing is, also at the end of a link, it is written, and what is beside it stays; the same command again is no
-    error, but for decode, which says that all is done; with --overwrite what is there is replaced."""
+    """Where nothing is, also at the end of a link, it is written, and what is beside it stays; the
+    same command again is no error, but for decode, which says that all is done; with --overwrite
+    what is there is replaced."""
     name, arguments = FILES[command]
     path = tmp_path / "out" / name
     path.parent.mkdir()
@@ -160,9 +193,35 @@ def test_a_picture_that_nobody_changed_is_drawn_anew(files: dict[str, str], tmp_
     assert path.read_text() == edited
 
 
-def train(objective: str, files: dict[str, str], folder: Path, *more: str, model: str = "", fails: bool = False) -> str:
-    quick = ["--max-length", "64", "--set", "use_cpu=true", "--set", "disable_tqdm=true", "--steps", "2", "--save-steps", "1"]
-    given = ["--model", model or files["full"], "--data", files["chats"], "--output-dir", str(folder), *more]
+def train(
+    objective: str,
+    files: dict[str, str],
+    folder: Path,
+    *more: str,
+    model: str = "",
+    fails: bool = False,
+) -> str:
+    quick = [
+        "--max-length",
+        "64",
+        "--set",
+        "use_cpu=true",
+        "--set",
+        "disable_tqdm=true",
+        "--steps",
+        "2",
+        "--save-steps",
+        "1",
+    ]
+    given = [
+        "--model",
+        model or files["full"],
+        "--data",
+        files["chats"],
+        "--output-dir",
+        str(folder),
+        *more,
+    ]
     return mrp("train", objective, *given, *quick, fails=fails)
 
 
@@ -210,7 +269,15 @@ def a_read_only_folder(folder: Path, files: dict[str, str]) -> None:
     folder.mkdir(mode=0o555)
 
 
-FOLDERS = [a_model, a_head, a_file_of_the_user, notes_on_checkpoints, a_checkpoint, settings_of_a_run, a_file]
+FOLDERS = [
+    a_model,
+    a_head,
+    a_file_of_the_user,
+    notes_on_checkpoints,
+    a_checkpoint,
+    settings_of_a_run,
+    a_file,
+]
 FOLDERS += [a_link_to_a_model, a_link_to_nothing, a_read_only_folder]
 
 
@@ -231,7 +298,9 @@ def test_no_run_begins_in_a_folder_of_others(
 
 @pytest.mark.parametrize("objective", ["head", "backbone"])
 @pytest.mark.parametrize("reads", ["model", "head", "tokenizer"])
-def test_no_run_writes_into_what_it_reads(objective: str, reads: str, files: dict[str, str], tmp_path: Path) -> None:
+def test_no_run_writes_into_what_it_reads(
+    objective: str, reads: str, files: dict[str, str], tmp_path: Path
+) -> None:
     """Not with --restart either, nor if that is the result of an earlier run."""
     if reads == "head" and objective == "backbone":
         pytest.skip("it reads no head")
@@ -246,7 +315,8 @@ def test_no_run_writes_into_what_it_reads(objective: str, reads: str, files: dic
 
 
 def test_a_run_removes_its_own_checkpoints_alone(files: dict[str, str], tmp_path: Path) -> None:
-    """In an empty folder, taken up and begun again: what a user put beside its files stays, be it called like a checkpoint."""
+    """In an empty folder, taken up and begun again: what a user put beside its files stays, be it
+    called like a checkpoint."""
     folder = tmp_path / "run"
     folder.mkdir()
     train("head", files, folder, "--set", "save_total_limit=1")
@@ -254,9 +324,13 @@ def test_a_run_removes_its_own_checkpoints_alone(files: dict[str, str], tmp_path
     for name in ("checkpoint-notes", "checkpoint-2-best", "notes"):
         full_folder(folder / name)
     shutil.copy(folder / "checkpoint-2" / "trainer_state.json", folder / "checkpoint-2-best")
-    mine = {name: tree(folder / name) for name in ("checkpoint-notes", "checkpoint-2-best", "notes")}
+    mine = {
+        name: tree(folder / name) for name in ("checkpoint-notes", "checkpoint-2-best", "notes")
+    }
     result = (folder / "model.safetensors").read_bytes()
-    assert "all 2 steps of this run are done" in train("head", files, folder, "--set", "save_total_limit=1")
+    assert "all 2 steps of this run are done" in train(
+        "head", files, folder, "--set", "save_total_limit=1"
+    )
     assert (folder / "model.safetensors").read_bytes() == result
     train("head", files, folder, "--set", "save_total_limit=1", "--restart", "--seed", "5")
     assert (folder / "model.safetensors").read_bytes() != result
@@ -274,12 +348,20 @@ def test_a_run_removes_its_own_checkpoints_alone(files: dict[str, str], tmp_path
     (folder / "model.safetensors").unlink()
     shutil.copytree(folder / "checkpoint-2", folder / "checkpoint-1")
     before = tree(folder)
-    assert "checkpoint-1, which no run here wrote" in train("head", files, folder, "--restart", fails=True).replace("\n", " ")
+    assert "checkpoint-1, which no run here wrote" in train(
+        "head", files, folder, "--restart", fails=True
+    ).replace("\n", " ")
     assert tree(folder) == before
 
 
-@pytest.mark.parametrize("kind", [a_model, a_checkpoint, a_head, a_file, a_link_to_a_model], ids=lambda kind: kind.__name__)
-def test_a_head_is_not_saved_over_its_backbone(kind: Any, files: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kind",
+    [a_model, a_checkpoint, a_head, a_file, a_link_to_a_model],
+    ids=lambda kind: kind.__name__,
+)
+def test_a_head_is_not_saved_over_its_backbone(
+    kind: Any, files: dict[str, str], tmp_path: Path
+) -> None:
     """By the library, either; over an earlier head it is, and into a folder without one."""
     folder = tmp_path / "run"
     kind(folder, files)
@@ -308,7 +390,9 @@ def save_in_part(folder: OwnFolder) -> None:
         full_disk()
 
 
-def test_a_full_disk_leaves_what_was_there(files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_what_was_there(
+    files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A file, a listing and a result of a run; each error says what to do."""
     path, folder = tmp_path / "file", OwnFolder(tmp_path / "folder")
     write_output(path, "first")
@@ -323,11 +407,25 @@ def test_a_full_disk_leaves_what_was_there(files: dict[str, str], tmp_path: Path
     assert tree(tmp_path) == before
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full_disk)
-        for write in (lambda: write_output(path, "second", overwrite=True), lambda: folder.claim("b")):
+        for write in (
+            lambda: write_output(path, "second", overwrite=True),
+            lambda: folder.claim("b"),
+        ):
             with pytest.raises(OSError, match="No space left"):
                 write()
-        said = mrp("tasks", "--family", "math", "--count", "1", "--output", str(tmp_path / "new.jsonl"), fails=True)
-        assert "No space left on device: free some space, and repeat the command" in said.replace("\n", " ")
+        said = mrp(
+            "tasks",
+            "--family",
+            "math",
+            "--count",
+            "1",
+            "--output",
+            str(tmp_path / "new.jsonl"),
+            fails=True,
+        )
+        assert "No space left on device: free some space, and repeat the command" in said.replace(
+            "\n", " "
+        )
     assert tree(tmp_path) == before
 
 
@@ -336,13 +434,19 @@ def test_a_full_disk_leaves_what_was_there(files: dict[str, str], tmp_path: Path
     [
         FULL,
         OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)),
-        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+        SafetensorError(
+            "Error while serializing: I/O error: No space left on device (os error 28)"
+        ),
         RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0"),
     ],
 )
 def test_every_sign_of_a_full_disk_is_told_alike(error: Exception) -> None:
     whole = r"the disk is full, or your quota is used up: free some: 'inside'"
-    with pytest.raises(OSError, match=whole) as caught, told_if_full("place", "free some"), told_if_full("inside", "free some"):
+    with (
+        pytest.raises(OSError, match=whole) as caught,
+        told_if_full("place", "free some"),
+        told_if_full("inside", "free some"),
+    ):
         raise error
     assert caught.value.errno == errno.ENOSPC
     with pytest.raises(RuntimeError, match=r"^shapes"), told_if_full("place", "free some"):
@@ -374,7 +478,8 @@ def saving_fails(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 def test_a_disk_that_fills_up_while_a_run_saves(
     files: dict[str, str], tmp_path: Path, saving_fails: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At each of its saves in turn: earlier checkpoints stay, and the command goes on once there is room."""
+    """At each of its saves in turn: earlier checkpoints stay, and the command goes on once there is
+    room."""
     whole = tmp_path / "whole"
     train("head", files, whole)
     right = (whole / "model.safetensors").read_bytes()
@@ -382,8 +487,13 @@ def test_a_disk_that_fills_up_while_a_run_saves(
         folder = tmp_path / str(saves)
         saving_fails(saves)
         said = train("head", files, folder, fails=True).replace("\n", " ")
-        assert "free some space and repeat the command, which goes on from the last whole checkpoint" in said
-        assert sorted(path.name for path in folder.glob("checkpoint-*")) == [f"checkpoint-{step + 1}" for step in range(saves)]
+        assert (
+            "free some space and repeat the command, which goes on from the last whole checkpoint"
+            in said
+        )
+        assert sorted(path.name for path in folder.glob("checkpoint-*")) == [
+            f"checkpoint-{step + 1}" for step in range(saves)
+        ]
         assert not (folder / "model.safetensors").exists()
         saving_fails(99)
         train("head", files, folder)
@@ -395,8 +505,13 @@ def test_a_disk_that_fills_up_while_a_run_saves(
         saving_fails(99)
 
 
-@pytest.mark.parametrize(("names", "shown"), [(["a"], "a"), (["b", "a"], "a and 1 more"), (["c", "b", "a"], "a and 2 more")])
-def test_a_folder_that_is_not_ours_is_named_with_what_it_holds(tmp_path: Path, names: list[str], shown: str) -> None:
+@pytest.mark.parametrize(
+    ("names", "shown"),
+    [(["a"], "a"), (["b", "a"], "a and 1 more"), (["c", "b", "a"], "a and 2 more")],
+)
+def test_a_folder_that_is_not_ours_is_named_with_what_it_holds(
+    tmp_path: Path, names: list[str], shown: str
+) -> None:
     for name in names:
         (tmp_path / name).write_text("mine")
     with pytest.raises(ValueError, match=f" holds {shown}, which this command did not write"):
@@ -406,7 +521,9 @@ def test_a_folder_that_is_not_ours_is_named_with_what_it_holds(tmp_path: Path, n
 def test_a_file_is_overwritten_only_if_that_is_asked_for(tmp_path: Path) -> None:
     path = tmp_path / "file"
     write_output(path, "first")
-    with pytest.raises(ValueError, match="holds something else: name another file, or pass --overwrite"):
+    with pytest.raises(
+        ValueError, match="holds something else: name another file, or pass --overwrite"
+    ):
         write_output(path, "second")
     assert path.read_text() == "first"
     write_output(path, "second", overwrite=True)

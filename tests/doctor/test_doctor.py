@@ -1,4 +1,5 @@
-"""`mrp doctor` on a CPU: its page, and a broken kernel, graph, acceptance or head, each named in it."""
+"""`mrp doctor` on a CPU: its page, and a broken kernel, graph, acceptance or head, each named in
+it."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -30,9 +31,13 @@ from tests.random_cases import make_model
 __all__ = ["tapes"]  # a fixture
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's, of infinities
-interpreted = pytest.mark.skipif(triton is None or torch.cuda.is_available(), reason="needs triton's interpreter")
+interpreted = pytest.mark.skipif(
+    triton is None or torch.cuda.is_available(), reason="needs triton's interpreter"
+)
 LITTLE = ["--states", "1", "--states", "3", "--batch", "2", "--turns", "1"]
-DRAFTS = [f"drafts of {target} by {mode}" for target in TARGETS for mode in ("mrp_spec", "self_spec")]
+DRAFTS = [
+    f"drafts of {target} by {mode}" for target in TARGETS for mode in ("mrp_spec", "self_spec")
+]
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +62,9 @@ def examined(folder: Path) -> dict[str, Check]:
     """The checks by name, without times; the page names what failed."""
     report = page.examine(DoctorOptions(model=str(folder), states=[], batch=[]))
     assert max(len(line) for line in report.page().splitlines() if str(folder) not in line) <= 80
-    assert not report.failed or f"**Failed: {'; '.join(report.failed)}.**" in " ".join(report.page().split())
+    assert not report.failed or f"**Failed: {'; '.join(report.failed)}.**" in " ".join(
+        report.page().split()
+    )
     assert all(f"| {name} | **failed** |" in report.page() for name in report.failed)
     return {check.name: check for check in report.checks}
 
@@ -80,13 +87,18 @@ def test_the_page(folder: Path) -> None:
         assert f"| {name} | ok |" in shown
     assert "| graphs in generate | left out |  | see below |" in shown
     assert "graphs in generate: the model is on cpu: move it to a CUDA device" in shown.splitlines()
-    assert [line.split(" | ")[:2] for line in shown.splitlines() if line.startswith("| 2 |")] == [["| 2", "1"], ["| 2", "3"]]
+    assert [line.split(" | ")[:2] for line in shown.splitlines() if line.startswith("| 2 |")] == [
+        ["| 2", "1"],
+        ["| 2", "3"],
+    ]
     assert "Most tokens a second on these prompts, batch 2: `num_draft_states=" in shown
     assert shown.strip().endswith(f"All {3 + len(KERNELS) + len(DRAFTS)} checks passed.")
 
 
 def test_what_failed_is_the_status(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page, "check_kernels", lambda *_: [Check("kernel pick", False, 0.5, "of 0.1")])
+    monkeypatch.setattr(
+        page, "check_kernels", lambda *_: [Check("kernel pick", False, 0.5, "of 0.1")]
+    )
     result = CliRunner().invoke(cli.app, ["doctor", "--model", str(folder), *LITTLE])
     assert result.exit_code == 1
     assert "**Failed: kernel pick.**" in result.stdout
@@ -94,12 +106,16 @@ def test_what_failed_is_the_status(folder: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("broken_part", ["keys", "noise"])
-def test_a_device_with_other_noise_is_named(broken_part: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_with_other_noise_is_named(
+    broken_part: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(page, "check_kernels", lambda *_: [])
     monkeypatch.setattr(page, "check_drafts", lambda *_: [])
     if broken_part == "keys":  # on devices that multiply integers by way of floats
         right = checks.noise_key
-        monkeypatch.setattr(checks, "noise_key", lambda *row: right(*row) ^ isinstance(row[0], torch.Tensor))
+        monkeypatch.setattr(
+            checks, "noise_key", lambda *row: right(*row) ^ isinstance(row[0], torch.Tensor)
+        )
     else:
         monkeypatch.setattr(checks, "gumbel_noise", lambda keys, *_: gumbel_noise(keys ^ 1, *_))
     assert failed(folder) == ["noise of sampling"]
@@ -118,29 +134,45 @@ def test_a_broken_kernel_is_named(name: str, folder: Path, monkeypatch: pytest.M
 def test_a_broken_graph_is_named(
     compared: bool, tapes: type[TapeRecorder], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that repeats its first result, where nothing compares it at first use and where something does; whole ones pass."""
+    """One that repeats its first result, where nothing compares it at first use and where something
+    does; whole ones pass."""
     monkeypatch.setattr(page, "check_kernels", lambda *_: [])
     monkeypatch.setattr(page, "check_drafts", lambda *_: [])
     assert examined(folder)["graphs in generate"].ok
     assert tapes.replays > 0
     monkeypatch.setitem(graphs.RECORDERS, "cpu", Stale)
     monkeypatch.setattr(graphs, "CHECKED_ON", {"cpu"} if compared else set())
-    with pytest.warns(UserWarning, match="wrong when it is replayed") if compared else nullcontext():
+    with (
+        pytest.warns(UserWarning, match="wrong when it is replayed") if compared else nullcontext()
+    ):
         found = examined(folder)["graphs in generate"]
     assert found.ok is False
     assert ("not used: a recording" in found.note) is compared
 
 
-def test_drafts_that_are_accepted_wrongly_are_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if all drafts were of `static`: those of targets that reveal otherwise here make another text."""
+def test_drafts_that_are_accepted_wrongly_are_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if all drafts were of `static`: those of targets that reveal otherwise here make another
+    text."""
     monkeypatch.setattr(page, "check_kernels", lambda *_: [])
     real, static = loop.accept, Static((1,))
-    monkeypatch.setattr(loop, "accept", lambda row, rule, *given: real(row, static if given[-1] else rule, *given))
-    wrong = {name for name in failed(folder) if name.split()[2] in ("static", "dynamic", "sequential", "entropy_bound")}
-    assert wrong == {name for name in DRAFTS if name.split()[2] in ("dynamic", "sequential", "entropy_bound")}
+    monkeypatch.setattr(
+        loop, "accept", lambda row, rule, *given: real(row, static if given[-1] else rule, *given)
+    )
+    wrong = {
+        name
+        for name in failed(folder)
+        if name.split()[2] in ("static", "dynamic", "sequential", "entropy_bound")
+    }
+    assert wrong == {
+        name for name in DRAFTS if name.split()[2] in ("dynamic", "sequential", "entropy_bound")
+    }
 
 
-def test_a_head_that_is_not_finite_is_named(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_that_is_not_finite_is_named(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The backbone's texts and their stale drafts are right."""
     monkeypatch.setattr(page, "check_kernels", lambda *_: [])
     model: Any = MRPForCausalLM.from_pretrained(folder)
@@ -154,8 +186,8 @@ def test_a_head_that_is_not_finite_is_named(folder: Path, tmp_path: Path, monkey
 
 
 def test_random_weights_of_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No tensor is left as the memory was. What they make says nothing about drafts, so that no width is proposed; the times
-    say from where one pays."""
+    """No tensor is left as the memory was. What they make says nothing about drafts, so that no
+    width is proposed; the times say from where one pays."""
     small = make_model(num_hidden_layers=1, initializer_range=0.02).config
     model, again = (random_model(small, torch.bfloat16, torch.device("cpu")) for _ in range(2))
     for (name, parameter), other in zip(model.named_parameters(), again.parameters(), strict=True):
@@ -171,23 +203,34 @@ def test_random_weights_of_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_width_that_is_proposed() -> None:
-    timed = [Timed(1, 1, 1.0, 1.0, 90.0), Timed(1, 4, 1.2, 2.5, 200.0), Timed(4, 1, 1.0, 1.0, 300.0)]
+    timed = [
+        Timed(1, 1, 1.0, 1.0, 90.0),
+        Timed(1, 4, 1.2, 2.5, 200.0),
+        Timed(4, 1, 1.0, 1.0, 300.0),
+    ]
     assert proposed([*timed, Timed(4, 4, 3.0, 2.5, 250.0)]) == {1: 4, 4: 1}
     assert "--random 5B: choose one of 1.7B, 4B, 8B" in mrp("doctor", "--random", "5B", fails=True)
 
 
 def outputs(tokens: list[list[int]], logprobs: list[list[float]]) -> MRPGenerateOutput:
-    """Of a prompt of two tokens; 0 is padding. A step reveals the first token, another one the rest."""
+    """Of a prompt of two tokens; 0 is padding. A step reveals the first token, another one the
+    rest."""
     ids = torch.tensor(tokens)
     whole = torch.cat([torch.full((len(ids), 2), 9), ids], 1)
     return MRPGenerateOutput(
-        sequences=whole, reveal_step=torch.where(ids == 0, -1, torch.tensor([0, 1, 1])), token_logprobs=torch.tensor(logprobs)
+        sequences=whole,
+        reveal_step=torch.where(ids == 0, -1, torch.tensor([0, 1, 1])),
+        token_logprobs=torch.tensor(logprobs),
     )
 
 
 def test_gaps_by_hand() -> None:
-    """A text of two tokens ends before one of three: means of what the step reveals are -0.75 and -1.7 / 2 = -0.85. In the last
-    one token is another: -0.5 and -0.1."""
-    ours = outputs([[3, 4, 0], [5, 6, 0], [5, 6, 0]], [[-0.5] * 3, [-0.25, -0.75, 0.0], [-0.5, -0.5, 0.0]])
-    theirs = outputs([[3, 4, 0], [5, 7, 8], [5, 7, 0]], [[-0.5] * 3, [-0.25, -0.7, -1.0], [-0.5, -0.1, 0.0]])
+    """A text of two tokens ends before one of three: means of what the step reveals are -0.75 and
+    -1.7 / 2 = -0.85. In the last one token is another: -0.5 and -0.1."""
+    ours = outputs(
+        [[3, 4, 0], [5, 6, 0], [5, 6, 0]], [[-0.5] * 3, [-0.25, -0.75, 0.0], [-0.5, -0.5, 0.0]]
+    )
+    theirs = outputs(
+        [[3, 4, 0], [5, 7, 8], [5, 7, 0]], [[-0.5] * 3, [-0.25, -0.7, -1.0], [-0.5, -0.1, 0.0]]
+    )
     assert gaps(ours, theirs) == [None, pytest.approx(0.1), pytest.approx(0.4)]

@@ -1,4 +1,5 @@
-"""The commands that measure: problems with answers, a line for everything asked, and numbers that agree with texts."""
+"""The commands that measure: problems with answers, a line for everything asked, and numbers that
+agree with texts."""
 
 import json
 import re
@@ -26,7 +27,12 @@ USER = {"role": "user", "content": "Ana has"}
 
 def written(folder: Path, *lines: Any) -> str:
     path = folder / "asked.jsonl"
-    path.write_bytes(b"".join((line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n" for line in lines))
+    path.write_bytes(
+        b"".join(
+            (line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n"
+            for line in lines
+        )
+    )
     return str(path)
 
 
@@ -44,13 +50,23 @@ def test_what_is_read(tmp_path: Path, word_tokenizer: PreTrainedTokenizerFast) -
     def words(ids: list[int]) -> str:
         return " ".join(word_tokenizer.convert_ids_to_tokens(ids))
 
-    assert list(map(words, found.prompts[:2])) == ["Ana has", "? : pens user : Ana has assistant :".replace("?", "<unk>")]
+    assert list(map(words, found.prompts[:2])) == [
+        "Ana has",
+        "? : pens user : Ana has assistant :".replace("?", "<unk>"),
+    ]
     chats = file_set(path, word_tokenizer, chat=True, max_new_tokens=3)
     assert words(chats.prompts[0]) == "user : Ana has assistant :"
-    assert chats.digest() != found.digest() == file_set(path, word_tokenizer, max_new_tokens=3).digest()
+    assert (
+        chats.digest()
+        != found.digest()
+        == file_set(path, word_tokenizer, max_new_tokens=3).digest()
+    )
     assert file_set(path, word_tokenizer, count=1).where == found.where[:1]
     found.check_room(12)
-    with pytest.raises(ValueError, match=r"line 3: a prompt of 9 tokens and 3 new ones exceed the model's 11 positions"):
+    with pytest.raises(
+        ValueError,
+        match=r"line 3: a prompt of 9 tokens and 3 new ones exceed the model's 11 positions",
+    ):
         found.check_room(11)
 
 
@@ -58,7 +74,11 @@ def test_what_is_read(tmp_path: Path, word_tokenizer: PreTrainedTokenizerFast) -
     ("lines", "judge", "told"),
     [
         ([GOOD, {**GOOD, "answer": ["5"]}], "exact", ", line 2, field answer: found ['5']"),
-        ([{**GOOD, "answer": "five"}], "last_number", ", line 1, field answer: 'five' holds no number"),
+        (
+            [{**GOOD, "answer": "five"}],
+            "last_number",
+            ", line 1, field answer: 'five' holds no number",
+        ),
         ([{"messages": [USER]}], "exact", ", line 1: the tokenizer has no chat template"),
         ([{"prompt": " "}], "exact", ", line 1: the prompt has no token"),
     ],
@@ -111,25 +131,43 @@ def test_a_line_for_every_setting_whose_intervals_hold_its_values() -> None:
         *(("mrp_spec", k, b, None) for k in (2, 4) for b in (1, 3)),
         *(("mrp_remask", None, None, tau) for tau in (0.3, 0.9)),
     ]
-    assert all(line["identical_to_first"] == 100 and line["accuracy"] == lines[0]["accuracy"] for line in lines[:5])
-    assert lines[0]["tokens_per_forward"] < lines[1]["tokens_per_forward"] < lines[3]["tokens_per_forward"]
+    assert all(
+        line["identical_to_first"] == 100 and line["accuracy"] == lines[0]["accuracy"]
+        for line in lines[:5]
+    )
+    assert (
+        lines[0]["tokens_per_forward"]
+        < lines[1]["tokens_per_forward"]
+        < lines[3]["tokens_per_forward"]
+    )
     assert lines[0]["head_per_token"] == 0 < lines[1]["head_per_token"]
     spec, remask = lines[4:6]
     for name in ("accuracy", "tokens_per_forward", "mean_accepted_length", "identical_to_first"):
         low, high = spec[f"{name}_95"]
         assert low <= spec[name] <= high
-    accepted = sum(n * rate / 100 for n, rate in zip(spec["offered_by_depth"], spec["acceptance_by_depth"], strict=True))
+    accepted = sum(
+        n * rate / 100
+        for n, rate in zip(spec["offered_by_depth"], spec["acceptance_by_depth"], strict=True)
+    )
     assert accepted == pytest.approx(spec["accepted"], abs=0.1)
     assert not {"mean_accepted_length", "acceptance_by_depth"} & set(remask)
     assert remask["revoked"] > 0
 
 
 def test_what_is_drafted_by_default_is_the_checkpoints_own(tmp_path: Path) -> None:
-    """Its target, and 4 states where its number is `auto`, 8 in a picture; whatever is asked for goes before."""
+    """Its target, and 4 states where its number is `auto`, 8 in a picture; whatever is asked for
+    goes before."""
     path = tmp_path / "own" / "generation_config.json"
     shutil.copytree(TINY, path.parent)
-    path.write_text(json.dumps({**json.loads(path.read_text()), "target": "dynamic", "num_draft_states": "auto"}))
-    common = f"evaluate --model {path.parent} --json --family math --count 1 --max-new-tokens 16 --decoding mrp_spec"
+    path.write_text(
+        json.dumps(
+            {**json.loads(path.read_text()), "target": "dynamic", "num_draft_states": "auto"}
+        )
+    )
+    common = (
+        f"evaluate --model {path.parent} --json --family math --count 1 --max-new-tokens 16 "
+        "--decoding mrp_spec"
+    )
     for asked, target, width in (("", "dynamic", 4), ("--target static --states 3", "static", 3)):
         line = json.loads(mrp(*common.split(), *asked.split()))
         assert (line["target"], line["num_draft_states"]) == (target, width)
@@ -148,15 +186,30 @@ def test_without_a_mode_the_target_is_compared_alone_and_drafted(tmp_path: Path)
     bare.save_pretrained(tmp_path)
     options = ["--model", str(tmp_path), "--tokenizer", str(TINY), "--target", "dynamic", "--json"]
     lines = [json.loads(line) for line in mrp("evaluate", *options, *few.split()).splitlines()]
-    assert [(line["decoding"], line.get("target")) for line in lines] == [("dynamic", None), ("self_spec", "dynamic")]
+    assert [(line["decoding"], line.get("target")) for line in lines] == [
+        ("dynamic", None),
+        ("self_spec", "dynamic"),
+    ]
 
 
-def test_a_table_fits_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the longest name of a mode, and intervals of the most digits; no value is cut or broken."""
+def test_a_table_fits_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the longest name of a mode, and intervals of the most digits; no value is cut or
+    broken."""
     monkeypatch.setenv("COLUMNS", "80")
-    line = {"family": "source", "decoding": "mrp_spec", "target": "entropy_bound", "num_draft_states": 128, "seconds": 99999.9}
+    line = {
+        "family": "source",
+        "decoding": "mrp_spec",
+        "target": "entropy_bound",
+        "num_draft_states": 128,
+        "seconds": 99999.9,
+    }
     line |= {"tokens_per_forward": 9.99, "head_per_token": 0.99, "confidence_threshold": 0.95}
-    percent, ratio = {"accuracy": 98.9, "identical_to_first": 98.9}, {"mean_accepted_length": 9.87, "tokens_per_unit": 8.76}
+    percent, ratio = (
+        {"accuracy": 98.9, "identical_to_first": 98.9},
+        {"mean_accepted_length": 9.87, "tokens_per_unit": 8.76},
+    )
     for values, interval in ((percent, [97.5, 100.0]), (ratio, [7.65, 9.98])):
         line |= values | {f"{name}_95": interval for name in values}
     monkeypatch.setattr("mrp_trainer.evaluate.table.charged", lambda line, shape: line)
@@ -166,15 +219,30 @@ def test_a_table_fits_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch
     assert max(map(len, shown.splitlines())) <= 80
     assert "…" not in shown
     words = shown.split()
-    for value in ("98.9", "97.5-100.0", "9.87", "8.76", "7.65-9.98", "9.99", "0.99", "99999.9", "entropy_bound", "tau=0.95"):
+    for value in (
+        "98.9",
+        "97.5-100.0",
+        "9.87",
+        "8.76",
+        "7.65-9.98",
+        "9.99",
+        "0.99",
+        "99999.9",
+        "entropy_bound",
+        "tau=0.95",
+    ):
         assert value in words
     assert words.count("source") == 1
 
 
 def test_a_table_goes_on_where_it_was_killed(tmp_path: Path) -> None:
-    """Its cells are the fields of the lines that the file gets, from where what is on a whole line is read again."""
+    """Its cells are the fields of the lines that the file gets, from where what is on a whole line
+    is read again."""
     path = tmp_path / "out.jsonl"
-    asked = f"evaluate --model {TINY} --family math --count 2 --max-new-tokens 16 --target static --output {path}".split()
+    asked = (
+        f"evaluate --model {TINY} --family math --count 2 --max-new-tokens 16 --target static "
+        f"--output {path}"
+    ).split()
     asked += ["--states", "auto", "--states", "2", "--decoding", "static", "--decoding", "mrp_spec"]
     shown = mrp(*asked, "--show", "1")
     assert shown.count("--- ") == 3, "an answer of each"
@@ -184,8 +252,13 @@ def test_a_table_goes_on_where_it_was_killed(tmp_path: Path) -> None:
     assert [line.get("num_draft_states") for line in lines] == [None, "auto", 2]
     last = charged(lines[2])
     assert last["charged_as"] == "4B"
-    value, interval = f"{last['tokens_per_unit']:.2f}", "{:.2f}-{:.2f}".format(*last["tokens_per_unit_95"])
-    assert re.search(rf"^mrp_spec of static K=2 +\d+\.\d +{value} .*\n +\S+ {interval} ", shown, re.MULTILINE)
+    value, interval = (
+        f"{last['tokens_per_unit']:.2f}",
+        "{:.2f}-{:.2f}".format(*last["tokens_per_unit_95"]),
+    )
+    assert re.search(
+        rf"^mrp_spec of static K=2 +\d+\.\d +{value} .*\n +\S+ {interval} ", shown, re.MULTILINE
+    )
     alone = f"{lines[0]['tokens_per_forward']:.2f}"
     assert re.search(rf"^math *\nstatic +\d+\.\d +{alone} +{alone} +- +0\.00 ", shown, re.MULTILINE)
     path.write_bytes(path.read_bytes()[:-40])
@@ -199,21 +272,38 @@ def test_a_table_goes_on_where_it_was_killed(tmp_path: Path) -> None:
 
 
 def test_a_file_of_prompts_and_other_options_of_generate(tmp_path: Path) -> None:
-    """The problems of a family, from a file: the second has another answer there, the third none, and the fourth lies behind
-    the limit. Options reach `generate` in every mode, and are part of what a line measures."""
+    """The problems of a family, from a file: the second has another answer there, the third none,
+    and the fourth lies behind the limit. Options reach `generate` in every mode, and are part of
+    what a line measures."""
     asked = problems("math", "heldout", 4)
     answers = [{"answer": asked[0].number}, {"answer": "1234"}, {}, {"answer": "x = 3"}]
-    records = ({"prompt": problem.prompt, **answer} for problem, answer in zip(asked, answers, strict=True))
+    records = (
+        {"prompt": problem.prompt, **answer} for problem, answer in zip(asked, answers, strict=True)
+    )
     path = written(tmp_path, *records)
     common = "--count 3 --max-new-tokens 64 --target static --decoding mrp_spec"
     (known,) = lines_of(common, "--family math")
-    of_file = ["evaluate", "--model", str(TINY), "--json", "--prompts", path, "--chat", "--judge", "last_number", "--show", "1"]
+    of_file = [
+        "evaluate",
+        "--model",
+        str(TINY),
+        "--json",
+        "--prompts",
+        path,
+        "--chat",
+        "--judge",
+        "last_number",
+        "--show",
+        "1",
+    ]
     line, *shown = mrp(*of_file, *common.split()).splitlines()
     found = json.loads(line)
     assert (shown[0], shown[-1]) == (f"--- {asked[0].prompt}", "[right]")
     assert (found["file"], found["accuracy"]) == (path, 50)
     assert found["tokens_per_forward"] == known["tokens_per_forward"]
-    sampling = (f"--set {name}" for name in ("do_sample=true", "seed=3", "temperature=8e-1", "top_k=0"))
+    sampling = (
+        f"--set {name}" for name in ("do_sample=true", "seed=3", "temperature=8e-1", "top_k=0")
+    )
     sampled = lines_of(common, "--decoding static --family source", *sampling)
     assert "set" not in known
     assert sampled[0]["set"] == {"do_sample": True, "seed": 3, "temperature": 0.8, "top_k": 0}
@@ -225,16 +315,30 @@ def test_a_file_of_prompts_and_other_options_of_generate(tmp_path: Path) -> None
     ("arguments", "told"),
     [
         ("", "no file named model.safetensors"),
-        ("--prompts GOOD --max-new-tokens 9000", "line 1: a prompt of 3 tokens and 9000 new ones exceed the model's"),
+        (
+            "--prompts GOOD --max-new-tokens 9000",
+            "line 1: a prompt of 3 tokens and 9000 new ones exceed the model's",
+        ),
         ("--output BAD", "bad.jsonl, line 1: no result of this command"),
         ("--output NOTES", "notes.jsonl, line 1: no result of this command"),
         ("--decoding dynamic --tau 2", "confidence_threshold is 2.0: it must be a probability"),
-        ("--decoding mrp_spec --states two", "num_draft_states is 'two': it must be 'auto' or an int from 1 to 256"),
-        ("--set draft_pases=2", "--set draft_pases: generate has no such option (did you mean draft_passes?)"),
-        ("--set num_return_sequences=2", "--set num_return_sequences=2: this command decides on num_return_sequences"),
+        (
+            "--decoding mrp_spec --states two",
+            "num_draft_states is 'two': it must be 'auto' or an int from 1 to 256",
+        ),
+        (
+            "--set draft_pases=2",
+            "--set draft_pases: generate has no such option (did you mean draft_passes?)",
+        ),
+        (
+            "--set num_return_sequences=2",
+            "--set num_return_sequences=2: this command decides on num_return_sequences",
+        ),
     ],
 )
-def test_what_the_command_refuses(arguments: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_command_refuses(
+    arguments: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before it reads the weights, of which there are none."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(TINY, "without", ignore=shutil.ignore_patterns("*.safetensors"))
@@ -242,7 +346,12 @@ def test_what_the_command_refuses(arguments: str, told: str, tmp_path: Path, mon
     Path("bad.jsonl").write_text(held)
     Path("good.jsonl").write_text('{"prompt": "2 + 3"}\n')
     Path("notes.jsonl").write_text("notes without an end")
-    words = arguments.replace("NOTES", "notes.jsonl").replace("BAD", "bad.jsonl").replace("GOOD", "good.jsonl").split()
+    words = (
+        arguments.replace("NOTES", "notes.jsonl")
+        .replace("BAD", "bad.jsonl")
+        .replace("GOOD", "good.jsonl")
+        .split()
+    )
     said = mrp("evaluate", "--model", "without", *words, fails=True)
     assert told in " ".join(said.replace("│", " ").split())
     assert Path("bad.jsonl").read_text() == held

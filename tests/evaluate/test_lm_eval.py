@@ -1,4 +1,5 @@
-"""lm-eval runs the checkpoint unchanged through its `hf` backend, offline, from a task file; and with the model `mrp`."""
+"""lm-eval runs the checkpoint unchanged through its `hf` backend, offline, from a task file; and
+with the model `mrp`."""
 
 import importlib
 import json
@@ -25,7 +26,11 @@ test_split: test
 output_type: generate_until
 doc_to_text: "{{prompt}}"
 doc_to_target: "{{answer}}"
-generation_kwargs: {until: ["<|im_end|>", "How many"], do_sample: false, temperature: 0.0, max_gen_toks: 64}
+generation_kwargs:
+  until: ["<|im_end|>", "How many"]
+  do_sample: false
+  temperature: 0.0
+  max_gen_toks: 64
 filter_list:
   - name: last
     filter:
@@ -48,7 +53,10 @@ def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    sums = [{"prompt": problem.prompt, "answer": str(problem.number)} for problem in problems("math", "heldout", COUNT)]
+    sums = [
+        {"prompt": problem.prompt, "answer": str(problem.number)}
+        for problem in problems("math", "heldout", COUNT)
+    ]
     sums[1]["answer"] = "1234"
     (tmp_path / "sums.yaml").write_text(TASK)
     (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, sums)))
@@ -66,31 +74,49 @@ def evaluated(folder: Path, model: Any, **options: Any) -> Any:
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager(include_path=str(folder), include_defaults=False)
-    return lm_eval.simple_evaluate(model=model, tasks=["sums"], task_manager=manager, bootstrap_iters=0, **options)
+    return lm_eval.simple_evaluate(
+        model=model, tasks=["sums"], task_manager=manager, bootstrap_iters=0, **options
+    )
 
 
-def test_lm_eval_scores_as_we_do(task: Path, tiny_model: MRPForCausalLM, tiny_tokenizer: Any) -> None:
-    """With prompts of different length in a batch: both modes give the texts that `generate` gives here, and the score that
-    our judge gives them. By lm-eval's own way to load, or our model by its name, where `auto` is a number of rows."""
+def test_lm_eval_scores_as_we_do(
+    task: Path, tiny_model: MRPForCausalLM, tiny_tokenizer: Any
+) -> None:
+    """With prompts of different length in a batch: both modes give the texts that `generate` gives
+    here, and the score that our judge gives them. By lm-eval's own way to load, or our model by its
+    name, where `auto` is a number of rows."""
     from lm_eval.models.huggingface import HFLM
 
     remote = HFLM(pretrained=str(TINY), trust_remote_code=True, device="cpu", batch_size=3)
     assert isinstance(remote.model, MRPForCausalLM)
     importlib.import_module("mrp_trainer.evaluate.lm_eval")
     prompts = family_set("math", "heldout", tiny_tokenizer, COUNT).prompts
-    ours = decode_prompts(tiny_model, tiny_tokenizer, prompts, None, NEW_TOKENS, decoding="sequential")
+    ours = decode_prompts(
+        tiny_model, tiny_tokenizer, prompts, None, NEW_TOKENS, decoding="sequential"
+    )
     sums = [json.loads(line) for line in (task / "sums.jsonl").read_text().splitlines()]
-    right = [JUDGES["last_number"](one["answer"], text) for one, text in zip(sums, ours.texts, strict=True)]
+    right = [
+        JUDGES["last_number"](one["answer"], text)
+        for one, text in zip(sums, ours.texts, strict=True)
+    ]
     assert 0 < sum(right) < COUNT
-    by_name = {"model_args": f"pretrained={TINY},trust_remote_code=True", "batch_size": "auto", "device": "cpu"}
+    by_name = {
+        "model_args": f"pretrained={TINY},trust_remote_code=True",
+        "batch_size": "auto",
+        "device": "cpu",
+    }
     for mode, model, given in (("sequential", "mrp", by_name), ("mrp_spec", remote, {})):
-        ran = evaluated(task, model, gen_kwargs=f"decoding={mode}", apply_chat_template=True, **given)
+        ran = evaluated(
+            task, model, gen_kwargs=f"decoding={mode}", apply_chat_template=True, **given
+        )
         said = {sample["doc"]["prompt"]: sample["resps"][0][0] for sample in ran["samples"]["sums"]}
         assert said == {one["prompt"]: text for one, text in zip(sums, ours.texts, strict=True)}
         assert ran["results"]["sums"]["exact_match,last"] == pytest.approx(sum(right) / COUNT)
 
 
-def test_log_likelihoods_are_warned_of_once(tiny_tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_log_likelihoods_are_warned_of_once(
+    tiny_tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     """Several batches of them; generating, and asking what stands at a mask, say nothing."""
     from lm_eval.models.huggingface import HFLM
 
@@ -107,7 +133,8 @@ def test_log_likelihoods_are_warned_of_once(tiny_tokenizer: Any, caplog: pytest.
 def test_its_log_likelihoods_are_scores(
     tiny_model_float64: MRPForCausalLM, tiny_tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Choices, in batches, also in windows of 8 tokens, and whole texts; behind the eos where there is no context."""
+    """Choices, in batches, also in windows of 8 tokens, and whole texts; behind the eos where there
+    is no context."""
     from mrp_trainer.evaluate.lm_eval import MRPLM
 
     model, encode = tiny_model_float64, tiny_tokenizer.encode
@@ -116,12 +143,19 @@ def test_its_log_likelihoods_are_scores(
     def expected(context: str, rest: str, most: int = 1000) -> tuple[Any, bool]:
         before, whole = encode(context), encode(context + rest)
         ids, count = [*([] if before else prefix), *whole][-most:], len(whole) - len(before)
-        out = model.score(torch.tensor([ids]), labels=torch.tensor([[-100] * (len(ids) - count) + ids[-count:]]))
+        out = model.score(
+            torch.tensor([ids]), labels=torch.tensor([[-100] * (len(ids) - count) + ids[-count:]])
+        )
         return pytest.approx(out.sums.item(), abs=1e-9), bool(out.greedy[0, -count:].all())
 
-    judged, short = (MRPLM(pretrained=model, tokenizer=tiny_tokenizer, batch_size=2, max_length=most) for most in (None, 8))
+    judged, short = (
+        MRPLM(pretrained=model, tokenizer=tiny_tokenizer, batch_size=2, max_length=most)
+        for most in (None, 8)
+    )
     assert judged.loglikelihood(asked(*PAIRS)) == [expected(*pair) for pair in PAIRS]
-    assert judged.loglikelihood_rolling(asked(*((text,) for text in TEXTS))) == [expected("", text)[0] for text in TEXTS]
+    assert judged.loglikelihood_rolling(asked(*((text,) for text in TEXTS))) == [
+        expected("", text)[0] for text in TEXTS
+    ]
     assert "longer than 8 tokens" not in caplog.text
     assert short.loglikelihood(asked(*PAIRS)) == [expected(*pair, 8) for pair in PAIRS]
     assert "longer than 8 tokens" in caplog.text

@@ -1,4 +1,5 @@
-"""How many states a round submits, by simulated clocks: as fast as the best number would be, never much slower than none."""
+"""How many states a round submits, by simulated clocks: as fast as the best number would be, never
+much slower than none."""
 
 import random
 from bisect import bisect
@@ -13,8 +14,8 @@ from modeling_mrp.generate.budget import WIDTHS, Amount, Auto, Fixed, budget_of
 from modeling_mrp.generate.loop import Drafting, Mode
 from modeling_mrp.rules.reveal import Dynamic
 
-# Steps that a row which can draft comes to in a round, by states, of stale drafts and the head's: the embedded checkpoint on
-# 24 math problems; and the extremes.
+# Steps that a row which can draft comes to in a round, by states, of stale drafts and the head's:
+# the embedded checkpoint on 24 math problems; and the extremes.
 STEPS = {
     "static": ((1.61, 2.10, 2.35, 2.83, 3.03), (1.75, 2.45, 2.86, 3.58, 4.04)),
     "sequential": ((1.82, 2.59, 3.18, 3.87, 4.59), (1.86, 2.77, 3.50, 4.54, 5.82)),
@@ -23,7 +24,9 @@ STEPS = {
     "hopeless": ((1.0, 1.0, 1.0, 1.0, 1.0), (1.02, 1.03, 1.03, 1.03, 1.03)),
     "sure": ((1.95, 2.85, 3.7, 5.3, 6.8), (1.98, 2.95, 3.9, 5.8, 7.6)),
 }
-FIXED = [Fixed(Amount(width, passes)) for width in WIDTHS for passes in ((0, 1) if width > 1 else (0,))]
+FIXED = [
+    Fixed(Amount(width, passes)) for width in WIDTHS for passes in ((0, 1) if width > 1 else (0,))
+]
 
 
 def chance(mean: float, width: int) -> float:
@@ -31,12 +34,15 @@ def chance(mean: float, width: int) -> float:
     low, high = 0.0, 1.0
     for _ in range(40):
         middle = (low + high) / 2
-        low, high = (middle, high) if sum(middle**depth for depth in range(width)) < mean else (low, middle)
+        low, high = (
+            (middle, high) if sum(middle**depth for depth in range(width)) < mean else (low, middle)
+        )
     return low
 
 
 class Line:
-    """A row, and its own state: `left` steps of the text, `todo` steps to the block's end, 0 where it is clean."""
+    """A row, and its own state: `left` steps of the text, `todo` steps to the block's end, 0 where
+    it is clean."""
 
     __slots__ = ("left", "masks", "source", "state", "stop", "todo")
 
@@ -54,8 +60,9 @@ class Machine:
     """A clock on which rounds take their time, and texts that come to their steps.
 
     Args:
-        clock: "gpu": flat up to 230 tokens, then linear, and each new shape is recorded in its first two uses; "experts": the
-            same, but a round takes the longer, the more of 128 experts its tokens choose, eight each (SDAR-30B-A3B on an H200,
+        clock: "gpu": flat up to 230 tokens, then linear, and each new shape is recorded in its
+            first two uses; "experts": the same, but a round takes the longer, the more of 128
+            experts its tokens choose, eight each (SDAR-30B-A3B on an H200,
             `benchmarks.cost_model`); "cpu": linear in tokens, with noise and outliers.
         target: Of `STEPS`.
         block: Tokens of a block.
@@ -69,16 +76,23 @@ class Machine:
         for passes, means in enumerate(STEPS[target]):
             for width, mean in zip(WIDTHS[1:], means, strict=True):
                 right = chance(mean, width)
-                self.reach[width, passes] = list(accumulate(right**depth * (1 - right) for depth in range(width - 1)))
+                self.reach[width, passes] = list(
+                    accumulate(right**depth * (1 - right) for depth in range(width - 1))
+                )
 
     def seconds(self, rows: int, states: int, head: bool) -> float:
         """What a round takes; the clock shows that with noise."""
-        tokens, share = rows * states * self.block, 1 + (0.2 if self.clock == "cpu" else 0.27) * head
+        tokens, share = (
+            rows * states * self.block,
+            1 + (0.2 if self.clock == "cpu" else 0.27) * head,
+        )
         if self.clock == "cpu":
             return (1e-3 + 2e-5 * tokens) * share
         time = 4e-3 * max(1.0, tokens / 230) * share
         if self.clock == "experts":
-            time = max(2e-3 + 13e-3 * (1 - (1 - 8 / 128) ** tokens), 1.1e-5 * tokens) + 0.6e-3 * head
+            time = (
+                max(2e-3 + 13e-3 * (1 - (1 - 8 / 128) ** tokens), 1.1e-5 * tokens) + 0.6e-3 * head
+            )
         for shape in [(rows, states)] + [(rows, states, "head")] * head:
             uses = self.shapes[shape] = self.shapes.get(shape, 0) + 1
             time += {1: 0.025, 2: 0.110}.get(uses, 0.0)
@@ -90,7 +104,8 @@ class Machine:
         return seconds * self.draw.uniform(1 - noise, 1 + noise) * outlier
 
     def step(self, row: Line, amount: Amount, states: int) -> int:
-        """Take a row through a round: a chain of drafts up to the clean state, and the first state behind that."""
+        """Take a row through a round: a chain of drafts up to the clean state, and the first state
+        behind that."""
         if row.stop is not None:
             return 0
         if not row.masks:
@@ -112,7 +127,9 @@ class Machine:
             while len(rows) > 1 and (half := (len(rows) + 1) // 2) >= max(going, least):
                 rows = sorted(rows, key=lambda row: row.stop is not None)[:half]
             amount = budget.choose(rows)
-            drafts = amount.states > 1 and any(row.stop is None and row.masks and row.source for row in rows)
+            drafts = amount.states > 1 and any(
+                row.stop is None and row.masks and row.source for row in rows
+            )
             clean = any(row.stop is None and not row.masks for row in rows)
             states = amount.states if drafts else 1 + (clean and not amount.narrow)
             seconds = self.seconds(len(rows), states, drafts and amount.passes > 0)
@@ -122,7 +139,16 @@ class Machine:
         return time
 
 
-def a_step(clock: str, target: str, block: int, rows: int, budget: Any, warm: float, measured: float, seed: int = 0) -> float:
+def a_step(
+    clock: str,
+    target: str,
+    block: int,
+    rows: int,
+    budget: Any,
+    warm: float,
+    measured: float,
+    seed: int = 0,
+) -> float:
     """Seconds of a row's step in calls of 50 to 150 steps a row, behind so many seconds of them."""
     machine, draw, clocked, steps = Machine(clock, target, block, seed), random.Random(1), 0.0, 0
     while clocked < warm + measured:
@@ -153,7 +179,9 @@ CELLS = [
 
 
 @pytest.mark.parametrize(("clock", "target", "block", "rows"), CELLS)
-def test_in_steady_state_it_is_as_fast_as_the_best_number(clock: str, target: str, block: int, rows: int) -> None:
+def test_in_steady_state_it_is_as_fast_as_the_best_number(
+    clock: str, target: str, block: int, rows: int
+) -> None:
     warm = {"gpu": 60, "cpu": 40, "experts": 60}[clock]
     best = min(a_step(clock, target, block, rows, fixed, 2, 40) for fixed in FIXED)
     ours = [a_step(clock, target, block, rows, Auto(8, 1), warm, 40, seed) for seed in range(3)]
@@ -163,7 +191,9 @@ def test_in_steady_state_it_is_as_fast_as_the_best_number(clock: str, target: st
 @pytest.mark.parametrize("clock", ["gpu", "cpu", "experts"])
 @pytest.mark.parametrize("target", STEPS)
 @pytest.mark.parametrize(("block", "rows"), [(16, 1), (4, 4), (16, 64)])
-def test_a_first_call_costs_little_more_than_its_target(clock: str, target: str, block: int, rows: int) -> None:
+def test_a_first_call_costs_little_more_than_its_target(
+    clock: str, target: str, block: int, rows: int
+) -> None:
     for seed in range(2):
         lengths = [random.Random(seed + row).randint(30, 90) for row in range(rows)]
         plain = Machine(clock, target, block, seed).call(Fixed(Amount()), lengths)
@@ -173,16 +203,22 @@ def test_a_first_call_costs_little_more_than_its_target(clock: str, target: str,
 @pytest.mark.parametrize("clock", ["gpu", "cpu"])
 @pytest.mark.parametrize("target", ["sequential", "dynamic"])
 def test_what_drafts_win_for_one_row_is_not_lost_by_sixteen(clock: str, target: str) -> None:
-    machines, budgets = [Machine(clock, target, 16) for _ in range(2)], (Auto(8, 1), Fixed(Amount()))
+    machines, budgets = (
+        [Machine(clock, target, 16) for _ in range(2)],
+        (Auto(8, 1), Fixed(Amount())),
+    )
     for machine, budget in zip(machines, budgets, strict=True):
         for _ in range(12):
             machine.call(budget, [100])
-    drafted, plain = (machine.call(budget, [48] * 16) for machine, budget in zip(machines, budgets, strict=True))
+    drafted, plain = (
+        machine.call(budget, [48] * 16) for machine, budget in zip(machines, budgets, strict=True)
+    )
     assert 0.97 * drafted <= plain
 
 
 def test_rows_that_cannot_draft_score_alone_where_that_pays() -> None:
-    """One of four rows is clean: twice the time for a third more steps does not pay, a tenth more does."""
+    """One of four rows is clean: twice the time for a third more steps does not pay, a tenth more
+    does."""
     for wide, narrow in ((2.0, True), (1.1, False)):
         auto, rows = Auto(8, 1), [Line(9, 4) for _ in range(4)]
         for states, seconds in ((1, 1.0), (2, wide)):

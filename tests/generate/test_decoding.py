@@ -1,4 +1,5 @@
-"""What modes do to a text, by hand, on the embedded checkpoint and by arguments that `test_fuzz.py` does not draw."""
+"""What modes do to a text, by hand, on the embedded checkpoint and by arguments that `test_fuzz.py`
+does not draw."""
 
 import random
 from itertools import pairwise
@@ -17,8 +18,11 @@ from modeling_mrp.generate.budget import Amount, Fixed
 from tests.random_cases import dampened, make_model, random_prompts
 
 
-def test_where_nothing_is_drafted_a_round_is_the_targets(random_model: MRPForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind a clean block the next one's first state rides along, also if it is the budget that wants no drafts."""
+def test_where_nothing_is_drafted_a_round_is_the_targets(
+    random_model: MRPForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind a clean block the next one's first state rides along, also if it is the budget that
+    wants no drafts."""
     monkeypatch.setattr(generation, "budget_of", lambda *_: Fixed(Amount()))
     alone, paced = (
         generate(random_model, PROMPTS, decoding=mode, num_draft_states="auto", max_new_tokens=12)
@@ -52,9 +56,14 @@ def test_bans_from_left_to_right_are_transformers_own(kind: Any, options: dict[s
     given = {"max_new_tokens": 25, "do_sample": True, "top_k": 0, "temperature": 0.3, "seed": 5}
     acted = 0
     for trial in range(4):
-        model, (prompt,) = dampened(make_model(trial, block_size=8), 0.5), random_prompts(random.Random(trial), 1, 23)
+        model, (prompt,) = (
+            dampened(make_model(trial, block_size=8), 0.5),
+            random_prompts(random.Random(trial), 1, 23),
+        )
         processors = [kind(next(iter(options.values())))]
-        theirs = reference_decode(model, prompt, decoding="sequential", logits_processor=processors, **given).tokens
+        theirs = reference_decode(
+            model, prompt, decoding="sequential", logits_processor=processors, **given
+        ).tokens
         acted += theirs != reference_decode(model, prompt, decoding="sequential", **given).tokens
         for mode in ({"decoding": "sequential"}, {"decoding": "mrp_spec", "target": "sequential"}):
             assert text(model, prompt, **given, **mode, **options) == theirs
@@ -62,15 +71,23 @@ def test_bans_from_left_to_right_are_transformers_own(kind: Any, options: dict[s
 
 
 @pytest.mark.parametrize("target", ["dynamic", "sequential"])
-def test_no_pair_of_the_readme_that_is_forbidden_is_written(target: str, tiny_model_float64: Any, tiny_tokenizer: Any) -> None:
-    """Each pair of the prompt and of its text in turn, and sequences that would come twice; drafted as undrafted."""
+def test_no_pair_of_the_readme_that_is_forbidden_is_written(
+    target: str, tiny_model_float64: Any, tiny_tokenizer: Any
+) -> None:
+    """Each pair of the prompt and of its text in turn, and sequences that would come twice; drafted
+    as undrafted."""
     chat = [{"role": "user", "content": "Sum the numbers of a list that are even, each plus 5."}]
-    prompt = tiny_tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
+    prompt = tiny_tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)[
+        "input_ids"
+    ]
 
     def written(**options: Any) -> list[int]:
         options |= {"max_new_tokens": 24, "confidence_threshold": 0.6}
         tokens = text(tiny_model_float64, prompt, decoding=target, **options)
-        assert text(tiny_model_float64, prompt, decoding="mrp_spec", target=target, **options) == tokens
+        assert (
+            text(tiny_model_float64, prompt, decoding="mrp_spec", target=target, **options)
+            == tokens
+        )
         return tokens
 
     for pair in dict.fromkeys([*pairwise(prompt), *pairwise([prompt[-1], *written()])]):
@@ -88,7 +105,9 @@ def test_torch_manual_seed_governs_unseeded_sampling(random_model: MRPForCausalL
     def draw(manual: int | None, **options: Any) -> list[list[int]]:
         if manual is not None:
             torch.manual_seed(manual)
-        return texts(random_model, PROMPTS, decoding="mrp_spec", max_new_tokens=12, **{**LIVELY, **options})
+        return texts(
+            random_model, PROMPTS, decoding="mrp_spec", max_new_tokens=12, **{**LIVELY, **options}
+        )
 
     first, following = draw(0), draw(None)
     assert draw(0) == first
@@ -102,8 +121,8 @@ def test_torch_manual_seed_governs_unseeded_sampling(random_model: MRPForCausalL
 
 @pytest.mark.parametrize("mode", ["mrp_direct", "mrp_spec"])
 def test_several_answers_to_a_prompt(random_model: MRPForCausalLM, mode: str) -> None:
-    """Rows come prompt by prompt, and the seeds count on through them; of a cache every copy of a row gets what the row held,
-    and it stays as it was."""
+    """Rows come prompt by prompt, and the seeds count on through them; of a cache every copy of a
+    row gets what the row held, and it stays as it was."""
     options = {"decoding": mode, "max_new_tokens": 12, **LIVELY}
     out = generate(random_model, PROMPTS[:2], seed=7, **options)
     rows = texts(random_model, PROMPTS[:2], seed=7, num_return_sequences=3, **options)
@@ -111,7 +130,14 @@ def test_several_answers_to_a_prompt(random_model: MRPForCausalLM, mode: str) ->
     assert text(random_model, PROMPTS[1], seed=11, **options) == rows[4]
     past = out.past_key_values
     for _ in range(2):
-        again = generate(random_model, PROMPTS[:2], seed=7, num_return_sequences=3, past_key_values=past, **options)
+        again = generate(
+            random_model,
+            PROMPTS[:2],
+            seed=7,
+            num_return_sequences=3,
+            past_key_values=past,
+            **options,
+        )
         assert again.sequences[:, 5:].equal(torch.tensor(rows))
         assert (again.past_key_values.rows, past.rows) == (6, 2)
 
@@ -124,9 +150,15 @@ def test_length_without_a_limit(random_model: MRPForCausalLM) -> None:
 
 
 def test_a_row_that_ends_early_ends_its_stream(random_model: MRPForCausalLM) -> None:
-    """The row whose last block is given but for one mask ends in its first round; the other is decoded for long after."""
+    """The row whose last block is given but for one mask ends in its first round; the other is
+    decoded for long after."""
     order: list[str] = []
-    streamers = [SimpleNamespace(put=lambda _, n=n: order.append(n), end=lambda n=n: order.append(f"end {n}")) for n in "ab"]
+    streamers = [
+        SimpleNamespace(
+            put=lambda _, n=n: order.append(n), end=lambda n=n: order.append(f"end {n}")
+        )
+        for n in "ab"
+    ]
     infill = torch.tensor([[5, 6, 7, 8, 5, 6, 7, MASK], [MASK] * 8])
     random_model.generate(torch.tensor([[1, 2, 3, 4]] * 2), infill_ids=infill, streamer=streamers)
     assert order == ["a", "b", "a", "end a", "b", "b", "end b"]

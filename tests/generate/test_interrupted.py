@@ -1,4 +1,5 @@
-"""Calls that end in an exception: the model and the caller's cache are as they were, or the cache is empty."""
+"""Calls that end in an exception: the model and the caller's cache are as they were, or the cache
+is empty."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -19,7 +20,13 @@ __all__ = ["tapes"]  # a fixture
 
 PROMPTS = random_ids(2, 4, 9).tolist()
 LIMITS = [2, 9, 10, 3]  # of new tokens, by row: rows 1 and 2 change places with rows that end early
-OPTIONS: dict[str, Any] = {**LIVELY, "decoding": "mrp_spec", "num_draft_states": 3, "max_new_tokens": 10, "seed": 5}
+OPTIONS: dict[str, Any] = {
+    **LIVELY,
+    "decoding": "mrp_spec",
+    "num_draft_states": 3,
+    "max_new_tokens": 10,
+    "seed": 5,
+}
 OPTIONS |= {"eos_token_id": None}
 
 
@@ -63,7 +70,10 @@ def by_criterion(model: Any, patch: Any, fuse: Fuse) -> dict[str, Any]:
 
 
 def by_processor(model: Any, patch: Any, fuse: Fuse) -> dict[str, Any]:
-    return {"logits_processor": [lambda ids, scores: fuse() or scores], "stopping_criteria": [EndsRows()]}  # type: ignore[func-returns-value]
+    return {
+        "logits_processor": [lambda ids, scores: fuse() or scores],
+        "stopping_criteria": [EndsRows()],
+    }  # type: ignore[func-returns-value]
 
 
 def by_streamer(method: str, model: Any, patch: Any, fuse: Fuse) -> dict[str, Any]:
@@ -80,7 +90,9 @@ def by_forward(model: Any, patch: Any, fuse: Fuse) -> dict[str, Any]:
 def by_swap(model: Any, patch: Any, fuse: Fuse) -> dict[str, Any]:
     """Between the parts of an exchange of rows."""
 
-    def parts(cache: BlockCache, used: int, whole: Any = BlockCache._held_parts) -> Iterator[torch.Tensor]:
+    def parts(
+        cache: BlockCache, used: int, whole: Any = BlockCache._held_parts
+    ) -> Iterator[torch.Tensor]:
         for part in whole(cache, used):
             fuse()
             yield part
@@ -105,15 +117,23 @@ def model_of_test() -> MRPForCausalLM:
 def state_of(model: Any) -> tuple[Any, ...]:
     """Collect what a call might leave on a model."""
     hooks = [len(part._forward_hooks) + len(part._forward_pre_hooks) for part in model.modules()]
-    return set(vars(model)), model.generation_config.to_dict(), weights_seen(model), hooks, model.training
+    return (
+        set(vars(model)),
+        model.generation_config.to_dict(),
+        weights_seen(model),
+        hooks,
+        model.training,
+    )
 
 
 @pytest.mark.usefixtures("tapes")
 @pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("way", WAYS)
-def test_an_exception_leaves_model_and_cache_as_they_were_or_empty(way: str, recorded: bool) -> None:
-    """Raised at each use of each callback in turn, as an error or an interrupt; then the same cache is gone on from, beside one
-    that saw no error."""
+def test_an_exception_leaves_model_and_cache_as_they_were_or_empty(
+    way: str, recorded: bool
+) -> None:
+    """Raised at each use of each callback in turn, as an error or an interrupt; then the same cache
+    is gone on from, beside one that saw no error."""
     if recorded and way in ("forward", "swap"):
         pytest.skip("a replay calls no module, and recorded rounds keep four rows")
     model = model_of_test()
@@ -122,12 +142,16 @@ def test_an_exception_leaves_model_and_cache_as_they_were_or_empty(way: str, rec
     def new_past() -> BlockCache:
         """Make a cache that the next call writes to in place."""
         room = {} if recorded else {"past_key_values": model.block_cache(4, 32, 16, with_head=True)}
-        past: BlockCache = generate(model, PROMPTS, **options | {"max_new_tokens": 1} | room).past_key_values
+        past: BlockCache = generate(
+            model, PROMPTS, **options | {"max_new_tokens": 1} | room
+        ).past_key_values
         assert past.held == [8] * 4
         return past
 
     past = new_past()
-    clean = generate(model, PROMPTS, past_key_values=past, stopping_criteria=[EndsRows()], **options)
+    clean = generate(
+        model, PROMPTS, past_key_values=past, stopping_criteria=[EndsRows()], **options
+    )
     assert clean.past_key_values is past
     assert [(steps >= 0).sum().item() for steps in clean.reveal_step] == LIMITS
     before, kept = state_of(model), []
@@ -146,7 +170,9 @@ def test_an_exception_leaves_model_and_cache_as_they_were_or_empty(way: str, rec
         assert not any(recordings.busy for recordings in graphs._KEPT.values())
         kept.append(cache.held)
         assert cache.held in ([8] * 4, [0] * 4)
-        again = generate(model, PROMPTS, past_key_values=cache, stopping_criteria=[EndsRows()], **options)
+        again = generate(
+            model, PROMPTS, past_key_values=cache, stopping_criteria=[EndsRows()], **options
+        )
         assert again.sequences.equal(clean.sequences), f"behind an error at use {use}"
         torch.testing.assert_close(again.token_logprobs, clean.token_logprobs, rtol=0, atol=1e-6)
     assert fuse.left > 0

@@ -1,4 +1,5 @@
-"""The table of `generate`'s options: what the documents, a config and the modes of decoding make of it."""
+"""The table of `generate`'s options: what the documents, a config and the modes of decoding make of
+it."""
 
 from itertools import product
 from pathlib import Path
@@ -14,8 +15,19 @@ from tests.random_cases import make_model
 
 NAMED = {option.name: option for option in OPTIONS}
 # Of each option that a mode is made of a value that is not the default.
-CHANGES: dict[str, Any] = {"confidence_threshold": 0.5, "low_threshold": 0.2, "entropy_threshold": 0.1, "factor": 0.5}
-CHANGES |= {"mrp_steps": 2, "num_draft_states": 3, "draft_branches": 1, "draft_passes": 2, "draft_shortlist": 4}
+CHANGES: dict[str, Any] = {
+    "confidence_threshold": 0.5,
+    "low_threshold": 0.2,
+    "entropy_threshold": 0.1,
+    "factor": 0.5,
+}
+CHANGES |= {
+    "mrp_steps": 2,
+    "num_draft_states": 3,
+    "draft_branches": 1,
+    "draft_passes": 2,
+    "draft_shortlist": 4,
+}
 CHANGES |= {"remask_rule": "threshold", "residual_delta": 0.5}
 
 
@@ -30,16 +42,23 @@ def test_the_documents_have_the_table() -> None:
     expected = ["| option | default | modes | what it sets |", "|---|---|---|---|"]
     for option in OPTIONS:
         default = f"`{option.default}`" if isinstance(option.default, str) else option.default
-        modes = "all" if option.modes == DECODINGS else ", ".join(f"`{mode}`" for mode in option.modes)
+        modes = (
+            "all" if option.modes == DECODINGS else ", ".join(f"`{mode}`" for mode in option.modes)
+        )
         expected.append(f"| `{option.name}` | {default} | {modes} | {option.help} |")
     shown = [line for line in section.splitlines() if line.startswith("|")]
     assert shown == expected, "the table is:\n" + "\n".join(expected)
 
 
 def test_a_wrong_value_is_refused_where_it_enters(tmp_path: Path) -> None:
-    """In a config that is made, changed or saved, in the file of a checkpoint that is loaded, and with a model that is saved,
-    which then leaves nothing."""
-    model, config, good, bad = make_model(), MRPGenerationConfig(), tmp_path / "good", tmp_path / "bad"
+    """In a config that is made, changed or saved, in the file of a checkpoint that is loaded, and
+    with a model that is saved, which then leaves nothing."""
+    model, config, good, bad = (
+        make_model(),
+        MRPGenerationConfig(),
+        tmp_path / "good",
+        tmp_path / "bad",
+    )
     model.save_pretrained(good)
     (good / "generation_config.json").write_text('{"decoding": "x"}')
     wrong, *saved = [MRPGenerationConfig(), config, model.generation_config]
@@ -62,7 +81,9 @@ def test_an_option_counts_in_its_modes_only(name: str) -> None:
     others = {"remask_rule": "residual"} if name == "residual_delta" else {}
 
     def changes(**mode: str) -> bool:
-        return checked(**mode, **others).mode(4) != checked(**mode, **others, **{name: CHANGES[name]}).mode(4)
+        return checked(**mode, **others).mode(4) != checked(
+            **mode, **others, **{name: CHANGES[name]}
+        ).mode(4)
 
     assert tuple(mode for mode in DECODINGS if changes(decoding=mode)) == NAMED[name].modes
     for mode, target in product(DRAFTING, TARGETS):
@@ -71,5 +92,7 @@ def test_an_option_counts_in_its_modes_only(name: str) -> None:
 
 def test_drafts_are_chains_where_rows_are_many() -> None:
     calls: list[tuple[int, dict[str, Any]]] = [(15, {}), (16, {}), (64, {"draft_branches": 2})]
-    drafting = [checked(decoding="self_spec", **options).mode(4, rows).drafting for rows, options in calls]
+    drafting = [
+        checked(decoding="self_spec", **options).mode(4, rows).drafting for rows, options in calls
+    ]
     assert [one.branches for one in drafting if one] == [3, 1, 2]

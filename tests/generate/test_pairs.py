@@ -1,4 +1,5 @@
-"""A slice of the fuzz of pairs (`python -m benchmarks.pairs`), and faults put in by hand, each of which it finds."""
+"""A slice of the fuzz of pairs (`python -m benchmarks.pairs`), and faults put in by hand, each of
+which it finds."""
 
 from collections.abc import Callable
 from typing import Any
@@ -75,7 +76,9 @@ def a_recording_is_stale(patch: pytest.MonkeyPatch) -> None:
 
 def a_head_is_no_obstacle(patch: pytest.MonkeyPatch) -> None:
     check = MRPGenerationConfig.check
-    patch.setattr(MRPGenerationConfig, "check", lambda self, block, has_head: check(self, block, True))
+    patch.setattr(
+        MRPGenerationConfig, "check", lambda self, block, has_head: check(self, block, True)
+    )
 
 
 # By fault, a pair that meets it.
@@ -91,8 +94,12 @@ FAULTS: list[tuple[Callable[[pytest.MonkeyPatch], None], tuple[str, str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("fault", "names"), FAULTS, ids=lambda value: getattr(value, "__name__", None))
-def test_faults_are_found(fault: Any, names: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("fault", "names"), FAULTS, ids=lambda value: getattr(value, "__name__", None)
+)
+def test_faults_are_found(
+    fault: Any, names: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Within thirty cases of a pair; without the fault the first ones pass."""
     pair = pair_named(*names)
     for number in range(2):

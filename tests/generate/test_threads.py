@@ -24,11 +24,17 @@ from tests.random_cases import dampened, make_model
 __all__ = ["tapes"]  # a fixture
 
 THREADS, CALLS = 8, 16
-OPTIONS: dict[str, Any] = {**LIVELY, "max_new_tokens": 12, "eos_token_id": [3, 9], "pad_token_id": 0}
+OPTIONS: dict[str, Any] = {
+    **LIVELY,
+    "max_new_tokens": 12,
+    "eos_token_id": [3, 9],
+    "pad_token_id": 0,
+}
 
 
 def in_threads(function: Callable[[int], Any], count: int = CALLS) -> list[Any]:
-    """Call a function of a number in eight threads that begin together; return the results by number, or raise an error."""
+    """Call a function of a number in eight threads that begin together; return the results by
+    number, or raise an error."""
     together = threading.Barrier(THREADS)
 
     def begin(number: int) -> Any:
@@ -60,28 +66,45 @@ def test_budgets_by_the_clock(target: str) -> None:
     """Of the default, `auto`; all threads learn in one place."""
     model = model_of_test()
     options = OPTIONS | {"decoding": "mrp_spec", "target": target}
-    alone = [generate(model, prompts(n), seed=n, num_draft_states=4, **options) for n in range(CALLS)]
-    same_texts(in_threads(lambda n: generate(model, prompts(n), seed=n, num_draft_states="auto", **options)), alone)
+    alone = [
+        generate(model, prompts(n), seed=n, num_draft_states=4, **options) for n in range(CALLS)
+    ]
+    same_texts(
+        in_threads(
+            lambda n: generate(model, prompts(n), seed=n, num_draft_states="auto", **options)
+        ),
+        alone,
+    )
     (learnt,) = _BUDGETS[model].values()
     assert learnt.times.seconds[0]
 
 
 @pytest.mark.parametrize("mode", ["static", "self_spec", "mrp_spec", "mrp_remask"])
 def test_graphs_and_their_cache(mode: str, tapes: Any) -> None:
-    """One call at a time has the recordings. Callers go on from caches that share their memory, recorded or not."""
+    """One call at a time has the recordings. Callers go on from caches that share their memory,
+    recorded or not."""
     model = model_of_test()
-    given = OPTIONS | {"decoding": mode} | ({"num_draft_states": 3} if mode.endswith("spec") else {})
+    given = (
+        OPTIONS | {"decoding": mode} | ({"num_draft_states": 3} if mode.endswith("spec") else {})
+    )
 
     def chat(n: int, graphs: tuple[bool, ...]) -> Any:
         """Three calls, each of which goes on from the one before."""
         ids, out, past = prompts(n), None, None
         for turn, recorded in enumerate(graphs):
-            out = generate(model, ids, seed=n + turn, graphs=recorded, past_key_values=past, **given)
+            out = generate(
+                model, ids, seed=n + turn, graphs=recorded, past_key_values=past, **given
+            )
             ids, past = [[*row, 7, 8] for row in out.sequences.tolist()], out.past_key_values
         return out
 
     alone = [chat(n, (False,) * 3) for n in range(CALLS)]
-    same_texts(in_threads(lambda n: chat(n, ((True, False, True), (True, True, True), (True, True, False))[n % 3])), alone)
+    same_texts(
+        in_threads(
+            lambda n: chat(n, ((True, False, True), (True, True, True), (True, True, False))[n % 3])
+        ),
+        alone,
+    )
     assert tapes.replays > 0
     assert not graphs._KEPT[model].busy
     assert not graphs._IN_USE
@@ -106,8 +129,8 @@ def test_a_cache_serves_one_call_at_a_time() -> None:
     same_texts(texts, [right] * len(texts))
     assert texts
     assert {output for output in outputs if isinstance(output, str)} <= {
-        "past_key_values are in use by another call, which overwrites them: wait until it returns, or give each call a "
-        "copy.deepcopy of them"
+        "past_key_values are in use by another call, which overwrites them: wait until it returns, "
+        "or give each call a copy.deepcopy of them"
     }
 
     def inside(ids: Any, scores: Any, **_: Any) -> torch.Tensor:
@@ -116,12 +139,15 @@ def test_a_cache_serves_one_call_at_a_time() -> None:
         return torch.zeros(len(ids), dtype=torch.bool)
 
     past = {"past_key_values": first.past_key_values}
-    same_texts([generate(model, longer, seed=2, stopping_criteria=[inside], **past, **options)], [right])
+    same_texts(
+        [generate(model, longer, seed=2, stopping_criteria=[inside], **past, **options)], [right]
+    )
     same_texts([generate(model, longer, seed=2, **past, **options)], [right])
 
 
 def test_first_uses_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Right ones are compared with their twins; a wrong one is told once, and not used by any thread."""
+    """Right ones are compared with their twins; a wrong one is told once, and not used by any
+    thread."""
     monkeypatch.setattr(dispatch, "_obstacle", lambda *_, **__: None)
     monkeypatch.setattr(dispatch, "CHECKED_ON", {"cpu"})
     monkeypatch.setattr(dispatch, "_failed", set())
@@ -159,7 +185,9 @@ def test_weights_are_packed_once() -> None:
 def test_a_stock_model_gets_one_head(tmp_path: Any) -> None:
     model = make_model()
     model.save_pretrained(tmp_path)
-    stock = Qwen3ForCausalLM(Qwen3Config(**{**model.config.to_dict(), "model_type": "qwen3"})).double()
+    stock = Qwen3ForCausalLM(
+        Qwen3Config(**{**model.config.to_dict(), "model_type": "qwen3"})
+    ).double()
     made = in_threads(lambda n: MRPForCausalLM.from_stock_model(stock, str(tmp_path)), THREADS)
     assert len(set(map(id, made))) == 1
 
@@ -169,7 +197,11 @@ def test_options_of_calls_and_of_the_model() -> None:
     model = model_of_test()
     model.generation_config.update(decoding="mrp_spec", num_draft_states=3, **OPTIONS)
     before = copy.deepcopy(model.generation_config.to_dict())
-    calls = [{"decoding": mode, "temperature": t} for mode in ("static", "dynamic", "mrp_spec") for t in (0.5, 1.0)]
+    calls = [
+        {"decoding": mode, "temperature": t}
+        for mode in ("static", "dynamic", "mrp_spec")
+        for t in (0.5, 1.0)
+    ]
     calls += [{"do_sample": False}, {"decoding": "sequential", "draft_passes": 2}]
     given = [calls[n % len(calls)] | {"seed": n} for n in range(CALLS)]
     alone = [generate(model, prompts(n), **given[n]) for n in range(CALLS)]

@@ -1,4 +1,5 @@
-"""Where no token has a finite score `generate` ends in an error that says where and why; never in a loop, never in a text."""
+"""Where no token has a finite score `generate` ends in an error that says where and why; never in a
+loop, never in a text."""
 
 from typing import Any
 
@@ -11,7 +12,9 @@ from modeling_mrp.generate.option_table import REMASK_RULES
 from tests.random_cases import make_model
 
 NAN, INF = float("nan"), float("inf")
-REMASKS: list[dict[str, Any]] = [{"decoding": "mrp_remask", "remask_rule": rule} for rule in REMASK_RULES]
+REMASKS: list[dict[str, Any]] = [
+    {"decoding": "mrp_remask", "remask_rule": rule} for rule in REMASK_RULES
+]
 
 
 def spoil(model: MRPForCausalLM, name: str, number: float) -> None:
@@ -37,7 +40,10 @@ def test_no_finite_score(place: int) -> None:
     """Also if the mask's id is what an arg max over nothing gives."""
     cause = CAUSES[place]
     for mask_id in (0, MASK):
-        model, options = make_model(mask_token_id=mask_id), {"decoding": MODES[place], "max_new_tokens": 6}
+        model, options = (
+            make_model(mask_token_id=mask_id),
+            {"decoding": MODES[place], "max_new_tokens": 6},
+        )
         if isinstance(cause, tuple):
             spoil(model, *cause)
         else:
@@ -45,21 +51,36 @@ def test_no_finite_score(place: int) -> None:
         if "eos_token_id" in options:
             options["eos_token_id"] = [id for id in range(VOCAB) if id != mask_id]
         with pytest.raises(
-            ValueError, match=r"row [01] has no token with a finite score.*processor.*torch.float64: load or train"
+            ValueError,
+            match=r"row [01] has no token with a finite score.*processor.*torch.float64: load or "
+            r"train",
         ):
             generate(model, [[5, 6, 7, 8], [9, 10, 11, 12]], **options)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_where_it_is_said_to_be(mode: str) -> None:
-    """A processor that gives up behind the first block: at the row and position where that begins."""
-    with pytest.raises(ValueError, match=r"row 2 has no token with a finite score at position 1[2-5], [2-5] behind its"):
-        generate(make_model(), PROMPTS, decoding=mode, max_new_tokens=9, seed=1, **LIVELY, **says_all(-INF, 12))
+    """A processor that gives up behind the first block: at the row and position where that
+    begins."""
+    with pytest.raises(
+        ValueError,
+        match=r"row 2 has no token with a finite score at position 1[2-5], [2-5] behind its",
+    ):
+        generate(
+            make_model(),
+            PROMPTS,
+            decoding=mode,
+            max_new_tokens=9,
+            seed=1,
+            **LIVELY,
+            **says_all(-INF, 12),
+        )
 
 
 @pytest.mark.parametrize("options", [{"decoding": "mrp_direct"}, *REMASKS], ids=str)
 def test_a_broken_head(options: dict[str, Any]) -> None:
-    """Where the head has a say in the text its NaN is an error; drafts are worth nothing then, and the text is the same."""
+    """Where the head has a say in the text its NaN is an error; drafts are worth nothing then, and
+    the text is the same."""
     model = make_model()
     options = {"max_new_tokens": 9, **LIVELY, "seed": 2, **options}
     plain = texts(model, PROMPTS, **{**options, "decoding": "static"})

@@ -1,4 +1,5 @@
-"""Which path a call takes: kernels where they can run, PyTorch with a warning where they fail, errors where forced."""
+"""Which path a call takes: kernels where they can run, PyTorch with a warning where they fail,
+errors where forced."""
 
 import warnings
 from typing import Any
@@ -42,7 +43,8 @@ def run(paths: Paths, forced: bool | None = None, device: str = "cpu") -> Any:
 
 @torch.no_grad()
 def test_what_runs_on_a_cpu() -> None:
-    """Kernels where they are forced, interpreted; of a parameter, too, where no gradient is wanted."""
+    """Kernels where they are forced, interpreted; of a parameter, too, where no gradient is
+    wanted."""
     for forced, path in ((False, "twin"), (None, "twin"), (True, "kernel")):
         assert Dispatch(forced).run(Paths(), torch.ones(2, requires_grad=True)) == path
     assert unusable(torch.device("cpu"), torch.float32) is not None
@@ -62,14 +64,18 @@ def test_which_gpus_have_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_failing_kernel_is_reported_once_and_not_tried_again() -> None:
     """Where it is forced, it is tried, and raises."""
     paths = Paths(NotImplementedError("at 3:4:\nno such instruction"))
-    with pytest.warns(RuntimeWarning, match=r"'k' failed on cpu.*NotImplementedError: no such instruction") as caught:
+    with pytest.warns(
+        RuntimeWarning, match=r"'k' failed on cpu.*NotImplementedError: no such instruction"
+    ) as caught:
         assert run(paths) == "twin"
     assert len(caught) == 1
     assert dispatch.failed_kernels() == ["k on cpu"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert run(paths) == "twin"
-    with pytest.raises(RuntimeError, match=r"'k' failed on cpu \(NotImplementedError.*\): use kernels="):
+    with pytest.raises(
+        RuntimeError, match=r"'k' failed on cpu \(NotImplementedError.*\): use kernels="
+    ):
         run(paths, forced=True)
     assert paths.calls == (2, 2)
     # Neither another kernel nor another device is given up.
@@ -77,9 +83,15 @@ def test_a_failing_kernel_is_reported_once_and_not_tried_again() -> None:
 
 
 @pytest.mark.usefixtures("usable")
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), RuntimeError("not permitted when stream is capturing")])
-def test_errors_that_say_nothing_about_a_kernel(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Running out of memory, and what goes wrong while a graph is captured: raised, and the kernel is tried again."""
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("full"), RuntimeError("not permitted when stream is capturing")],
+)
+def test_errors_that_say_nothing_about_a_kernel(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Running out of memory, and what goes wrong while a graph is captured: raised, and the kernel
+    is tried again."""
     paths, capturing = Paths(error), isinstance(error, torch.OutOfMemoryError) is False
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capturing)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
@@ -95,8 +107,14 @@ def test_errors_that_say_nothing_about_a_kernel(error: Exception, monkeypatch: p
     ("tensors", "reason"),
     [
         ([torch.ones(2).double()], "no kernels for torch.float64: load the model in bfloat16"),
-        ([torch.ones(2), (torch.ones(2).half(),)], "dtypes float32, float16 meet: load the model in one"),
-        ([torch.ones(2), torch.nn.Linear(1, 1).bfloat16().requires_grad_(False)], "dtypes float32, bfloat16 meet"),
+        (
+            [torch.ones(2), (torch.ones(2).half(),)],
+            "dtypes float32, float16 meet: load the model in one",
+        ),
+        (
+            [torch.ones(2), torch.nn.Linear(1, 1).bfloat16().requires_grad_(False)],
+            "dtypes float32, bfloat16 meet",
+        ),
         ([torch.ones(2, requires_grad=True)], "no gradients: call it under torch.no_grad"),
         ([torch.ones(2), "autocast"], "leave autocast"),
     ],
@@ -124,7 +142,9 @@ def test_what_both_write_to_one_place_is_compared(monkeypatch: pytest.MonkeyPatc
     wrong = Kernel("k", lambda into, _: into.fill_(1), lambda into, _: into.fill_(2))
     assert Dispatch(True).run(wrong, torch.zeros(1), None) == 1
     monkeypatch.setattr(dispatch, "CHECKED_ON", {"cpu"})
-    with pytest.raises(RuntimeError, match=r"its results differ from PyTorch's by 0\.5 of their size"):
+    with pytest.raises(
+        RuntimeError, match=r"its results differ from PyTorch's by 0\.5 of their size"
+    ):
         Dispatch(True).run(wrong, torch.zeros(1), None)
     roomy = Kernel("other", lambda into, _: into, full)
     for second in (None, None, 2, torch.ones(1), 3):
@@ -139,14 +159,21 @@ def test_an_error_by_hand() -> None:
     assert relative_error(torch.tensor([nan, 1.0]), torch.tensor([0.0, 1.0])) == inf
     assert relative_error(torch.tensor([0.0, 1.0]), torch.tensor([nan, 1.0])) == inf
     assert relative_error(torch.tensor([150_000, 5]), torch.tensor([150_001, 5])) == 0.5
-    with pytest.raises(ArithmeticError, match=r"they differ by 0\.1 of their size, where rounding makes 0\.005 at most"):
+    with pytest.raises(
+        ArithmeticError,
+        match=r"they differ by 0\.1 of their size, where rounding makes 0\.005 at most",
+    ):
         dispatch.check_close("they differ", torch.tensor([3.0, 4.5]), torch.tensor([3.0, 4.0]))
 
 
 def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The twin runs, and forcing says what to install; `tests/model/test_remote_code.py` imports the code without it."""
+    """The twin runs, and forcing says what to install; `tests/model/test_remote_code.py` imports
+    the code without it."""
     monkeypatch.setattr(dispatch, "triton", None)
     assert unusable(torch.device("cuda", 0), torch.bfloat16) is not None
     assert run(Paths()) == "twin"
-    with pytest.raises(ValueError, match=r"triton cannot be imported: install it \(pip install triton\), or use kernels=None"):
+    with pytest.raises(
+        ValueError,
+        match=r"triton cannot be imported: install it \(pip install triton\), or use kernels=None",
+    ):
         run(Paths(), forced=True)

@@ -1,4 +1,5 @@
-"""The row kernel of the pick against its twin: interpreted on a CPU, compiled where there is a GPU."""
+"""The row kernel of the pick against its twin: interpreted on a CPU, compiled where there is a
+GPU."""
 
 from typing import Any
 
@@ -13,7 +14,8 @@ from modeling_mrp.rules.draft import noise_key
 
 pytestmark = [
     pytest.mark.skipif(triton is None, reason="needs triton"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),  # numpy's, of infinities, where a kernel is interpreted
+    # numpy's, of infinities, where a kernel is interpreted
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
     pytest.mark.usefixtures("new_memory_is_nan"),  # integers are their largest
 ]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -21,7 +23,9 @@ INF, NAN = float("inf"), float("nan")
 
 
 def logits_of(rows: int, vocab: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return (torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 4).to(DEVICE, dtype)
+    return (torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 4).to(
+        DEVICE, dtype
+    )
 
 
 def keys_of(count: int) -> Tensor:
@@ -33,17 +37,26 @@ def vocabulary(size: int, temperature: float = 1.0) -> Unembedding:
     return Unembedding(torch.zeros(size, 1, device=DEVICE), 0, temperature)
 
 
-def picked(unembedding: Unembedding, logits: Tensor, least: Tensor | None = None, keys: Tensor | None = None) -> Any:
+def picked(
+    unembedding: Unembedding,
+    logits: Tensor,
+    least: Tensor | None = None,
+    keys: Tensor | None = None,
+) -> Any:
     """What the kernel picks, and its twin in float64."""
     wide = None if least is None else least.double()
-    return PICK.launch(unembedding, logits, least, keys), PICK.twin(unembedding, logits.double(), wide, keys)
+    return PICK.launch(unembedding, logits, least, keys), PICK.twin(
+        unembedding, logits.double(), wide, keys
+    )
 
 
 def same(got: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor], atol: float = 2e-5) -> None:
     assert got[0].dtype == torch.long
     assert got[1].dtype == torch.float32
     assert torch.equal(got[0], wanted[0])
-    torch.testing.assert_close(got[1].double(), wanted[1].double(), rtol=1e-5, atol=atol, equal_nan=True)
+    torch.testing.assert_close(
+        got[1].double(), wanted[1].double(), rtol=1e-5, atol=atol, equal_nan=True
+    )
 
 
 if triton is not None:
@@ -56,7 +69,8 @@ if triton is not None:
 
 
 def test_the_noise_at_its_ends() -> None:
-    """-log(-log(u)) at u = (bits + 1/2) / 2^32, where float32 cannot hold u, or 1 - u, or both are a half."""
+    """-log(-log(u)) at u = (bits + 1/2) / 2^32, where float32 cannot hold u, or 1 - u, or both are
+    a half."""
     near_one = [(1 << 32) - (1 << k) for k in (0, 1, 7, 10, 15, 20, 25, 28)]
     bits = torch.tensor([0, 1, 2, 255, (1 << 31) - 1, 1 << 31, (1 << 31) + 1, 3 << 30, *near_one])
     u = (bits.double() + 0.5) / 2**32
@@ -67,7 +81,8 @@ def test_the_noise_at_its_ends() -> None:
 
 @pytest.fixture
 def small_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs read several tiles of the vocabulary, one after the other, as they do of many rows."""
+    """Programs read several tiles of the vocabulary, one after the other, as they do of many
+    rows."""
     monkeypatch.setattr(pick, "processors", lambda _: 1)
 
 
@@ -75,10 +90,16 @@ def small_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize(
     ("rows", "vocab", "dtype"),
-    [(1, 17, torch.float16), (3, 512, torch.bfloat16), (2, 5000, torch.float32), (16, 1300, torch.float32)],
+    [
+        (1, 17, torch.float16),
+        (3, 512, torch.bfloat16),
+        (2, 5000, torch.float32),
+        (16, 1300, torch.float32),
+    ],
 )
 def test_kernel_equals_its_twin(rows: int, vocab: int, dtype: torch.dtype, sampled: bool) -> None:
-    """Of all tokens; of those of 9 or more logits alone. Where all logits are equal, noise decides."""
+    """Of all tokens; of those of 9 or more logits alone. Where all logits are equal, noise
+    decides."""
     logits, keys = logits_of(rows, vocab, vocab, dtype), keys_of(rows) if sampled else None
     logits[rows // 2] = 0
     logits[:, 0] = -INF  # the mask id
@@ -100,7 +121,8 @@ def test_of_equals_the_first_is_picked(small_gpu: None) -> None:
 
 @pytest.mark.usefixtures("small_gpu")
 def test_extremes() -> None:
-    """Certain tokens keep their log-odds; where the best score is not finite there is nothing to pick."""
+    """Certain tokens keep their log-odds; where the best score is not finite there is nothing to
+    pick."""
     logits = torch.full((5, 700), -INF, device=DEVICE)
     logits[0, 3] = 2.0  # all others barred
     logits[1, :] = 0.0

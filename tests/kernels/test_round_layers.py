@@ -1,4 +1,5 @@
-"""What lies between the products of a layer in a round: each kernel (interpreted) against its twin, attention in float64."""
+"""What lies between the products of a layer in a round: each kernel (interpreted) against its twin,
+attention in float64."""
 
 from itertools import product
 from pathlib import Path
@@ -12,26 +13,42 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from modeling_mrp.kernels import round_layers
 from modeling_mrp.kernels.dispatch import triton
-from modeling_mrp.kernels.round_layers import ROTATED, SUM_AND_NORM, RoundMask, round_attention, round_attention_ref
+from modeling_mrp.kernels.round_layers import (
+    ROTATED,
+    SUM_AND_NORM,
+    RoundMask,
+    round_attention,
+    round_attention_ref,
+)
 from modeling_mrp.networks.cache import BlockCache
 from tests.random_cases import make_model
 
 pytestmark = [
     pytest.mark.skipif(triton is None, reason="needs triton"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),  # numpy's, of infinities, where a kernel is interpreted
+    # numpy's, of infinities, where a kernel is interpreted
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
     pytest.mark.usefixtures("new_memory_is_nan", "wide_programs"),
 ]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels on CPU tensors need triton's interpreter")
+interpreted = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="kernels on CPU tensors need triton's interpreter"
+)
 
 
 def alike(got: Tensor, wanted: Tensor) -> None:
-    """Up to a last bit of 16; where a GPU rounds to bfloat16 the interpreter cuts off, a few times one after the other."""
+    """Up to a last bit of 16; where a GPU rounds to bfloat16 the interpreter cuts off, a few times
+    one after the other."""
     assert got.dtype == wanted.dtype
     cut = wanted.dtype == torch.bfloat16 and DEVICE == "cpu"
-    relative = 2**-5 if cut else {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-9}[wanted.dtype]
-    torch.testing.assert_close(got, wanted, rtol=relative, atol=relative * float(wanted.abs().nan_to_num().max()) / 8)
+    relative = (
+        2**-5
+        if cut
+        else {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-9}[wanted.dtype]
+    )
+    torch.testing.assert_close(
+        got, wanted, rtol=relative, atol=relative * float(wanted.abs().nan_to_num().max()) / 8
+    )
 
 
 def numbers(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -45,10 +62,16 @@ def norm_of(size: int, dtype: torch.dtype, epsilon: float = 1e-5) -> Qwen3RMSNor
 
 
 @pytest.mark.parametrize("adds", [True, False])
-@pytest.mark.parametrize(("rows", "size", "dtype"), [(3, 40, DTYPES[0]), (17, 127, DTYPES[1]), (33, 1, DTYPES[2])])
+@pytest.mark.parametrize(
+    ("rows", "size", "dtype"), [(3, 40, DTYPES[0]), (17, 127, DTYPES[1]), (33, 1, DTYPES[2])]
+)
 def test_a_sum_and_its_norm(rows: int, size: int, adds: bool, dtype: torch.dtype) -> None:
-    """Of strided numbers, too. Squares of 1e4 sum up in float32 also for float16, whose largest is 65,504."""
-    norm, hidden = norm_of(size, dtype), (numbers(1, 1, size, rows, dtype=dtype) * 1e4).clamp(-3e4, 3e4).transpose(1, 2)
+    """Of strided numbers, too. Squares of 1e4 sum up in float32 also for float16, whose largest is
+    65,504."""
+    norm, hidden = (
+        norm_of(size, dtype),
+        (numbers(1, 1, size, rows, dtype=dtype) * 1e4).clamp(-3e4, 3e4).transpose(1, 2),
+    )
     hidden[0, 0] = 0
     added = numbers(2, 1, size, rows, dtype=dtype).transpose(1, 2) if adds else None
     got, wanted = SUM_AND_NORM.launch(hidden, added, norm), SUM_AND_NORM.twin(hidden, added, norm)
@@ -59,24 +82,40 @@ def test_a_sum_and_its_norm(rows: int, size: int, adds: bool, dtype: torch.dtype
 
 @pytest.mark.parametrize(
     ("rows", "tokens", "heads", "kv_heads", "head_dim", "dtype"),
-    [(1, 1, 1, 1, 2, DTYPES[0]), (1, 16, 4, 2, 8, DTYPES[1]), (2, 8, 8, 1, 32, DTYPES[2]), (3, 5, 6, 3, 24, DTYPES[0])],
+    [
+        (1, 1, 1, 1, 2, DTYPES[0]),
+        (1, 16, 4, 2, 8, DTYPES[1]),
+        (2, 8, 8, 1, 32, DTYPES[2]),
+        (3, 5, 6, 3, 24, DTYPES[0]),
+    ],
 )
 def test_queries_keys_and_values(
-    rows: int, tokens: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    rows: int,
+    tokens: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In programs of many heads, as interpreted, and of eight, as on a GPU; what is not the target of the cache stays."""
+    """In programs of many heads, as interpreted, and of eight, as on a GPU; what is not the target
+    of the cache stays."""
     norms = norm_of(head_dim, dtype), norm_of(head_dim, dtype)
     norms[1].weight.mul_(-1.5)
     parts = [
-        numbers(seed, rows, tokens, many * head_dim, dtype=dtype) * 5 for seed, many in enumerate((heads, kv_heads, kv_heads))
+        numbers(seed, rows, tokens, many * head_dim, dtype=dtype) * 5
+        for seed, many in enumerate((heads, kv_heads, kv_heads))
     ]
     parts[0][0, 0, :head_dim] = 0  # which the norm leaves as it is
     positions = torch.arange(rows * tokens, device=DEVICE).view(rows, tokens, 1) * 7 % 1000
-    angles = (positions / 10 ** (torch.arange(head_dim // 2, device=DEVICE) * 8 / head_dim)).repeat(1, 1, 2)
+    angles = (positions / 10 ** (torch.arange(head_dim // 2, device=DEVICE) * 8 / head_dim)).repeat(
+        1, 1, 2
+    )
     rotary = angles.cos().to(dtype), angles.sin().to(dtype)
 
     def written(run: Any, given: Any) -> tuple[Tensor, Tensor]:
-        """Queries, and three layers of a cache whose second layer's slots 3 to 3 + tokens are the target."""
+        """Queries, and three layers of a cache whose second layer's slots 3 to 3 + tokens are the
+        target."""
         sizes = {"num_hidden_layers": 3, "num_key_value_heads": kv_heads, "head_dim": head_dim}
         model = make_model(num_attention_heads=kv_heads, **sizes).to(DEVICE, dtype)
         cache = BlockCache(model, rows, 6, tokens + 3, with_head=False)
@@ -106,16 +145,25 @@ def random_round(
     head_dim: int,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor, Tensor, RoundMask]:
-    """Queries and a buffer of keys and values whose slots are NaN where a row has nothing committed."""
+    """Queries and a buffer of keys and values whose slots are NaN where a row has nothing
+    committed."""
     random = torch.Generator().manual_seed(head_dim + used)
     rows, tokens = len(committed), width * block
-    query = torch.randn(rows, tokens, heads[0], head_dim, generator=random).to(DEVICE, dtype).transpose(1, 2)
-    cache = torch.randn(2, rows, heads[1], used + tokens + 3, head_dim, generator=random).to(DEVICE, dtype)
+    query = (
+        torch.randn(rows, tokens, heads[0], head_dim, generator=random)
+        .to(DEVICE, dtype)
+        .transpose(1, 2)
+    )
+    cache = torch.randn(2, rows, heads[1], used + tokens + 3, head_dim, generator=random).to(
+        DEVICE, dtype
+    )
     for row, length in enumerate(committed):
         cache[:, row, :, min(length, used) : used] = torch.nan
     cache[:, :, :, used + tokens :] = torch.nan
     key, value = cache[:, :, :, : used + tokens]
-    mask = RoundMask(torch.tensor(committed, device=DEVICE), torch.tensor(parent, device=DEVICE), block)
+    mask = RoundMask(
+        torch.tensor(committed, device=DEVICE), torch.tensor(parent, device=DEVICE), block
+    )
     return query, key, value, mask
 
 
@@ -125,14 +173,17 @@ def in_float64(query: Tensor, key: Tensor, value: Tensor, mask: RoundMask) -> Te
     return round_attention_ref(query.double(), key, value, mask, query.shape[-1] ** -0.5)
 
 
-# By case: committed slots and parents of each row, states, block, slots read, heads of queries and keys, their size, splits.
+# By case: committed slots and parents of each row, states, block, slots read, heads of queries and
+# keys, their size, splits.
 ROUNDS: list[tuple[list[int], list[list[int]], int, int, int, tuple[int, int], int, int | None]] = [
     ([0], [[-1]], 1, 4, 0, (1, 1), 32, None),  # nothing but itself: fewer rows than a tile
     ([64], [[-1]], 1, 16, 64, (2, 2), 32, None),  # every tile full
     ([37], [[-1, 0]], 2, 4, 64, (4, 2), 8, 1),
-    ([5, 0, 64], [[-1, 0, -1], [-1, -1, 1], [-1, -1, -1]], 3, 4, 64, (4, 1), 16, 2),  # shares with nothing in them
+    # shares with nothing in them
+    ([5, 0, 64], [[-1, 0, -1], [-1, -1, 1], [-1, -1, -1]], 3, 4, 64, (4, 1), 16, 2),
     ([129, 3], [[-1, 0], [-1, -1]], 2, 4, 192, (2, 1), 24, 5),  # more shares than tiles
-    ([7, 0], [[-1, 0, -1]] * 2, 3, 32, 64, (2, 1), 32, None),  # more rows and scratch than a tile, which may show nothing
+    # more rows and scratch than a tile, which may show nothing
+    ([7, 0], [[-1, 0, -1]] * 2, 3, 32, 64, (2, 1), 32, None),
     ([10], [[-1, 0]], 2, 16, 64, (1, 1), 128, 2),
     ([200], [[-1, 0]], 2, 4, 64, (2, 1), 8, 2),  # committed beyond what is read
     ([4, 3], [[-1, -1, 0]] * 2, 3, 4, 8, (4, 2), 8, None),  # prefix and scratch fit one tile
@@ -140,7 +191,9 @@ ROUNDS: list[tuple[list[int], list[list[int]], int, int, int, tuple[int, int], i
 
 
 @pytest.mark.parametrize(
-    ("case", "dtype"), [*product(range(len(ROUNDS)), DTYPES[:1]), *product((2, 4), DTYPES[1:])], ids=lambda value: str(value)
+    ("case", "dtype"),
+    [*product(range(len(ROUNDS)), DTYPES[:1]), *product((2, 4), DTYPES[1:])],
+    ids=lambda value: str(value),
 )
 def test_attention(case: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     *shape, head_dim, splits = ROUNDS[case]
@@ -155,19 +208,32 @@ def test_attention(case: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatc
 
 
 @interpreted
-@pytest.mark.parametrize(("rows", "strides"), [(1, (0, 0, 1 << 30, 1)), (3, (1 << 30, 0, 16, 1))], ids=["slots", "rows"])
-def test_places_beyond_the_reach_of_32_bits(rows: int, strides: tuple[int, ...], tmp_path: Path) -> None:
-    """Keys of one row, or of three, 2^30 numbers apart, in a file of 8 GB that takes no room but for what is touched."""
+@pytest.mark.parametrize(
+    ("rows", "strides"), [(1, (0, 0, 1 << 30, 1)), (3, (1 << 30, 0, 16, 1))], ids=["slots", "rows"]
+)
+def test_places_beyond_the_reach_of_32_bits(
+    rows: int, strides: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Keys of one row, or of three, 2^30 numbers apart, in a file of 8 GB that takes no room but
+    for what is touched."""
     scored = torch.randn(rows, 1, 3, 16, generator=torch.Generator().manual_seed(1))
     sparse = torch.from_file(str(tmp_path / "sparse"), shared=True, size=(2 << 30) + 48)
     key = sparse.as_strided((rows, 1, 3, 16), strides)
     key.copy_(scored)
-    query, mask = torch.ones(rows, 1, 1, 16), RoundMask(torch.tensor([2] * rows), torch.tensor([[-1]] * rows), 1)
-    close(round_attention(query, key, key, mask, 0.25), round_attention_ref(query, scored, scored, mask, 0.25), atol=2e-6)
+    query, mask = (
+        torch.ones(rows, 1, 1, 16),
+        RoundMask(torch.tensor([2] * rows), torch.tensor([[-1]] * rows), 1),
+    )
+    close(
+        round_attention(query, key, key, mask, 0.25),
+        round_attention_ref(query, scored, scored, mask, 0.25),
+        atol=2e-6,
+    )
 
 
 def test_mask_by_hand() -> None:
-    """Two states of one token, the second behind the first, over two slots of which one is committed."""
+    """Two states of one token, the second behind the first, over two slots of which one is
+    committed."""
     sees = RoundMask(torch.tensor([1]), torch.tensor([[-1, 0]]), 1).dense(2)
     assert sees.tolist() == [[[[True, False, True, False], [True, False, True, True]]]]
     alone = RoundMask(torch.tensor([1]), torch.tensor([[-1, -1]]), 1)

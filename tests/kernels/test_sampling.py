@@ -33,11 +33,24 @@ def exact_gumbel(bits: int) -> float:
 
 
 def test_the_noise_is_pinned() -> None:
-    """A change of the hash changes every seeded sample. Of ints as of tensors, on the host as on the device."""
+    """A change of the hash changes every seeded sample. Of ints as of tensors, on the host as on
+    the device."""
     assert mix_bits(torch.tensor([0, 1])).tolist() == [0, 0x688990C0]
-    cases = [(0, 0, 1), (1, 0, 1), (0, 1, 1), (0, 0, 2), (1 << 32, 0, 1), ((1 << 62) - 1, 32767, 64), (12345678901234, 77, 5)]
+    cases = [
+        (0, 0, 1),
+        (1, 0, 1),
+        (0, 1, 1),
+        (0, 0, 2),
+        (1 << 32, 0, 1),
+        ((1 << 62) - 1, 32767, 64),
+        (12345678901234, 77, 5),
+    ]
     keys = [0xA4F7896C, 0xBD81986E, 0xE417F9D8, 0x079F4ECE, 0x9945F562, 0x3CBB0A0F, 0x583A0577]
-    assert noise_key(*torch.tensor(cases).unbind(1)).tolist() == [noise_key(*case) for case in cases] == keys
+    assert (
+        noise_key(*torch.tensor(cases).unbind(1)).tolist()
+        == [noise_key(*case) for case in cases]
+        == keys
+    )
     tokens = torch.tensor([0, 1, 151_936])
     noise = gumbel_noise(torch.tensor(keys), 151_937, torch.float64)[:, tokens]
     expected = [exact_gumbel(bits) for bits in (0x2467F668, 0x265EE787, 0x45C16ED0)]
@@ -46,21 +59,39 @@ def test_the_noise_is_pinned() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
-def test_gumbel_noise_at_the_extreme_bits(dtype: torch.dtype, atol: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gumbel_noise_at_the_extreme_bits(
+    dtype: torch.dtype, atol: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the hash switched off, the bits of token 0 are the key."""
     monkeypatch.setattr(pick_file, "mix_bits", lambda x: x)
     half, most = 1 << 31, (1 << 32) - 1
-    bits = [0, 1, 2, 1000, half - 1000, half - 1, half, half + 1000, most - 1000, most - 2, most - 1, most]
+    bits = [
+        0,
+        1,
+        2,
+        1000,
+        half - 1000,
+        half - 1,
+        half,
+        half + 1000,
+        most - 1000,
+        most - 2,
+        most - 1,
+        most,
+    ]
     noise = gumbel_noise(torch.tensor(bits), 1, dtype)[:, 0]
     assert noise.tolist() == pytest.approx([exact_gumbel(b) for b in bits], abs=atol)
     assert (noise[[0, 1, 2, 3, 4, 7, 8, 9, 10, 11]].diff() > 0).all()
 
 
 def spots(n: int, early: int = 0) -> Spots:
-    """So many positions of different seeds, each the one mask of its state; of the first `early` no text may end."""
+    """So many positions of different seeds, each the one mask of its state; of the first `early` no
+    text may end."""
     made = []
     for i in range(n):
-        row: Any = SimpleNamespace(seed=i, no_eos_before=10 * (i < early), prompt=0, text=[1, 2], given_end=0, mask_id=17)
+        row: Any = SimpleNamespace(
+            seed=i, no_eos_before=10 * (i < early), prompt=0, text=[1, 2], given_end=0, mask_id=17
+        )
         made.append((row, State((5, (17,)), (0,), 1, 1 + i % 4, 0)))
     return Spots(made, torch.device("cpu"))
 
@@ -79,7 +110,9 @@ def noise_of(n: int, vocab: int) -> Tensor:
 def random_picker(n: int = 10, **options: Any) -> tuple[Picker, Tensor]:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(31, 6, dtype=torch.float64, generator=generator)
-    return Picker(weight, 17, **options), torch.randn(n, 6, dtype=torch.float64, generator=generator)
+    return Picker(weight, 17, **options), torch.randn(
+        n, 6, dtype=torch.float64, generator=generator
+    )
 
 
 class SparesTheLast(TopPLogitsWarper):
@@ -95,7 +128,15 @@ PICKS: dict[str, tuple[float, list[LogitsProcessor] | None]] = {
     "greedy": (3.0, None),
     "sampled": (0.7, []),
     "k": (0.7, [TopKLogitsWarper(5)]),
-    "all": (0.7, [TopKLogitsWarper(20), TopPLogitsWarper(0.97), MinPLogitsWarper(0.01), EtaLogitsWarper(0.05)]),
+    "all": (
+        0.7,
+        [
+            TopKLogitsWarper(20),
+            TopPLogitsWarper(0.97),
+            MinPLogitsWarper(0.01),
+            EtaLogitsWarper(0.05),
+        ],
+    ),
     "p, k": (0.7, [TopPLogitsWarper(0.7), TopKLogitsWarper(7)]),
     "k, typical": (0.7, [TopKLogitsWarper(7), TypicalLogitsWarper(0.7)]),
     "k, a subclass": (0.7, [TopKLogitsWarper(20), SparesTheLast(0.3)]),
@@ -106,13 +147,18 @@ PICKS: dict[str, tuple[float, list[LogitsProcessor] | None]] = {
 @pytest.mark.parametrize("at_once", [1 << 24, 3 * 31 + 30, 1])
 @pytest.mark.parametrize("case", PICKS)
 def test_picks_by_the_formulas(case: str, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mask id is neither picked nor counted, nor an eos before the minimum length. Noise is added to logits over their
-    temperature where transformers' own truncations leave them; confidence is without it. All at once, three positions, or less
-    than one."""
+    """The mask id is neither picked nor counted, nor an eos before the minimum length. Noise is
+    added to logits over their temperature where transformers' own truncations leave them;
+    confidence is without it. All at once, three positions, or less than one."""
     monkeypatch.setattr(pick_file, "_LOGITS_AT_ONCE", at_once)
     temperature, warpers = PICKS[case]
     truncation = LogitsProcessorList(warpers) if warpers else None
-    options = {"temperature": temperature, "sample": warpers is not None, "truncation": truncation, "eos_token_ids": (3, 30)}
+    options = {
+        "temperature": temperature,
+        "sample": warpers is not None,
+        "truncation": truncation,
+        "eos_token_ids": (3, 30),
+    }
     picker, hidden = random_picker(100, entropy=True, likeliest=True, **options)
     scores = hidden @ picker.lm_head_weight.T / temperature
     scores[:, 17] = -torch.inf
@@ -120,7 +166,8 @@ def test_picks_by_the_formulas(case: str, at_once: int, monkeypatch: pytest.Monk
     shown = scores.clone()
     for warper in warpers or ():
         shown = warper(torch.zeros(100, 1, dtype=torch.long), shown)  # type: ignore[arg-type]
-    shown = torch.where(shown == -torch.inf, shown, scores)  # what they leave may be sampled, at its own score
+    # what they leave may be sampled, at its own score
+    shown = torch.where(shown == -torch.inf, shown, scores)
     token = (shown + noise_of(100, 31) * (warpers is not None)).argmax(-1)
     picks, p = picker(hidden, spots(100, early=50)), scores.softmax(-1)
     assert torch.equal(picks.token, token)
@@ -136,15 +183,19 @@ def test_picks_by_the_formulas(case: str, at_once: int, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tops"), [(torch.float64, (59.0, 60.0, 61.0, 300.0)), (torch.float32, (39.0, 40.0, 41.0, 88.0))]
+    ("dtype", "tops"),
+    [(torch.float64, (59.0, 60.0, 61.0, 300.0)), (torch.float32, (39.0, 40.0, 41.0, 88.0))],
 )
-def test_confidence_where_the_probability_rounds_to_1(dtype: torch.dtype, tops: tuple[float, ...]) -> None:
+def test_confidence_where_the_probability_rounds_to_1(
+    dtype: torch.dtype, tops: tuple[float, ...]
+) -> None:
     """One logit far above six zeros: the log-odds are exactly that logit less log 6."""
     logits = torch.zeros(len(tops), 8, dtype=dtype)
     logits[:, 2] = torch.tensor(tops, dtype=dtype)
     assert logits[:, :7].softmax(-1)[:, 2].eq(1).all()
     for sample in (False, True):
-        picker = Picker(torch.eye(8, dtype=dtype), 7, sample=sample, likeliest=True)  # its logits are the hidden states
+        # its logits are the hidden states
+        picker = Picker(torch.eye(8, dtype=dtype), 7, sample=sample, likeliest=True)
         picks = picker(logits, spots(len(tops)))
         assert picks.odds.dtype == dtype
         assert picks.likeliest is not None
@@ -155,15 +206,25 @@ def test_confidence_where_the_probability_rounds_to_1(dtype: torch.dtype, tops: 
 @pytest.mark.parametrize("at_once", [1 << 30, 20])
 @pytest.mark.parametrize("sample", [False, True])
 def test_picks_among_a_few(sample: bool, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the five likeliest tokens at an earlier state, of which a truncation leaves three, those of the state itself; all
-    others keep their share. No end before the minimum length."""
+    """Of the five likeliest tokens at an earlier state, of which a truncation leaves three, those
+    of the state itself; all others keep their share. No end before the minimum length."""
     monkeypatch.setattr(pick_file, "_LOGITS_AT_ONCE", at_once)
-    options = {"temperature": 0.7, "sample": sample, "shortlist": 5, "eos_token_ids": (3, 30), "likeliest": sample}
-    picker, hidden = random_picker(300, truncation=LogitsProcessorList([TopKLogitsWarper(3)]), **options)
+    options = {
+        "temperature": 0.7,
+        "sample": sample,
+        "shortlist": 5,
+        "eos_token_ids": (3, 30),
+        "likeliest": sample,
+    }
+    picker, hidden = random_picker(
+        300, truncation=LogitsProcessorList([TopKLogitsWarper(3)]), **options
+    )
     before, now = picker(hidden, spots(300)), hidden.flip(0)
     shortlist = before.shortlist
     assert shortlist is not None
-    assert before.likeliest is None or before.likeliest.shape[1] == 62, "sampled drafts choose among more"
+    assert before.likeliest is None or before.likeliest.shape[1] == 62, (
+        "sampled drafts choose among more"
+    )
     stale, fresh = (states @ picker.lm_head_weight.T / 0.7 for states in (hidden, now))
     stale[:, 17] = -torch.inf
     kept = stale.topk(3).indices
@@ -176,6 +237,14 @@ def test_picks_among_a_few(sample: bool, at_once: int, monkeypatch: pytest.Monke
     told = scores.softmax(-1).gather(1, kept)
     torch.testing.assert_close(picks.odds, told.gather(1, place)[:, 0].logit())
     assert (picks.likeliest is not None) is sample
-    for ids, odds, tokens, p in zip(*listed(picks.likeliest), kept.tolist(), told.logit(), strict=False):
-        found = {token: one for token, one in zip(ids.tolist(), odds.tolist(), strict=True) if one > -torch.inf}
-        assert found == pytest.approx({token: one for token, one in zip(tokens, p.tolist(), strict=True) if one > -torch.inf})
+    for ids, odds, tokens, p in zip(
+        *listed(picks.likeliest), kept.tolist(), told.logit(), strict=False
+    ):
+        found = {
+            token: one
+            for token, one in zip(ids.tolist(), odds.tolist(), strict=True)
+            if one > -torch.inf
+        }
+        assert found == pytest.approx(
+            {token: one for token, one in zip(tokens, p.tolist(), strict=True) if one > -torch.inf}
+        )

@@ -1,4 +1,5 @@
-"""The exporter: a file that holds all of the package that a repository needs, and in which nothing is lost or meant twice."""
+"""The exporter: a file that holds all of the package that a repository needs, and in which nothing
+is lost or meant twice."""
 
 import ast
 import json
@@ -16,18 +17,23 @@ from modeling_mrp.model.code import CUSTOM_GENERATE, MODELING, PACKAGE, code_fil
 from modeling_mrp.model.families.sdar import families
 
 DEFINED = ast.FunctionDef | ast.ClassDef
-OPTIONAL = {"AlignDevicesHook", "add_hook_to_module", "fetched"}  # None where the library is not there
+# None where the library is not there
+OPTIONAL = {"AlignDevicesHook", "add_hook_to_module", "fetched"}
 
 
 def bound(body: list[ast.stmt]) -> Iterator[tuple[str, str]]:
-    """The names that statements bind when they run, those under `if` and `try` too, each with the code that does it."""
+    """The names that statements bind when they run, those under `if` and `try` too, each with the
+    code that does it."""
     for node in body:
         if isinstance(node, ast.If | ast.Try):
             yield from bound(node.body)
         elif isinstance(node, DEFINED):
             yield node.name, ast.dump(node)
         elif isinstance(node, ast.Import | ast.ImportFrom):
-            yield from ((a.asname or a.name, f"{getattr(node, 'module', None)} {a.name}") for a in node.names)
+            yield from (
+                (a.asname or a.name, f"{getattr(node, 'module', None)} {a.name}")
+                for a in node.names
+            )
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             yield from (
@@ -40,9 +46,9 @@ def bound(body: list[ast.stmt]) -> Iterator[tuple[str, str]]:
 
 @pytest.mark.parametrize("family", sorted(families()))
 def test_one_file_holds_what_a_repository_needs(family: str) -> None:
-    """No name means two things, no import is relative, and every class and function of the modules that are taken in is there,
-    with its docstring. A module that fails: rename what both define, and import siblings by `from .module import name`, at the
-    top."""
+    """No name means two things, no import is relative, and every class and function of the modules
+    that are taken in is there, with its docstring. A module that fails: rename what both define,
+    and import siblings by `from .module import name`, at the top."""
     tree = ast.parse(bundle.bundled(family)[PACKAGE])
     meant: dict[str, set[str]] = {}
     for name, code in bound(tree.body):
@@ -51,10 +57,14 @@ def test_one_file_holds_what_a_repository_needs(family: str) -> None:
     nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     assert not [node.module for node in nodes if node.level]
     assert not [alias.name for node in nodes for alias in node.names if alias.name.startswith("_")]
-    there = {(node.name, ast.get_docstring(node)) for node in ast.walk(tree) if isinstance(node, DEFINED)}
+    there = {
+        (node.name, ast.get_docstring(node)) for node in ast.walk(tree) if isinstance(node, DEFINED)
+    }
     for module in bundle.modules_of(family).values():
         for node in ast.walk(ast.parse(module.text)):
-            assert not isinstance(node, DEFINED) or (node.name, ast.get_docstring(node)) in there, node.name
+            assert not isinstance(node, DEFINED) or (node.name, ast.get_docstring(node)) in there, (
+                node.name
+            )
 
 
 def test_every_familys_file_can_be_imported(fresh: Fresh, tmp_path: Path) -> None:
@@ -77,9 +87,10 @@ def test_a_reader_finds_a_module_where_the_contents_say() -> None:
     text = bundle.bundled()[PACKAGE]
     lines, contents = text.splitlines(), entries(text, "Contents")
     assert [name for _, name, _ in contents] == list(bundle.modules_of())
-    assert all(lines[number - 1] == f"# {'-' * 100} {name}" for number, name, _ in contents)
+    assert all(lines[number - 1] == f"# {'-' * 80} {name}" for number, name, _ in contents)
     assert {name: title for _, name, title in contents}["networks.picker"] == (
-        "Picks: the token and its log-odds at masked positions, greedy or sampled, reproducible to the bit"
+        "Picks: the token and its log-odds at masked positions, greedy or sampled, reproducible to "
+        "the bit"
     )
     assert not [title for _, _, title in contents if not title or title.endswith(("]", ".", ","))]
 
@@ -89,41 +100,53 @@ def entries(text: str, heading: str) -> list[tuple[int, str, str]]:
     block = re.split(r"\n\n(?=\S|$)", text[text.index(f"\n{heading}") :])[0].partition("\n\n")[2]
     matches = re.findall(r"^ {,5}([\d,]+)  (\S+?):? (.+(?:\n {10}.+)*)", block, re.MULTILINE)
     assert len(matches) == len(re.findall(r"^ {,5}\d", block, re.MULTILINE)) > 0
-    return [(int(line.replace(",", "")), name, " ".join(rest.split())) for line, name, rest in matches]
+    return [
+        (int(line.replace(",", "")), name, " ".join(rest.split())) for line, name, rest in matches
+    ]
 
 
 @pytest.mark.parametrize("family", sorted(families()))
 def test_lines_of_the_header_are_those_of_definitions(family: str) -> None:
     """The call path's, the words' and the effects'."""
     text = bundle.bundled(family)[PACKAGE]
-    lines, words = text.splitlines(), re.findall(r"^ *([\d,]+)  [\w, ]+ \(`(\w+)`\): ", text, re.MULTILINE)
+    lines, words = (
+        text.splitlines(),
+        re.findall(r"^ *([\d,]+)  [\w, ]+ \(`(\w+)`\): ", text, re.MULTILINE),
+    )
     assert len(words) == len(bundle.GLOSSARY)
     named = [(int(line.replace(",", "")), name) for line, name in words]
     named += [
-        (line, name) for heading in ("From loading to text", "Importing this file") for line, name, _ in entries(text, heading)
+        (line, name)
+        for heading in ("From loading to text", "Importing this file")
+        for line, name, _ in entries(text, heading)
     ]
     assert len(named) == len(bundle.GLOSSARY) + len(bundle.CALL_PATH) + len(bundle.EFFECTS)
     for line, name in named:
         assert re.match(rf" *(def|class) {name.rpartition('.')[2]}\b", lines[line - 1]), name
 
 
-# Calls by which a program touches files, the network or code that it was not given, and libraries that do nothing else.
+# Calls by which a program touches files, the network or code that it was not given, and libraries
+# that do nothing else.
 TOUCHING = (
-    "cached_file chmod copyfile download from_pretrained fromfile generate get_class_from_dynamic_module get_config_dict "
-    "getenv getsource glob hf_hub_download import_module iterdir load_adapter load_file load_module loadtxt makedirs memmap "
-    "mkdir open_code popen Popen push_to_hub read_bytes read_text reload remove rename request rglob rmdir rmtree run_module "
-    "run_path safe_open save save_file save_pretrained savez savetxt snapshot_download socket spawn symlink_to system touch "
-    "tofile unlink upload_file upload_folder urlopen write write_bytes write_code write_text"
+    "cached_file chmod copyfile download from_pretrained fromfile generate "
+    "get_class_from_dynamic_module get_config_dict getenv getsource glob hf_hub_download "
+    "import_module iterdir load_adapter load_file load_module loadtxt makedirs memmap mkdir "
+    "open_code popen Popen push_to_hub read_bytes read_text reload remove rename request rglob "
+    "rmdir rmtree run_module run_path safe_open save save_file save_pretrained savez savetxt "
+    "snapshot_download socket spawn symlink_to system touch tofile unlink upload_file "
+    "upload_folder urlopen write write_bytes write_code write_text"
 )
-BUILTIN = {"__import__", "compile", "eval", "exec", "open", "input"}  # as methods (`model.eval()`) they are something else
+# as methods (`model.eval()`) they are something else
+BUILTIN = {"__import__", "compile", "eval", "exec", "open", "input"}
 LIBRARIES = (
-    "asyncio ctypes ftplib http httpx importlib.util marshal mmap multiprocessing pickle requests runpy shelve shutil smtplib "
-    "socket sqlite3 ssl subprocess tempfile urllib webbrowser"
+    "asyncio ctypes ftplib http httpx importlib.util marshal mmap multiprocessing pickle requests "
+    "runpy shelve shutil smtplib socket sqlite3 ssl subprocess tempfile urllib webbrowser"
 )
 
 
 def touching(tree: ast.Module) -> dict[str, set[str]]:
-    """The calls of `TOUCHING`, of `BUILTIN` and of loaders of torch and pickle, by function or method, "" outside of any.
+    """The calls of `TOUCHING`, of `BUILTIN` and of loaders of torch and pickle, by function or
+    method, "" outside of any.
 
     `write` of the rules, and the loop's of that name, write into a row of text.
     """
@@ -137,7 +160,9 @@ def touching(tree: ast.Module) -> dict[str, set[str]]:
             if isinstance(child, ast.Call):
                 called = ast.unparse(child.func)
                 last = called.rpartition(".")[2]
-                if (last in TOUCHING.split() and called not in ("write", "self.write")) or called in {
+                if (
+                    last in TOUCHING.split() and called not in ("write", "self.write")
+                ) or called in {
                     *BUILTIN,
                     "torch.load",
                     "torch.hub.load",
@@ -151,7 +176,8 @@ def touching(tree: ast.Module) -> dict[str, set[str]]:
 
 @pytest.mark.parametrize("family", sorted(families()))
 def test_the_header_names_all_that_touches_files_network_or_code(family: str) -> None:
-    """What fails here is new in the bundle, or gone: say in `EFFECTS` of the bundler what it does."""
+    """What fails here is new in the bundle, or gone: say in `EFFECTS` of the bundler what it
+    does."""
     text = bundle.bundled(family)[PACKAGE]
     tree = ast.parse(text)
     claimed = {
@@ -159,9 +185,19 @@ def test_the_header_names_all_that_touches_files_network_or_code(family: str) ->
         for _, name, rest in entries(text, "Importing this file")
     }
     assert touching(tree) == claimed
-    modules = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    modules = {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
     modules |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert not {name for name in modules for library in LIBRARIES.split() if f"{name}.".startswith(f"{library}.")}
+    assert not {
+        name
+        for name in modules
+        for library in LIBRARIES.split()
+        if f"{name}.".startswith(f"{library}.")
+    }
 
 
 def test_each_kind_of_call_is_noticed() -> None:
@@ -174,27 +210,42 @@ def test_each_kind_of_call_is_noticed() -> None:
         def g(): return eval("1"), [subprocess.Popen(x) for x in y], super().from_pretrained(x)
     """
     tree = ast.parse(re.sub("^        ", "", source, flags=re.MULTILINE))
-    assert touching(tree) == {"": {"open"}, "A.f": {"unlink", "write", "load"}, "g": {"eval", "Popen", "from_pretrained"}}
+    assert touching(tree) == {
+        "": {"open"},
+        "A.f": {"unlink", "write", "load"},
+        "g": {"eval", "Popen", "from_pretrained"},
+    }
 
 
 def test_what_only_a_module_needs_is_left_out() -> None:
-    """`__all__` of a module would be that of the file, `generate` is the model's, and no comment points at files beside it."""
+    """`__all__` of a module would be that of the file, `generate` is the model's, and no comment
+    points at files beside it."""
     text = bundle.bundled()[PACKAGE]
     names = {name for name, _ in bound(ast.parse(text).body)}
     assert not names & {"__all__", "generate", "log"}
     assert not re.findall(r"`[\w/]+/\w+\.py`", text.replace(f"`{CUSTOM_GENERATE}`", ""))
-    (function,) = [node for node in ast.parse(code_files()[CUSTOM_GENERATE]).body if isinstance(node, ast.FunctionDef)]
+    (function,) = [
+        node
+        for node in ast.parse(code_files()[CUSTOM_GENERATE]).body
+        if isinstance(node, ast.FunctionDef)
+    ]
     assert function.name == "generate"
 
 
-def test_the_code_of_a_folder_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By its exit status, and without running it: what is changed, missing, added or named beside it is told."""
+def test_the_code_of_a_folder_is_checked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By its exit status, and without running it: what is changed, missing, added or named beside
+    it is told."""
     folder = Path(shutil.copytree(TINY, tmp_path / "folder"))
 
     def check() -> tuple[int, str]:
         return bundle.main(["--check", str(folder)]), capsys.readouterr().out
 
-    assert check() == (0, f"{folder}: its code is that of modeling_mrp 0.1.0, sources {bundle.sources_digest()}\n")
+    assert check() == (
+        0,
+        f"{folder}: its code is that of modeling_mrp 0.1.0, sources {bundle.sources_digest()}\n",
+    )
     entry = (folder / MODELING).read_text()
     (folder / MODELING).write_text("raise SystemExit('this ran')\n" + entry)
     (folder / "inner").mkdir()
@@ -202,7 +253,9 @@ def test_the_code_of_a_folder_is_checked(tmp_path: Path, capsys: pytest.CaptureF
     (folder / CUSTOM_GENERATE).unlink()
     for name in ("config.json", "tokenizer_config.json"):
         fields = json.loads((folder / name).read_text())
-        (folder / name).write_text(json.dumps({**fields, "auto_map": {"AutoConfig": "org/other--module.Class"}}))
+        (folder / name).write_text(
+            json.dumps({**fields, "auto_map": {"AutoConfig": "org/other--module.Class"}})
+        )
     status, printed = check()
     assert status == 1
     for line in (
@@ -210,7 +263,8 @@ def test_the_code_of_a_folder_is_checked(tmp_path: Path, capsys: pytest.CaptureF
         "inner/more.py is no file of this package",
         f"{MODELING} differs, and names modeling_mrp 0.1.0, sources {bundle.sources_digest()}",
         "auto_map of config.json names other code: {'AutoConfig': 'org/other--module.Class'}",
-        "auto_map of tokenizer_config.json names other code: {'AutoConfig': 'org/other--module.Class'}",
+        "auto_map of tokenizer_config.json names other code: {'AutoConfig': "
+        "'org/other--module.Class'}",
         f"its code is NOT that of modeling_mrp 0.1.0, sources {bundle.sources_digest()}",
     ):
         assert f"{folder}: {line}" in printed
@@ -228,12 +282,23 @@ def test_the_embedded_checkpoint_has_the_code_of_this_package() -> None:
 
 
 def test_reading_goes_from_the_model_to_the_kernels() -> None:
-    """The model's bases are above it; no rule, no loop, no network and no kernel is, but what they need when they are made."""
+    """The model's bases are above it; no rule, no loop, no network and no kernel is, but what they
+    need when they are made."""
     places = {name: number for number, name in enumerate(bundle.modules_of())}
-    order = ("model.head", "modeling", "rules.reveal", "rules.draft", "generate.loop", "networks.networks", "networks.cache")
+    order = (
+        "model.head",
+        "modeling",
+        "rules.reveal",
+        "rules.draft",
+        "generate.loop",
+        "networks.networks",
+        "networks.cache",
+    )
     assert sorted(order, key=places.__getitem__) == list(order)
     assert places["kernels.round_layers"] == len(places) - 1
-    above = {name.partition(".")[0] for name, number in places.items() if number < places["modeling"]}
+    above = {
+        name.partition(".")[0] for name, number in places.items() if number < places["modeling"]
+    }
     assert above == {"versions", "model", "generate"}
     assert "generate.loop" not in list(places)[: places["modeling"]]
 
@@ -241,11 +306,17 @@ def test_reading_goes_from_the_model_to_the_kernels() -> None:
 def test_a_module_that_is_not_in_the_reading_order_has_a_place() -> None:
     """That of its room, and rooms that nobody listed come last."""
     new = ["zoo.lion", "model.new", "kernels.dispatch", "rules.state"]
-    assert sorted(new, key=bundle.reading_rank) == ["model.new", "rules.state", "kernels.dispatch", "zoo.lion"]
+    assert sorted(new, key=bundle.reading_rank) == [
+        "model.new",
+        "rules.state",
+        "kernels.dispatch",
+        "zoo.lion",
+    ]
 
 
 def test_names_that_an_import_needs() -> None:
-    """Bases, decorators, defaults and constants; no annotations, and nothing that a function looks up when it is called."""
+    """Bases, decorators, defaults and constants; no annotations, and nothing that a function looks
+    up when it is called."""
     source = """
         @decorated
         class A(Base):
@@ -255,7 +326,14 @@ def test_names_that_an_import_needs() -> None:
         table = {name: (lambda: inner) for name in listed}
     """
     tree = ast.parse(re.sub("^        ", "", source, flags=re.MULTILINE))
-    assert {*bundle.used_on_import(tree)} == {"decorated", "Base", "default", "other", "name", "listed"}
+    assert {*bundle.used_on_import(tree)} == {
+        "decorated",
+        "Base",
+        "default",
+        "other",
+        "name",
+        "listed",
+    }
 
 
 def test_the_digest_is_that_of_the_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""What transformers calls differently from version to version, and its Auto classes once the package is imported."""
+"""What transformers calls differently from version to version, and its Auto classes once the
+package is imported."""
 
 import logging
 import sys
@@ -40,13 +41,23 @@ def test_forward_takes_a_cache_by_either_name(random_model: MRPForCausalLM, name
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_generate_takes_and_returns_a_cache_by_either_name(random_model: MRPForCausalLM, name: str) -> None:
+def test_generate_takes_and_returns_a_cache_by_either_name(
+    random_model: MRPForCausalLM, name: str
+) -> None:
     first = random_model.generate(PROMPT, **OPTIONS)
     cache = first.cache
     assert cache is not None
-    for same in (first.past_key_values, first["cache"], first["past_key_values"], first.get("past_key_values")):
+    for same in (
+        first.past_key_values,
+        first["cache"],
+        first["past_key_values"],
+        first.get("past_key_values"),
+    ):
         assert same is cache
-    assert [key for key in ("cache", "past_key_values", "other") if key in first] == ["cache", "past_key_values"]
+    assert [key for key in ("cache", "past_key_values", "other") if key in first] == [
+        "cache",
+        "past_key_values",
+    ]
     again = random_model.generate(PROMPT, **{name: cache}, **OPTIONS)
     assert again.sequences.equal(first.sequences)
     assert again.cache is cache
@@ -75,7 +86,10 @@ class Texts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 def test_our_own_calls_cause_no_warning_of_deprecation(
-    random_model: MRPForCausalLM, tmp_path: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    random_model: MRPForCausalLM,
+    tmp_path: Any,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of decoding, scoring, loading, saving and training, in warnings and in transformers' log."""
     logger = logging.getLogger("transformers")
@@ -83,7 +97,9 @@ def test_our_own_calls_cause_no_warning_of_deprecation(
     transformers.utils.logging.warning_once.cache_clear()  # what an earlier test caused
     with warnings.catch_warnings():
         for kind in (FutureWarning, DeprecationWarning):
-            warnings.filterwarnings("error", category=kind, message=".*(past_key_values|cache|deprecated)")
+            warnings.filterwarnings(
+                "error", category=kind, message=".*(past_key_values|cache|deprecated)"
+            )
         for decoding in ("static", "mrp_spec", "mrp_direct", "mrp_remask"):
             out = random_model.generate(PROMPT, decoding=decoding, **OPTIONS)
             random_model.generate(out.sequences, cache=out.cache, **OPTIONS)
@@ -91,7 +107,9 @@ def test_our_own_calls_cause_no_warning_of_deprecation(
         random_model.save_pretrained(tmp_path / "saved")
         model = MRPForCausalLM.from_pretrained(tmp_path / "saved")
         model(PROMPT, use_cache=True, **{CACHE_NAME: DynamicCache()})
-        arguments = TrainingArguments(str(tmp_path), max_steps=1, report_to=[], use_cpu=True, save_strategy="no")
+        arguments = TrainingArguments(
+            str(tmp_path), max_steps=1, report_to=[], use_cpu=True, save_strategy="no"
+        )
         Trainer(model, arguments, train_dataset=Texts()).train()
     assert [record.message for record in caplog.records if "deprecated" in record.message] == []
 
@@ -101,7 +119,8 @@ def test_our_own_calls_cause_no_warning_of_deprecation(
 
 @pytest.mark.parametrize("trust", [{}, {"trust_remote_code": False}, {"trust_remote_code": True}])
 def test_the_auto_classes_know_the_package_once_it_is_imported(trust: dict[str, bool]) -> None:
-    """Without a question, of which the answer would be awaited, and with this package's own classes."""
+    """Without a question, of which the answer would be awaited, and with this package's own
+    classes."""
     assert isinstance(AutoConfig.from_pretrained(TINY, **trust), MRPConfig)
     for auto in (AutoModel, AutoModelForCausalLM):
         assert isinstance(auto.from_pretrained(TINY, **trust), MRPForCausalLM)
@@ -130,7 +149,14 @@ def test_a_repositorys_code_registers_nothing(fresh: Fresh) -> None:
 
 @pytest.mark.parametrize(
     ("installed", "noted"),
-    [("5.17.0", False), ("5.23.1", False), ("5.24.3", False), ("5.16.1", True), ("5.25.0.dev0", True), ("6.0.0", True)],
+    [
+        ("5.17.0", False),
+        ("5.23.1", False),
+        ("5.24.3", False),
+        ("5.16.1", True),
+        ("5.25.0.dev0", True),
+        ("6.0.0", True),
+    ],
 )
 def test_an_error_names_the_versions_that_were_tested(
     random_model: MRPForCausalLM, installed: str, noted: bool, monkeypatch: pytest.MonkeyPatch
@@ -140,7 +166,11 @@ def test_an_error_names_the_versions_that_were_tested(
     monkeypatch.setattr(sys.modules["transformers"], "__version__", installed)
 
     def notes(error: BaseException) -> list[str]:
-        return [note for note in getattr(error, "__notes__", []) if f"and {installed} is installed" in note]
+        return [
+            note
+            for note in getattr(error, "__notes__", [])
+            if f"and {installed} is installed" in note
+        ]
 
     with pytest.raises(ValueError, match="block_size") as of_generate:
         random_model.generate(PROMPT, block_size=3)

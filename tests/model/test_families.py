@@ -26,7 +26,13 @@ from modeling_mrp.generate.budget import Amount, Fixed
 from modeling_mrp.model.families.sdar import families
 from tests.random_cases import dampened, make_model
 
-PROMPTS = [[15, 17, 80, 3, 44, 9], [8], [7, 7, 21, 90], [33, 2, 60, 61, 62, 63, 64, 65], [12, 13, 14]]
+PROMPTS = [
+    [15, 17, 80, 3, 44, 9],
+    [8],
+    [7, 7, 21, 90],
+    [33, 2, 60, 61, 62, 63, 64, 65],
+    [12, 13, 14],
+]
 MODES = [
     {"decoding": decoding, "target": target, "num_draft_states": 4}
     for decoding in ("self_spec", "mrp_spec")
@@ -55,35 +61,53 @@ def twin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @torch.no_grad()
 def test_each_token_is_the_likeliest_of_the_slow_model(twin: Twin) -> None:
-    """Given what was revealed before it; and the logits are the same, up to what transformers' norms, rotation and router
-    compute in float32."""
+    """Given what was revealed before it; and the logits are the same, up to what transformers'
+    norms, rotation and router compute in float32."""
     model, block, mask = twin.model, twin.model.config.block_size, twin.model.config.mask_token_id
     prompt, end = PROMPTS[0], max(16, 2 * block)
     for rule in ("static", "sequential"):
-        out = generate(model, [prompt], decoding=rule, max_new_tokens=end - len(prompt), eos_token_id=None)
-        ids, steps = out.sequences[0], torch.cat([torch.full((len(prompt),), -1), out.reveal_step[0]])
+        out = generate(
+            model, [prompt], decoding=rule, max_new_tokens=end - len(prompt), eos_token_id=None
+        )
+        ids, steps = (
+            out.sequences[0],
+            torch.cat([torch.full((len(prompt),), -1), out.reveal_step[0]]),
+        )
         for at in range(len(prompt), end):
             seen = ids.where(steps < steps[at], mask)[: (at // block + 1) * block]
             scores = twin.logits(seen.tolist())[at].index_fill(0, torch.tensor([mask]), -torch.inf)
             assert scores.argmax() == ids[at], (rule, at)
-    ids = [*torch.randint(6, 90, (38,), generator=torch.Generator().manual_seed(0)).tolist(), mask, mask]
+    ids = [
+        *torch.randint(6, 90, (38,), generator=torch.Generator().manual_seed(0)).tolist(),
+        mask,
+        mask,
+    ]
     close(model(torch.tensor([ids])).logits[0, 1:], twin.logits(ids)[1:], 1e-4)
 
 
 def test_drafts_are_lossless(twin: Twin) -> None:
-    """Each drafted mode gives its target's text in fewer forwards, in a ragged batch; and a row's text is the one that it has
-    alone, also where the head changes it. Of long blocks the modes in which most can go wrong."""
+    """Each drafted mode gives its target's text in fewer forwards, in a ragged batch; and a row's
+    text is the one that it has alone, also where the head changes it. Of long blocks the modes in
+    which most can go wrong."""
     few, left = twin.model.config.block_size > 8, left_padded(PROMPTS)
-    options = {"max_new_tokens": 36 if few and twin.name == "fast_dllm_v2" else 14, "eos_token_id": None, **LIVELY}
+    options = {
+        "max_new_tokens": 36 if few and twin.name == "fast_dllm_v2" else 14,
+        "eos_token_id": None,
+        **LIVELY,
+    }
     for mode in (MODES[2], MODES[5]) if few else MODES:
         target = generate(twin.model, PROMPTS, decoding=mode["target"], **options)
         drafted = generate(twin.model, PROMPTS, **mode, **options)
         assert drafted.sequences.equal(target.sequences), mode
         assert drafted.stats.row_forwards.sum() <= target.stats.row_forwards.sum(), mode
     for decoding in ("sequential", "mrp_direct", "mrp_remask"):
-        whole = twin.model.generate(**left, decoding=decoding, **options)[:, left["input_ids"].shape[1] :]
+        whole = twin.model.generate(**left, decoding=decoding, **options)[
+            :, left["input_ids"].shape[1] :
+        ]
         for row, prompt in list(zip(whole, PROMPTS, strict=True))[: 1 if few else 3]:
-            alone = twin.model.generate(torch.tensor([prompt]), decoding=decoding, **options)[0, len(prompt) :]
+            alone = twin.model.generate(torch.tensor([prompt]), decoding=decoding, **options)[
+                0, len(prompt) :
+            ]
             assert row.equal(alone), decoding
 
 
@@ -97,11 +121,29 @@ def test_a_head_is_trained_saved_and_loaded(name: str, tmp_path: Path) -> None:
         again = MRPForCausalLM.from_pretrained(tmp_path / where, dtype=torch.float64)
         assert again.config.family == model.config.family
         assert same_tensors(again, model)
-    options: dict[str, Any] = {"max_steps": 2, "per_device_train_batch_size": 2, "save_strategy": "no", "report_to": []}
-    options |= {"logging_strategy": "no", "use_cpu": True, "disable_tqdm": True, "objective": "mrp", "learning_rate": 1e-3}
-    args, rows = MRPTrainingArguments(str(tmp_path / "run"), **options), [sample(index, 20, 6) for index in range(4)]
+    options: dict[str, Any] = {
+        "max_steps": 2,
+        "per_device_train_batch_size": 2,
+        "save_strategy": "no",
+        "report_to": [],
+    }
+    options |= {
+        "logging_strategy": "no",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "objective": "mrp",
+        "learning_rate": 1e-3,
+    }
+    args, rows = (
+        MRPTrainingArguments(str(tmp_path / "run"), **options),
+        [sample(index, 20, 6) for index in range(4)],
+    )
     MRPTrainer(model=model, args=args, train_dataset=rows).train()
-    changed = {name for name, tensor in model.state_dict().items() if not tensor.double().equal(before[name])}
+    changed = {
+        name
+        for name, tensor in model.state_dict().items()
+        if not tensor.double().equal(before[name])
+    }
     assert changed
     assert all(name.startswith("mrp_head.") for name in changed)
 
@@ -109,10 +151,16 @@ def test_a_head_is_trained_saved_and_loaded(name: str, tmp_path: Path) -> None:
 def test_sdar_moe(tmp_path: Path) -> None:
     """A head's layers are no copies of experts, and processes do not divide these."""
     model = twin_of("sdar_moe", 4, tmp_path, head_layers=0).model
-    with pytest.raises(ValueError, match="layers are Qwen3MoeDecoderLayers and a head's Qwen3DecoderLayers: use 'identity'"):
+    with pytest.raises(
+        ValueError,
+        match="layers are Qwen3MoeDecoderLayers and a head's Qwen3DecoderLayers: use 'identity'",
+    ):
         new_head(model, 1, "backbone")
     model.config.distributed_config = {"tp_size": 2}
-    with pytest.raises(ValueError, match="a model of the family 'sdar_moe' is not divided over processes: use device_map"):
+    with pytest.raises(
+        ValueError,
+        match="a model of the family 'sdar_moe' is not divided over processes: use device_map",
+    ):
         MRPForCausalLM(model.config)
     with pytest.raises(ValueError, match="families here are"):
         MRPConfig(family="qwen9")
@@ -120,18 +168,33 @@ def test_sdar_moe(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "vocabulary", "expected"),
-    [("sdar_moe", 151936, (4, 151669)), ("llada2_moe", 157184, (32, 156895)), ("fast_dllm_v2", 152064, (32, 151665))],
+    [
+        ("sdar_moe", 151936, (4, 151669)),
+        ("llada2_moe", 157184, (32, 156895)),
+        ("fast_dllm_v2", 152064, (32, 151665)),
+    ],
 )
-def test_what_published_configs_leave_out(name: str, vocabulary: int, expected: tuple[int, int]) -> None:
-    said = {key: value for key, value in FAMILIES[name].twin.items() if key not in ("block_size", "mask_token_id")}
+def test_what_published_configs_leave_out(
+    name: str, vocabulary: int, expected: tuple[int, int]
+) -> None:
+    said = {
+        key: value
+        for key, value in FAMILIES[name].twin.items()
+        if key not in ("block_size", "mask_token_id")
+    }
     config = MRPConfig.from_dict(
-        {**said, "vocab_size": vocabulary, **({"mask_token_id": 151669} if name == "sdar_moe" else {})}
+        {
+            **said,
+            "vocab_size": vocabulary,
+            **({"mask_token_id": 151669} if name == "sdar_moe" else {}),
+        }
     )
     assert (config.block_size, config.mask_token_id) == expected
 
 
 def test_llada2_rotates_half_of_each_head_by_default(tmp_path: Path) -> None:
-    """Where the config names no part: the logits are those of the slow model, which rotates 4 of 8 numbers."""
+    """Where the config names no part: the logits are those of the slow model, which rotates 4 of 8
+    numbers."""
     twin = twin_of("llada2_moe", 4, tmp_path, head_layers=0)
     config = tmp_path / "twin" / "config.json"
     fields = json.loads(config.read_text())
@@ -144,20 +207,26 @@ def test_llada2_rotates_half_of_each_head_by_default(tmp_path: Path) -> None:
 
 
 def test_llada2(fresh: Fresh, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """From a process without this package: the whole model, and its head, which loads the published checkpoint; its card; and
-    the bias of the router, which stays in float32."""
+    """From a process without this package: the whole model, and its head, which loads the published
+    checkpoint; its card; and the bias of the router, which stays in float32."""
     model = twin_of("llada2_moe", 4, tmp_path, head_layers=1).model
     model.save_pretrained(tmp_path / "whole")
     model.save_pretrained(tmp_path / "head", head_only=True)
     saved = json.loads((tmp_path / "whole" / "config.json").read_text())
-    assert (saved["family"], saved["n_group"], saved["rope_parameters"]["partial_rotary_factor"]) == ("llada2_moe", 4, 0.5)
+    assert (
+        saved["family"],
+        saved["n_group"],
+        saved["rope_parameters"]["partial_rotary_factor"],
+    ) == ("llada2_moe", 4, 0.5)
     options = {"decoding": "mrp_spec", "target": "static", "max_new_tokens": 9}
     text = model.generate(torch.tensor([[15, 17, 8]]), **options).tolist()
     script = f"""
     from transformers import AutoModel
     for name in ("whole", "head"):
-        model = AutoModel.from_pretrained("{tmp_path}/" + name, trust_remote_code=True, dtype=torch.float64)
-        print(model.config.family, model.generate(torch.tensor([[15, 17, 8]]), **{options}).tolist())
+        how = dict(trust_remote_code=True, dtype=torch.float64)
+        model = AutoModel.from_pretrained("{tmp_path}/" + name, **how)
+        ids = model.generate(torch.tensor([[15, 17, 8]]), **{options})
+        print(model.config.family, ids.tolist())
     """
     assert fresh(script) == f"llada2_moe {text}\n" * 2
     card = render_card(tmp_path / "whole", "full", "org/name")
@@ -175,15 +244,22 @@ def test_llada2(fresh: Fresh, tmp_path: Path, caplog: pytest.LogCaptureFixture) 
 
 
 def test_fast_dllm_goes_on_from_its_cache(tmp_path: Path) -> None:
-    """Also at the beginning of a block, whose first token is predicted from what a copy of the cache has kept. A forward with
-    transformers' own cache, which has not, is refused."""
+    """Also at the beginning of a block, whose first token is predicted from what a copy of the
+    cache has kept. A forward with transformers' own cache, which has not, is refused."""
     model, ids = twin_of("fast_dllm_v2", 4, tmp_path).model, torch.tensor(PROMPTS[:1])
-    options = {"decoding": "mrp_spec", "target": "sequential", "eos_token_id": None, "num_draft_states": 4}
+    options = {
+        "decoding": "mrp_spec",
+        "target": "sequential",
+        "eos_token_id": None,
+        "num_draft_states": 4,
+    }
     for kept in (8, 12, 14):
         before = model.generate(ids, max_new_tokens=10, return_dict_in_generate=True, **options)
         prompt = torch.cat([before.sequences[:, :kept], torch.tensor([[7]])[:, : kept % 4]], 1)
         expected = model.generate(prompt, max_new_tokens=9, **options)
-        again = model.generate(prompt, max_new_tokens=9, past_key_values=before.past_key_values, **options)
+        again = model.generate(
+            prompt, max_new_tokens=9, past_key_values=before.past_key_values, **options
+        )
         assert again.equal(expected)
     cache = model(ids[:, :4], use_cache=True).past_key_values
     with pytest.raises(ValueError, match="the logits of a position come from the one before it"):
@@ -191,8 +267,8 @@ def test_fast_dllm_goes_on_from_its_cache(tmp_path: Path) -> None:
 
 
 def test_a_loss_of_fast_dllm_is_that_of_the_shifted_logits(tmp_path: Path) -> None:
-    """Every masked position of the noisy copy is predicted from the column before: within a block the noisy one, else the
-    clean one."""
+    """Every masked position of the noisy copy is predicted from the column before: within a block
+    the noisy one, else the clean one."""
     twin, length = twin_of("fast_dllm_v2", 4, tmp_path), 10
     ids = torch.randint(6, 90, (1, length), generator=torch.Generator().manual_seed(3))
     noise = torch.full((1, 1 + length), 0.5)
@@ -203,34 +279,56 @@ def test_a_loss_of_fast_dllm_is_that_of_the_shifted_logits(tmp_path: Path) -> No
     total = 0.0
     for at in (3, 4, 5, 8):
         start = at // 4 * 4
-        state = torch.cat([ids[0, :start], torch.where(hidden, 97, ids)[0, start : start + 4]]).tolist()
+        state = torch.cat(
+            [ids[0, :start], torch.where(hidden, 97, ids)[0, start : start + 4]]
+        ).tolist()
         total -= twin.logits(state)[at].log_softmax(-1)[ids[0, at]].item() / 0.5
     assert loss.item() == pytest.approx(total / length, abs=1e-4)
     # A sample of 6 tokens in blocks of 4, a noisy copy of it before the clean one, and padding.
     position = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5, 0]])
     view, zeros = torch.tensor([[1] * 6 + [0] * 6 + [-1]]), torch.zeros_like(position)
-    batch = PackedBatch(zeros, zeros, position, position // 4, view, zeros, zeros.float(), torch.tensor(6), zeros)
+    batch = PackedBatch(
+        zeros, zeros, position, position // 4, view, zeros, zeros.float(), torch.tensor(6), zeros
+    )
     assert batch.before().tolist() == [[-1, 0, 1, 2, 9, 4, -1, 6, 7, 8, 9, 10, -1]]
 
 
 def test_rounds_of_unequal_width_of_fast_dllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """As under `auto`: a head pass may ask for all that the round before scored, in order."""
     numbers = random.Random(0)
-    paced = SimpleNamespace(choose=lambda rows: Amount(numbers.choice((2, 3)), 1), learn=lambda *_: None)
-    monkeypatch.setattr(generation, "budget_of", lambda _, mode: paced if mode.drafting else Fixed(Amount()))
-    model = dampened(make_model(69, family="fast_dllm_v2", block_size=8, initializer_range=0.6), 0.3)
+    paced = SimpleNamespace(
+        choose=lambda rows: Amount(numbers.choice((2, 3)), 1), learn=lambda *_: None
+    )
+    monkeypatch.setattr(
+        generation, "budget_of", lambda _, mode: paced if mode.drafting else Fixed(Amount())
+    )
+    model = dampened(
+        make_model(69, family="fast_dllm_v2", block_size=8, initializer_range=0.6), 0.3
+    )
     ids, options = torch.tensor([[35]]), {"max_new_tokens": 31, "eos_token_id": None}
-    drafted = model.generate(ids, decoding="mrp_spec", target="fast_dllm", num_draft_states="auto", **options)
+    drafted = model.generate(
+        ids, decoding="mrp_spec", target="fast_dllm", num_draft_states="auto", **options
+    )
     assert drafted.equal(model.generate(ids, decoding="fast_dllm", **options))
 
 
 PLAIN = backbone_config(block_size=4, mask_token_id=97)
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
-    # I-DLM and UNO declare themselves SDAR: `use_regular_causal` is what their code reads, and UNO's may leave it out.
-    "yifanyu/I-DLM-8B": ({**PLAIN, "use_regular_causal": True}, "each token of it sees the tokens before it alone"),
+    # I-DLM and UNO declare themselves SDAR: `use_regular_causal` is what their code reads, and
+    # UNO's may leave it out.
+    "yifanyu/I-DLM-8B": (
+        {**PLAIN, "use_regular_causal": True},
+        "each token of it sees the tokens before it alone",
+    ),
     "uno-qwen3-8B": (PLAIN, "each token of it sees the tokens before it alone"),
-    "lfm2-diffusion": ({"model_type": "lfm2_diffusion", "canvas_length": 128}, "model_type is 'lfm2_diffusion': what loads"),
-    "LLaDA2.0 with biases": ({**LLADA2, "use_qkv_bias": True}, "the config has {'use_qkv_bias': True}"),
+    "lfm2-diffusion": (
+        {"model_type": "lfm2_diffusion", "canvas_length": 128},
+        "model_type is 'lfm2_diffusion': what loads",
+    ),
+    "LLaDA2.0 with biases": (
+        {**LLADA2, "use_qkv_bias": True},
+        "the config has {'use_qkv_bias': True}",
+    ),
 }
 
 

@@ -1,4 +1,5 @@
-"""First loads of a repository while another process is still copying its code: transformers copies without a lock."""
+"""First loads of a repository while another process is still copying its code: transformers copies
+without a lock."""
 
 import json
 import sys
@@ -32,7 +33,9 @@ def name() -> Any:
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_a_file_is_imported_once_it_is_whole(part: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_imported_once_it_is_whole(
+    part: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another process goes on writing it while this one sleeps for the third time."""
     path, naps = tmp_path / "sibling.py", []
     if (text := PARTS[part]) is not None:
@@ -57,7 +60,10 @@ def test_a_file_that_stays_incomplete_is_an_error(part: str, name: str, tmp_path
     path = tmp_path / "sibling.py"
     if (text := PARTS[part]) is not None:
         path.write_text(text)
-    with pytest.raises(ImportError, match=rf"sibling\.py is not whole: for 0 s .*delete the folder {tmp_path}, and load again"):
+    with pytest.raises(
+        ImportError,
+        match=rf"sibling\.py is not whole: for 0 s .*delete the folder {tmp_path}, and load again",
+    ):
         entry.import_whole(name, path, "# The end", 0)
     assert name not in sys.modules
     path.write_text(WHOLE)
@@ -70,8 +76,9 @@ def test_line_ends_of_another_system_do_not_matter(name: str, tmp_path: Path) ->
 
 
 def test_the_entry_is_written_at_once() -> None:
-    """It fits a page of memory, so that no process sees a part of it, and it names the file that transformers copies beside it.
-    Neither file has a character of several bytes, which a reader could meet half of."""
+    """It fits a page of memory, so that no process sees a part of it, and it names the file that
+    transformers copies beside it. Neither file has a character of several bytes, which a reader
+    could meet half of."""
     code = code_files()
     assert len(code[MODELING]) < 4096
     assert code[MODELING].isascii()
@@ -82,10 +89,12 @@ def test_the_entry_is_written_at_once() -> None:
 LOAD = """
 import json, pathlib, threading, time
 from transformers import AutoConfig, AutoModel, dynamic_module_utils
-folder = pathlib.Path(dynamic_module_utils.HF_MODULES_CACHE) / "transformers_modules" / "org" / "{name}" / "{sha}"
+cache = pathlib.Path(dynamic_module_utils.HF_MODULES_CACHE)
+folder = cache / "transformers_modules" / "org" / "{name}" / "{sha}"
 folder.mkdir(parents=True)
 text = pathlib.Path({package!r}).read_text()
-(folder / "package_mrp.py").write_text(text[:{cut}])  # as another process leaves it that is not done
+# As another process leaves it that is not done.
+(folder / "package_mrp.py").write_text(text[:{cut}])
 """
 GOES_ON = """
 waits, sleep = [], time.sleep
@@ -100,7 +109,8 @@ assert type(model.config) is type(config)
 model.save_pretrained("saved by {name}")
 saved = pathlib.Path("saved by {name}")
 print(len(waits) > 0, json.loads((saved / "config.json").read_text())["auto_map"] == {auto_map})
-print((saved / "package_mrp.py").read_text() == text, AutoModel.from_pretrained(saved, trust_remote_code=True).config.has_head)
+again = AutoModel.from_pretrained(saved, trust_remote_code=True)
+print((saved / "package_mrp.py").read_text() == text, again.config.has_head)
 """
 STAYS = """
 try:
@@ -112,8 +122,11 @@ except ImportError as error:
 
 @pytest.mark.parametrize("cut", [0, 200_000], ids=["empty", "half"])
 @pytest.mark.parametrize("goes_on", [True, False])
-def test_transformers_loads_what_another_process_copies(goes_on: bool, cut: int, fresh: Fresh, tmp_path: Path) -> None:
-    """From the Hub's cache; code that is saved by the loaded model is that of the repository, and is named as there."""
+def test_transformers_loads_what_another_process_copies(
+    goes_on: bool, cut: int, fresh: Fresh, tmp_path: Path
+) -> None:
+    """From the Hub's cache; code that is saved by the loaded model is that of the repository, and
+    is named as there."""
     folder, name = tmp_path / "repository", f"copied_{goes_on}_{cut}"
     folder.mkdir()
     for path in TINY.glob("*.*"):
@@ -123,6 +136,12 @@ def test_transformers_loads_what_another_process_copies(goes_on: bool, cut: int,
         assert text.count("float = 60.0") == 1
         (folder / MODELING).write_text(text.replace("float = 60.0", "float = 0.1"))
     in_hub_cache(folder, fresh.hub_cache, f"org/{name}")
-    values = {"name": name, "sha": SHA, "package": str(TINY / PACKAGE), "cut": cut, "auto_map": json.dumps(AUTO_MAP)}
+    values = {
+        "name": name,
+        "sha": SHA,
+        "package": str(TINY / PACKAGE),
+        "cut": cut,
+        "auto_map": json.dumps(AUTO_MAP),
+    }
     printed = fresh((LOAD + (GOES_ON if goes_on else STAYS)).format(**values))
     assert printed == ("True True\nTrue True\n" if goes_on else "1 2\n")

@@ -27,7 +27,8 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A full checkpoint, its backbone, its head alone, and another full one for the same backbone."""
+    """A full checkpoint, its backbone, its head alone, and another full one for the same
+    backbone."""
     root = tmp_path_factory.mktemp("heads")
     full = make_model().float()
     full.save_pretrained(root / "full")
@@ -43,12 +44,17 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def test_a_head_repository(folders: dict[str, Path], tmp_path: Path) -> None:
-    """It holds the head's tensors alone, and loads its backbone; saved whole, the model names none."""
+    """It holds the head's tensors alone, and loads its backbone; saved whole, the model names
+    none."""
     files = {path.name for path in folders["full"].rglob("*") if path.is_file()}
     assert {path.name for path in folders["head"].rglob("*") if path.is_file()} == files
-    stored, head = load_file(folders["full"] / "model.safetensors"), load_file(folders["head"] / "model.safetensors")
+    stored, head = (
+        load_file(folders["full"] / "model.safetensors"),
+        load_file(folders["head"] / "model.safetensors"),
+    )
     assert head.keys() == {name for name in stored if name.startswith("mrp_head.")}
-    named = {"base_model_name_or_path": str(folders["backbone"])}  # of a folder there is no revision
+    # of a folder there is no revision
+    named = {"base_model_name_or_path": str(folders["backbone"])}
     assert config_of(folders["head"]) == config_of(folders["full"]) | named
     model, full = (MRPForCausalLM.from_pretrained(folders[kind]) for kind in ("head", "full"))
     assert same_tensors(model, full)
@@ -65,14 +71,23 @@ def test_a_head_repository(folders: dict[str, Path], tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def test_a_head_on_a_backbone_that_is_spread_over_devices(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_a_head_on_a_backbone_that_is_spread_over_devices(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
     """Half of it on the disk: accelerate's hooks move what passes between its parts."""
     parts = {f"model.{name}": "cpu" for name in ("embed_tokens", "layers.0", "norm", "rotary_emb")}
     parts |= {"lm_head": "cpu", "model.layers.1": "disk"}
-    spread = MRPForCausalLM.from_pretrained(folders["head"], device_map=parts, offload_folder=tmp_path / "offloaded")
+    spread = MRPForCausalLM.from_pretrained(
+        folders["head"], device_map=parts, offload_folder=tmp_path / "offloaded"
+    )
     assert spread.model.layers[1].mlp.up_proj.weight.is_meta
     full = MRPForCausalLM.from_pretrained(folders["full"])
-    arguments = (PROMPT, torch.ones(1, 6, 32), torch.arange(6)[None], torch.ones(1, 1, 6, 6, dtype=torch.bool))
+    arguments = (
+        PROMPT,
+        torch.ones(1, 6, 32),
+        torch.arange(6)[None],
+        torch.ones(1, 1, 6, 6, dtype=torch.bool),
+    )
     assert torch.equal(spread.residual(*arguments), full.residual(*arguments))
     assert spread.mrp_head._hf_hook.execution_device == torch.device("cpu")
     spread.save_pretrained(tmp_path / "head", head_only=True)
@@ -80,7 +95,8 @@ def test_a_head_on_a_backbone_that_is_spread_over_devices(folders: dict[str, Pat
 
 
 def test_head_repository_from_the_hubs_cache(folders: dict[str, Path], tmp_path: Path) -> None:
-    """The commit of a backbone as downloaded is remembered. That a pinned one is loaded is in `test_trust.py`."""
+    """The commit of a backbone as downloaded is remembered. That a pinned one is loaded is in
+    `test_trust.py`."""
     in_hub_cache(folders["backbone"], tmp_path, "org/backbone")
     model = MRPForCausalLM.from_backbone("org/backbone", head=folders["full"], cache_dir=tmp_path)
     assert model.backbone_source == ("org/backbone", SHA)
@@ -89,7 +105,8 @@ def test_head_repository_from_the_hubs_cache(folders: dict[str, Path], tmp_path:
 
 
 def test_names_of_backbones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A config from the Hub names a repository and nothing else; that of a folder may name one on this machine."""
+    """A config from the Hub names a repository and nothing else; that of a folder may name one on
+    this machine."""
     for folder in ("head/inner", "backbone", "org/name"):
         (tmp_path / folder).mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
@@ -102,7 +119,10 @@ def test_names_of_backbones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         with pytest.raises(ValueError, match=r"is not followed.*no path that exists here"):
             backbone_location("org/name", source)
     assert backbone_location(absolute, local) == absolute
-    with pytest.raises(ValueError, match=r"the folder /no/such is gone, which the head in .*/head names as its backbone"):
+    with pytest.raises(
+        ValueError,
+        match=r"the folder /no/such is gone, which the head in .*/head names as its backbone",
+    ):
         backbone_location("/no/such", local)
     with pytest.raises(ValueError, match=r"is not followed.*from_backbone"):
         backbone_location("/no/such", hub)
@@ -123,11 +143,20 @@ def test_attach_and_detach(folders: dict[str, Path]) -> None:
     assert speculate(model, PROMPT) == speculate(full, PROMPT) != first
     head = model.detach_head()
     assert isinstance(head, MRPHead)
-    assert (model.mrp_head, model.config.has_head, model.generation_config.decoding) == (None, False, None)
+    assert (model.mrp_head, model.config.has_head, model.generation_config.decoding) == (
+        None,
+        False,
+        None,
+    )
     assert same_tensors(model, MRPForCausalLM.from_pretrained(folders["backbone"]))
     assert model.detach_head() is None
     with pytest.raises(ValueError, match=r"num_nextn_predict_layers is 0.*attach_head"):
-        model.residual(PROMPT, torch.zeros(1, 6, 32), torch.arange(6)[None], torch.ones(1, 1, 6, 6, dtype=torch.bool))
+        model.residual(
+            PROMPT,
+            torch.zeros(1, 6, 32),
+            torch.arange(6)[None],
+            torch.ones(1, 1, 6, 6, dtype=torch.bool),
+        )
     model.double().attach_head(head)
     assert model.mrp_head is head
     assert {parameter.dtype for parameter in head.parameters()} == {torch.float64}
@@ -137,10 +166,15 @@ def test_attach_and_detach(folders: dict[str, Path]) -> None:
 def test_heads_that_do_not_fit(folders: dict[str, Path], tmp_path: Path) -> None:
     model = MRPForCausalLM.from_pretrained(folders["full"])
     before = model.mrp_head
-    make_model(rope_parameters={"rope_type": "default", "rope_theta": 5.0}).float().save_pretrained(tmp_path / "other")
+    make_model(rope_parameters={"rope_type": "default", "rope_theta": 5.0}).float().save_pretrained(
+        tmp_path / "other"
+    )
     for name in ("short", "cut"):
         shutil.copytree(folders["head"], tmp_path / name)
-    stored, data = load_file(folders["head"] / "model.safetensors"), (folders["head"] / "model.safetensors").read_bytes()
+    stored, data = (
+        load_file(folders["head"] / "model.safetensors"),
+        (folders["head"] / "model.safetensors").read_bytes(),
+    )
     del stored["mrp_head.norm.weight"]
     save_file(stored, tmp_path / "short" / "model.safetensors")
     (tmp_path / "cut" / "model.safetensors").write_bytes(data[:-5])
@@ -162,15 +196,23 @@ def test_heads_that_do_not_fit(folders: dict[str, Path], tmp_path: Path) -> None
     assert model.mrp_head is before
     of_itself = json.dumps({**config_of(folders["head"]), BASE[0]: str(tmp_path / "short")})
     (tmp_path / "short" / "config.json").write_text(of_itself)
-    for load, folder in ((MRPForCausalLM.from_backbone, folders["head"]), (MRPForCausalLM.from_pretrained, tmp_path / "short")):
+    for load, folder in (
+        (MRPForCausalLM.from_backbone, folders["head"]),
+        (MRPForCausalLM.from_pretrained, tmp_path / "short"),
+    ):
         with pytest.raises(ValueError, match=r"is a head repository and has no backbone"):
             load(folder)
 
 
 def test_new_heads() -> None:
-    """They add nothing to begin with. One starts from copies of the backbone's last layers, which read h_A as it is; one from
-    matrices as in the published recipe."""
-    arguments = (PROMPT, torch.randn(1, 6, 32).double(), torch.arange(6)[None], torch.ones(1, 1, 6, 6, dtype=torch.bool))
+    """They add nothing to begin with. One starts from copies of the backbone's last layers, which
+    read h_A as it is; one from matrices as in the published recipe."""
+    arguments = (
+        PROMPT,
+        torch.randn(1, 6, 32).double(),
+        torch.arange(6)[None],
+        torch.ones(1, 1, 6, 6, dtype=torch.bool),
+    )
     model = make_model(num_hidden_layers=3, num_nextn_predict_layers=0, initializer_range=0.02)
     torch.manual_seed(1)
     head = new_head(model, 3, "published")
@@ -185,42 +227,78 @@ def test_new_heads() -> None:
     for layer, source in zip(model.mrp_head.layers, model.model.layers[1:], strict=True):
         assert same_tensors(layer, source)
         assert layer.mlp.up_proj.weight.data_ptr() != source.mlp.up_proj.weight.data_ptr()
-    assert torch.equal(model.mrp_head.eh_proj.weight, torch.cat([torch.zeros(32, 32), torch.eye(32)], 1).double())
-    refused = (((0,), "is 0: a head has 1 layer"), ((4, "backbone"), "use fewer"), ((2, "zero"), "is 'zero': choose one of"))
+    assert torch.equal(
+        model.mrp_head.eh_proj.weight, torch.cat([torch.zeros(32, 32), torch.eye(32)], 1).double()
+    )
+    refused = (
+        ((0,), "is 0: a head has 1 layer"),
+        ((4, "backbone"), "use fewer"),
+        ((2, "zero"), "is 'zero': choose one of"),
+    )
     for given, message in refused:
         with pytest.raises(ValueError, match=message):
             new_head(model, *given)
 
 
 def test_an_autoregressive_checkpoint_as_a_backbone(tmp_path: Path, caplog: Any) -> None:
-    """Under a causal mask it is still the model that it was. Tied weights may lie there twice, as in Qwen/Qwen3-0.6B."""
-    options = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    options |= {"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "tie_word_embeddings": True}
+    """Under a causal mask it is still the model that it was. Tied weights may lie there twice, as
+    in Qwen/Qwen3-0.6B."""
+    options = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    options |= {
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": True,
+    }
     torch.manual_seed(0)
     source = Qwen3ForCausalLM(Qwen3Config(**options)).eval()
     source.save_pretrained(tmp_path / "qwen")
     stored = load_file(tmp_path / "qwen/model.safetensors")
     stored["lm_head.weight"] = stored["model.embed_tokens.weight"].clone()
     save_file(stored, tmp_path / "qwen/model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"mask_token_id is 151669: it must be an int from 0 to 63 \(the"):
+    with pytest.raises(
+        ValueError, match=r"mask_token_id is 151669: it must be an int from 0 to 63 \(the"
+    ):
         MRPForCausalLM.from_backbone(tmp_path / "qwen")
     with caplog.at_level(logging.WARNING):
         model = MRPForCausalLM.from_backbone(tmp_path / "qwen", block_size=8, mask_token_id=63)
     assert "autoregressive" in caplog.text
-    assert (model.config.block_size, model.config.mask_token_id, model.config.model_type) == (8, 63, "sdar_mrp")
+    assert (model.config.block_size, model.config.mask_token_id, model.config.model_type) == (
+        8,
+        63,
+        "sdar_mrp",
+    )
     causal = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
     with torch.no_grad():
         expected = source(PROMPT).logits
-        torch.testing.assert_close(model(PROMPT, attention_mask=causal).logits, expected, rtol=0, atol=1e-6)
-        assert (model(PROMPT).logits - expected).abs().max() > 1e-3  # a block sees itself from both sides
+        torch.testing.assert_close(
+            model(PROMPT, attention_mask=causal).logits, expected, rtol=0, atol=1e-6
+        )
+        assert (
+            model(PROMPT).logits - expected
+        ).abs().max() > 1e-3  # a block sees itself from both sides
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
 def test_a_head_that_cannot_be_saved_alone(folders: dict[str, Path], tmp_path: Path) -> None:
     backbone, x = MRPForCausalLM.from_pretrained(folders["backbone"]), tmp_path / "x"
     refused: list[tuple[MRPForCausalLM, dict[str, Any], str]] = [
-        (backbone, {"head_only": True}, r"the model has no MRP head\. Give it one with attach_head"),
-        (backbone, {"head_only": True, "push_to_hub": True}, "save the head to a folder, and push that with `mrp push`"),
+        (
+            backbone,
+            {"head_only": True},
+            r"the model has no MRP head\. Give it one with attach_head",
+        ),
+        (
+            backbone,
+            {"head_only": True, "push_to_hub": True},
+            "save the head to a folder, and push that with `mrp push`",
+        ),
         (make_model(), {"head_only": True}, r"Set model\.backbone_source = \(name"),
     ]
     for model, given, message in refused:

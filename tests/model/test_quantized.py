@@ -1,5 +1,5 @@
-"""Quantized models: every line of the documents' table, whose drafted text is that of its target or where it is said that it is
-not."""
+"""Quantized models: every line of the documents' table, whose drafted text is that of its target or
+where it is said that it is not."""
 
 import logging
 import re
@@ -22,15 +22,25 @@ QUESTIONS = (
     "Sum the numbers of a list that are even, each plus 5.",
     "Bo has 8 pens. Ana gives Bo 2 more. How many pens does Bo have?",
 )
-LIBRARIES = {"BitsAndBytesConfig": "bitsandbytes", "TorchAoConfig": "torchao.quantization", "QuantoConfig": "optimum.quanto"}
-TABLE = re.findall(r"^\| [a-z-]+ \| `(.*?)`(?:, or `\"(int4)\"`)? \| (yes|no)", (ROOT / "docs/quantized.md").read_text(), re.M)
+LIBRARIES = {
+    "BitsAndBytesConfig": "bitsandbytes",
+    "TorchAoConfig": "torchao.quantization",
+    "QuantoConfig": "optimum.quanto",
+}
+TABLE = re.findall(
+    r"^\| [a-z-]+ \| `(.*?)`(?:, or `\"(int4)\"`)? \| (yes|no)",
+    (ROOT / "docs/quantized.md").read_text(),
+    re.M,
+)
 SAME = [line for line, _, answer in TABLE if answer == "yes"]
 SAME += [line.replace("int8", other) for line, other, _ in TABLE if other]
 INT8 = "TorchAoConfig(Int8WeightOnlyConfig())"
 # The lines whose text may be another, and what their warning says.
 MIXED = {
     "BitsAndBytesConfig(load_in_8bit=True)": "llm_int8_threshold=0.0) for the same text",
-    "TorchAoConfig(Int8DynamicActivationInt8WeightConfig(granularity=PerTensor()))": "granularity=PerRow() for the same text",
+    "TorchAoConfig(Int8DynamicActivationInt8WeightConfig(granularity=PerTensor()))": (
+        "granularity=PerRow() for the same text"
+    ),
 }
 
 
@@ -38,7 +48,8 @@ def loaded(line: str, source: Path = TINY, **options: Any) -> MRPForCausalLM:
     """The model quantized as a line of Python says, with these options beside."""
     kind = line.partition("(")[0]
     library = pytest.importorskip(LIBRARIES[kind], reason="of another extra: make test-extras")
-    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)  # else a line for each product
+    # else a line for each product
+    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
     config = eval(line, {**vars(library), "torch": torch, kind: getattr(transformers, kind)})
     for name, value in options.items():
         setattr(config, name, value)
@@ -47,28 +58,37 @@ def loaded(line: str, source: Path = TINY, **options: Any) -> MRPForCausalLM:
 
 def asked(tokenizer: Any, *questions: str) -> dict[str, Tensor]:
     chats = [[{"role": "user", "content": question}] for question in questions]
-    return tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_tensors="pt", return_dict=True, padding=True)
+    return tokenizer.apply_chat_template(
+        chats, add_generation_prompt=True, return_tensors="pt", return_dict=True, padding=True
+    )
 
 
 def new_tokens(model: MRPForCausalLM, inputs: dict[str, Tensor], **options: Any) -> list[list[int]]:
     """The generated tokens of every row, without padding."""
     out = model.generate(**inputs, max_new_tokens=20, return_dict_in_generate=True, **options)
     columns = inputs["input_ids"].shape[1]
-    return [row[columns:][steps >= 0].tolist() for row, steps in zip(out.sequences, out.reveal_step, strict=True)]
+    return [
+        row[columns:][steps >= 0].tolist()
+        for row, steps in zip(out.sequences, out.reveal_step, strict=True)
+    ]
 
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Warnings of `generate`, each as often as it is given."""
     heard: list[str] = []
-    monkeypatch.setattr("modeling_mrp.generate.generation.logger", SimpleNamespace(warning_once=heard.append))
+    monkeypatch.setattr(
+        "modeling_mrp.generate.generation.logger", SimpleNamespace(warning_once=heard.append)
+    )
     return heard
 
 
 @pytest.mark.parametrize("line", SAME)
 def test_drafted_text_is_its_targets(line: str, tiny_tokenizer: Any, said: list[str]) -> None:
     model, inputs = loaded(line), asked(tiny_tokenizer, *QUESTIONS)
-    changed = {type(layer.mlp.up_proj.weight) for layer in (*model.model.layers, *model.mrp_head.layers)}
+    changed = {
+        type(layer.mlp.up_proj.weight) for layer in (*model.model.layers, *model.mrp_head.layers)
+    }
     assert nn.Parameter not in changed, "nothing was quantized"
     target = new_tokens(model, inputs, decoding="static")
     assert new_tokens(model, inputs, decoding="mrp_spec", target="static") == target
@@ -78,14 +98,21 @@ def test_drafted_text_is_its_targets(line: str, tiny_tokenizer: Any, said: list[
 
 
 @pytest.mark.parametrize("line", MIXED)
-def test_where_tokens_change_each_others_results_it_is_said(line: str, tiny_tokenizer: Any, said: list[str]) -> None:
+def test_where_tokens_change_each_others_results_it_is_said(
+    line: str, tiny_tokenizer: Any, said: list[str]
+) -> None:
     """One token decides how another is rounded: in drafting, and for the rows of a batch."""
-    assert len(SAME) == len(TABLE) == 7, "one of the table's lines may be another text, and one is for two"
+    assert len(SAME) == len(TABLE) == 7, (
+        "one of the table's lines may be another text, and one is for two"
+    )
     model, inputs = loaded(line), asked(tiny_tokenizer, *QUESTIONS)
     layer = model.model.layers[0].mlp.up_proj
     x = torch.randn(1, 2, 128, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        small, beside_a_large_one = layer(x)[0, 0], layer(x * torch.tensor([1.0, 20.0])[None, :, None])[0, 0]
+        small, beside_a_large_one = (
+            layer(x)[0, 0],
+            layer(x * torch.tensor([1.0, 20.0])[None, :, None])[0, 0],
+        )
     assert (small - beside_a_large_one).abs().max() > 1e-3
     new_tokens(model, asked(tiny_tokenizer, QUESTIONS[0]), decoding="static")
     assert said == []
@@ -97,29 +124,47 @@ def test_where_tokens_change_each_others_results_it_is_said(line: str, tiny_toke
 
 
 def test_scales_of_activations_and_of_weights_are_told_apart() -> None:
-    """Of torchao's float8, which only GPUs run: of activations, and of weights behind; none are those that were calibrated."""
-    for kind, scales in product(("DynamicActivationConfig", "WeightOnlyConfig"), ("PerTensor", "PerRow", None)):
+    """Of torchao's float8, which only GPUs run: of activations, and of weights behind; none are
+    those that were calibrated."""
+    for kind, scales in product(
+        ("DynamicActivationConfig", "WeightOnlyConfig"), ("PerTensor", "PerRow", None)
+    ):
         given = None if scales is None else type(scales, (), {})()
         for granularity in (given, [given, None]):
             scheme = SimpleNamespace(quant_type=type(kind, (), {"granularity": granularity})())
-            assert (mixed_tokens(scheme) is not None) == ((kind, scales) == ("DynamicActivationConfig", "PerTensor"))
+            assert (mixed_tokens(scheme) is not None) == (
+                (kind, scales) == ("DynamicActivationConfig", "PerTensor")
+            )
     assert mixed_tokens(None) is None
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.ao.quantization is deprecated", "ignore:torch.quantize_per_tensor")
+@pytest.mark.filterwarnings(
+    "ignore:.*torch.ao.quantization is deprecated", "ignore:torch.quantize_per_tensor"
+)
 def test_layers_of_quantize_dynamic(said: list[str], tmp_path: Path) -> None:
-    """An lm_head of its is refused wherever rows of it are read, with the remedy, under which drafts are warned of."""
+    """An lm_head of its is refused wherever rows of it are read, with the remedy, under which
+    drafts are warned of."""
     quantize, prompt = torch.ao.quantization.quantize_dynamic, torch.tensor([[5, 6, 7]])
     model: Any = quantize(make_model().float(), {nn.Linear}, dtype=torch.qint8)
-    calls = (lambda: model.generate(prompt, max_new_tokens=2), lambda: model.score(prompt), lambda: model.attach_head(head))
+    calls = (
+        lambda: model.generate(prompt, max_new_tokens=2),
+        lambda: model.score(prompt),
+        lambda: model.attach_head(head),
+    )
     head = make_model().float().mrp_head
     for call in calls:
-        with pytest.raises(ValueError, match=r"lm_head is a torch\.ao.*no tensor.*name what to quantize, \{'model\.layers'"):
+        with pytest.raises(
+            ValueError,
+            match=r"lm_head is a torch\.ao.*no tensor.*name what to quantize, \{'model\.layers'",
+        ):
             call()
     assert said == []
     model = quantize(make_model().float(), {"model.layers", "mrp_head.layers"}, dtype=torch.qint8)
     for target in (model, quantize(make_model().float(), {nn.Linear}, dtype=torch.qint8)):
-        with pytest.raises(ValueError, match="made by quantize_dynamic have no tensors to save: save the model, and quantize"):
+        with pytest.raises(
+            ValueError,
+            match="made by quantize_dynamic have no tensors to save: save the model, and quantize",
+        ):
             target.save_pretrained(tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
     assert model.generate(prompt, max_new_tokens=2, decoding="mrp_spec").shape == (1, 5)
@@ -133,13 +178,19 @@ def test_kernels_around_quantized_layers(tiny_tokenizer: Any) -> None:
     model = loaded(INT8)
     inputs = {name: values[:, -12:] for name, values in asked(tiny_tokenizer, QUESTIONS[1]).items()}
     options: dict[str, Any] = {"decoding": "static", "max_new_tokens": 2}
-    assert torch.equal(model.generate(**inputs, **options, kernels=True), model.generate(**inputs, **options, kernels=False))
+    assert torch.equal(
+        model.generate(**inputs, **options, kernels=True),
+        model.generate(**inputs, **options, kernels=False),
+    )
 
 
 def test_a_packed_lm_head_is_refused() -> None:
     """Modules that a user lists take the place of those that transformers would leave alone."""
     model = loaded("BitsAndBytesConfig(load_in_4bit=True)", llm_int8_skip_modules=["mrp_head"])
-    said = "lm_head has packed weights, torch.u?int8: keep it as it was, with 'lm_head' in llm_int8_skip_modules"
+    said = (
+        "lm_head has packed weights, torch.u?int8: keep it as it was, with 'lm_head' in "
+        "llm_int8_skip_modules"
+    )
     with pytest.raises(ValueError, match=said):
         model.generate(torch.tensor([[5, 6]]), max_new_tokens=2)
 

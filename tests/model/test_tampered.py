@@ -1,7 +1,8 @@
-"""Tampered repositories: every field of their JSON files with values of every type, and tensors that are elsewhere.
+"""Tampered repositories: every field of their JSON files with values of every type, and tensors
+that are elsewhere.
 
-Whatever does not load and decode ends in a `ValueError` or `OSError`, which a command prints in a line, and which names what is
-wrong. A value that changes nothing may pass.
+Whatever does not load and decode ends in a `ValueError` or `OSError`, which a command prints in a
+line, and which names what is wrong. A value that changes nothing may pass.
 """
 
 import json
@@ -23,7 +24,12 @@ from tests.random_cases import make_model
 PROMPT = torch.tensor([[11, 12, 13, 14, 15]])
 INF = float("inf")
 VALUES: tuple[Any, ...] = (None, "x", -1, 0, 1.5, INF, 10**20, True, [1], {"x": 1})
-ROPE = {"factor": 2.0, "original_max_position_embeddings": 256, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+ROPE = {
+    "factor": 2.0,
+    "original_max_position_embeddings": 256,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
 ROPE |= {"short_factor": [1.0] * 4, "long_factor": [1.0] * 4}
 INDEX = "model.safetensors.index.json"
 MISSING = object()
@@ -41,16 +47,21 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def outcome(folder: Path) -> str:
-    """Load and decode with and without drafts; return "" or the message of a `ValueError` or `OSError`. Others are raised."""
+    """Load and decode with and without drafts; return "" or the message of a `ValueError` or
+    `OSError`. Others are raised."""
     try:
         model = MRPForCausalLM.from_pretrained(folder)
-        model.generate(PROMPT, max_new_tokens=1, decoding="mrp_spec" if model.config.has_head else "static")
+        model.generate(
+            PROMPT, max_new_tokens=1, decoding="mrp_spec" if model.config.has_head else "static"
+        )
     except (ValueError, OSError) as error:
         return str(error)
     return ""
 
 
-def tampered(good: dict[str, Any], name: str, values: tuple[Any, ...] = VALUES) -> Iterator[dict[str, Any]]:
+def tampered(
+    good: dict[str, Any], name: str, values: tuple[Any, ...] = VALUES
+) -> Iterator[dict[str, Any]]:
     """Yield the fields with each value in place of one field's, and without the field."""
     yield {field: value for field, value in good.items() if field != name}
     for value in values:
@@ -58,7 +69,8 @@ def tampered(good: dict[str, Any], name: str, values: tuple[Any, ...] = VALUES) 
 
 
 def check(folder: Path, file: str, contents: Iterator[Any], says: str) -> int:
-    """Write each content to a file; check that errors, of which the number is returned, match `says`, and restore the file."""
+    """Write each content to a file; check that errors, of which the number is returned, match
+    `says`, and restore the file."""
     path, errors = folder / file, 0
     before = path.read_text()
     for content in contents:
@@ -76,7 +88,11 @@ def check(folder: Path, file: str, contents: Iterator[Any], says: str) -> int:
 # Fields that no value changes: notes, and what other kinds of checkpoints have.
 NOTES = {"architectures", "auto_map", "transformers_version", "base_model_revision"}
 # What the error is about where a field is wrong, beside the field's name.
-ABOUT = {"tie_word_embeddings": "lm_head", "hidden_size": "mismatched", "num_hidden_layers": "layers"}
+ABOUT = {
+    "tie_word_embeddings": "lm_head",
+    "hidden_size": "mismatched",
+    "num_hidden_layers": "layers",
+}
 ABOUT |= {"model_type": "model_type|family"}
 
 
@@ -90,7 +106,9 @@ def test_every_field_of_a_config(saved: Path, kind: str, tmp_path: Path) -> None
         assert (errors > 0) == (name not in NOTES), name
 
 
-@pytest.mark.parametrize("kind", ["default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"])
+@pytest.mark.parametrize(
+    "kind", ["default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"]
+)
 def test_every_field_of_rotary_embeddings(saved: Path, tmp_path: Path, kind: str) -> None:
     folder = Path(shutil.copytree(saved / "full", tmp_path / "full"))
     good = json_object(folder / "config.json")
@@ -98,14 +116,21 @@ def test_every_field_of_rotary_embeddings(saved: Path, tmp_path: Path, kind: str
     optional = ("attention_factor", "beta_fast", "beta_slow", "partial_rotary_factor", "mscale")
     for name in (*whole, *optional):
         ropes = tampered(whole, name, (None, "x", -1, float("nan"), [1]))
-        errors = check(folder, "config.json", ({**good, "rope_parameters": rope} for rope in ropes), name)
-        assert errors or (name.endswith("_factor") and kind != "longrope" and name[:5] in ("short", "long_")), name
+        errors = check(
+            folder, "config.json", ({**good, "rope_parameters": rope} for rope in ropes), name
+        )
+        assert errors or (
+            name.endswith("_factor") and kind != "longrope" and name[:5] in ("short", "long_")
+        ), name
 
 
 @pytest.mark.parametrize(
     ("name", "values"),
     [
-        ("quantization_config", (*VALUES[1:], {"quant_method": "evil"}, {"quant_method": 5}, {"quant_method": "gptq"})),
+        (
+            "quantization_config",
+            (*VALUES[1:], {"quant_method": "evil"}, {"quant_method": 5}, {"quant_method": "gptq"}),
+        ),
         ("attn_implementation", ("org/kernel", 5, 1.5, [])),
         ("base_model_name_or_path", VALUES[1:]),
         ("base_model_tp_plan", VALUES[1:]),
@@ -114,20 +139,32 @@ def test_every_field_of_rotary_embeddings(saved: Path, tmp_path: Path, kind: str
         ("rope_scaling", ("x", 5, [1], {"type": "yarn"}, {"type": "evil"})),
     ],
 )
-def test_fields_that_are_added_to_a_config(saved: Path, tmp_path: Path, name: str, values: tuple[Any, ...]) -> None:
+def test_fields_that_are_added_to_a_config(
+    saved: Path, tmp_path: Path, name: str, values: tuple[Any, ...]
+) -> None:
     folder = Path(shutil.copytree(saved / "full", tmp_path / "full"))
     good = json_object(folder / "config.json")
     if name in ("torch_dtype", "rope_scaling"):
-        good = {field: value for field, value in good.items() if field not in ("dtype", "rope_parameters")}
+        good = {
+            field: value
+            for field, value in good.items()
+            if field not in ("dtype", "rope_parameters")
+        }
     said = f"{name}|rope_type|rope_parameters|in rope|backbone|dtype"
-    assert check(folder, "config.json", ({**good, name: value} for value in values), said) == len(values)
+    assert check(folder, "config.json", ({**good, name: value} for value in values), said) == len(
+        values
+    )
 
 
 def test_every_field_of_a_generation_config(saved: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(saved / "full", tmp_path / "full"))
     good = json_object(folder / "generation_config.json")
     model = MRPForCausalLM.from_pretrained(folder)
-    names = {name for name in MRPGenerationConfig().to_dict() if name not in ("transformers_version", "_from_model_config")}
+    names = {
+        name
+        for name in MRPGenerationConfig().to_dict()
+        if name not in ("transformers_version", "_from_model_config")
+    }
     for name in names:
         said = {"repetition_penalty": "penalty"}.get(name, re.sub("_config", "", name))
         for fields in tampered(good, name):
@@ -147,12 +184,16 @@ def test_every_field_of_a_generation_config(saved: Path, tmp_path: Path) -> None
 
 
 def test_every_field_of_an_index(saved: Path, tmp_path: Path) -> None:
-    """And a file that is elsewhere, no weights, or not there, for a tensor of the backbone or of the head."""
+    """And a file that is elsewhere, no weights, or not there, for a tensor of the backbone or of
+    the head."""
     folder = Path(shutil.copytree(saved / "sharded", tmp_path / "sharded"))
     shutil.copytree(saved / "full", tmp_path / "full")
     good = json_object(folder / INDEX)
     assert check(folder, INDEX, iter(VALUES), "index.json") == len(VALUES)
-    assert check(folder, INDEX, tampered(good, "weight_map"), "index.json|does not fit|nor? file") == len(VALUES) + 1
+    assert (
+        check(folder, INDEX, tampered(good, "weight_map"), "index.json|does not fit|nor? file")
+        == len(VALUES) + 1
+    )
     check(folder, INDEX, tampered(good, "metadata"), "metadata")
     elsewhere = (
         "../full/model.safetensors",
@@ -165,12 +206,15 @@ def test_every_field_of_an_index(saved: Path, tmp_path: Path) -> None:
         maps = tampered(good["weight_map"], tensor, (*VALUES, *elsewhere))
         next(maps)  # without the tensor it is found in its file all the same
         said = f"{tensor}|no.safetensors"
-        assert check(folder, INDEX, ({**good, "weight_map": files} for files in maps), said) == len(VALUES) + len(elsewhere)
+        assert check(folder, INDEX, ({**good, "weight_map": files} for files in maps), said) == len(
+            VALUES
+        ) + len(elsewhere)
 
 
 @pytest.mark.parametrize("field", ["num_nextn_predict_layers", "num_hidden_layers"])
 def test_layers_that_are_not_there_are_not_made(saved: Path, tmp_path: Path, field: str) -> None:
-    """1,024 layers took 39 s and a GB before the error; in a whole model, in shards, and where only the head is read."""
+    """1,024 layers took 39 s and a GB before the error; in a whole model, in shards, and where only
+    the head is read."""
     said = rf"{field} is 1000, and it holds 2 layers .*: correct config\.json"
     for kind in ("full", "sharded"):
         folder = Path(shutil.copytree(saved / kind, tmp_path / kind))
@@ -179,7 +223,11 @@ def test_layers_that_are_not_there_are_not_made(saved: Path, tmp_path: Path, fie
             json.dumps({name: value for name, value in config.items() if name != "layer_types"})
         )
         model = make_model().float()
-        with mock.patch.object(head_module.Qwen3DecoderLayer, "__init__", side_effect=AssertionError("a layer was made")):
+        with mock.patch.object(
+            head_module.Qwen3DecoderLayer,
+            "__init__",
+            side_effect=AssertionError("a layer was made"),
+        ):
             for load in (MRPForCausalLM.from_pretrained, model.attach_head):
                 with pytest.raises(ValueError, match=said):
                     load(folder)

@@ -1,4 +1,5 @@
-"""Recorded forwards, by a tape on the CPU: the same texts and counts, nothing read that may be gone, nothing waited for."""
+"""Recorded forwards, by a tape on the CPU: the same texts and counts, nothing read that may be
+gone, nothing waited for."""
 
 import copy
 import gc
@@ -30,7 +31,12 @@ SAMPLED: dict[str, Any] = {**LIVELY, "max_new_tokens": 11, "eos_token_id": [3, 9
 SPEC: dict[str, Any] = {"decoding": "mrp_spec", "num_draft_states": 5, **SAMPLED}
 WAYS: dict[str, dict[str, Any]] = {
     "static": {"decoding": "static", **SAMPLED, "do_sample": False},
-    "self_spec": {"decoding": "self_spec", "target": "dynamic", **SAMPLED, "repetition_penalty": 1.3},
+    "self_spec": {
+        "decoding": "self_spec",
+        "target": "dynamic",
+        **SAMPLED,
+        "repetition_penalty": 1.3,
+    },
     "mrp_spec": {**SPEC, "draft_passes": 3, "top_k": 20, "min_new_tokens": 9},
     "mrp_remask": {"decoding": "mrp_remask", **SAMPLED},
 }
@@ -39,14 +45,20 @@ WAYS: dict[str, dict[str, Any]] = {
 def recorded_and_not(model: MRPForCausalLM, prompts: list[list[int]], **options: Any) -> int:
     """Compares both; how many forwards were replayed."""
     before = TapeRecorder.replays
-    same_output(generate(model, prompts, graphs=True, **options), generate(model, prompts, graphs=False, **options))
+    same_output(
+        generate(model, prompts, graphs=True, **options),
+        generate(model, prompts, graphs=False, **options),
+    )
     return TapeRecorder.replays - before
 
 
 def test_calls_that_need_more_room(tapes: type[TapeRecorder]) -> None:
-    """For the head, for other rows, more states, longer texts; and from the cache of a mode with the head in one without. A
-    recording meets no operation that would make the host wait (the tape refuses), and reads nothing that may be gone."""
-    model = dampened(make_model(7, max_position_embeddings=2048, hidden_size=16, num_hidden_layers=1), 0.3)
+    """For the head, for other rows, more states, longer texts; and from the cache of a mode with
+    the head in one without. A recording meets no operation that would make the host wait (the tape
+    refuses), and reads nothing that may be gone."""
+    model = dampened(
+        make_model(7, max_position_embeddings=2048, hidden_size=16, num_hidden_layers=1), 0.3
+    )
     options = {**SPEC, "seed": 3, "max_new_tokens": 17}
     past = generate(model, RAGGED, graphs=False, **options)
     for way in WAYS:
@@ -56,7 +68,9 @@ def test_calls_that_need_more_room(tapes: type[TapeRecorder]) -> None:
         assert strangers(model) == []
         recorded_and_not(model, RAGGED[1:2], seed=3, **WAYS[way])
     release_graphs(model)
-    again = generate(model, RAGGED, graphs=True, past_key_values=past.past_key_values, seed=3, **WAYS["static"])
+    again = generate(
+        model, RAGGED, graphs=True, past_key_values=past.past_key_values, seed=3, **WAYS["static"]
+    )
     assert again.sequences.equal(generate(model, RAGGED, seed=3, **WAYS["static"]).sequences)
     recorded_and_not(model, [row * 60 for row in RAGGED], **options | {"num_draft_states": 9})
     kept = graphs_file._KEPT[model]
@@ -68,8 +82,8 @@ def test_calls_that_need_more_room(tapes: type[TapeRecorder]) -> None:
 
 @pytest.mark.usefixtures("tapes")
 def test_results_are_the_callers() -> None:
-    """What a call returned is not touched by the next one, in inference mode or not: neither numbers nor the cache, from which
-    each can go on."""
+    """What a call returned is not touched by the next one, in inference mode or not: neither
+    numbers nor the cache, from which each can go on."""
     model = dampened(make_model(5), 0.3)
     options: dict[str, Any] = {**SPEC, "eos_token_id": None}
     prompt = [list(range(1, 20))]
@@ -78,22 +92,33 @@ def test_results_are_the_callers() -> None:
         kept = copy.deepcopy(first)
         with torch.inference_mode(after):
             other, seed = [prompt[0][::-1]], {"seed": 4}
-            same_output(*(generate(model, other, graphs=graphs, **seed, **options) for graphs in (True, False)))
+            same_output(
+                *(
+                    generate(model, other, graphs=graphs, **seed, **options)
+                    for graphs in (True, False)
+                )
+            )
         same_output(first, kept)
         longer = [[*first.sequences[0].tolist(), 3, 4, 5]]
         same = {"past_key_values": copy.deepcopy(kept.past_key_values)}
         plain = generate(model, longer, seed=2, graphs=False, **same, **options)
         for past in (kept.past_key_values, first.past_key_values):
-            same_output(generate(model, longer, seed=2, graphs=after, past_key_values=past, **options), plain)
+            same_output(
+                generate(model, longer, seed=2, graphs=after, past_key_values=past, **options),
+                plain,
+            )
 
 
 @pytest.mark.usefixtures("tapes")
 def test_weights_that_move_or_switch_are_recorded_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As by an adapter that is switched, another attention of the same name, peft's `adapter_names`, or a hook."""
+    """As by an adapter that is switched, another attention of the same name, peft's
+    `adapter_names`, or a hook."""
     model = dampened(make_model(5), 0.3)
     recorded_and_not(model, RAGGED, seed=4, **SPEC)
     with torch.no_grad():
-        model.model.embed_tokens.weight = torch.nn.Parameter(model.model.embed_tokens.weight.flip(0).clone())
+        model.model.embed_tokens.weight = torch.nn.Parameter(
+            model.model.embed_tokens.weight.flip(0).clone()
+        )
     recorded_and_not(model, RAGGED, seed=4, **SPEC)
     seen = [known := fingerprint(model)]
     assert known == fingerprint(model)
@@ -123,7 +148,10 @@ def test_a_call_while_another_one_goes_on() -> None:
             results.append(generate(model, RAGGED, graphs=True, **SPEC, seed=1))
         return torch.zeros(len(ids), dtype=torch.bool)
 
-    same_output(generate(model, RAGGED, graphs=True, **SPEC, seed=0, stopping_criteria=[inside]), expected[0])
+    same_output(
+        generate(model, RAGGED, graphs=True, **SPEC, seed=0, stopping_criteria=[inside]),
+        expected[0],
+    )
     same_output(results[0], expected[1])
     assert not graphs_file._KEPT[model].busy
 
@@ -149,18 +177,27 @@ def test_what_is_kept_goes_with_the_model_or_when_it_is_told_to(tapes: type[Tape
 def test_what_stands_in_the_way() -> None:
     model = make_model(1)
     assert obstacle(model) is None
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="graphs is True, but autocast is on"):
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(ValueError, match="graphs is True, but autocast is on"),
+    ):
         model.generate(torch.tensor([[1, 2]]), graphs=True, max_new_tokens=1)
     model.lm_head.to("meta")
     assert obstacle(model) == "the model lies on several devices (cpu, meta): load it on one"
     model.lm_head.weight = type("Quantised", (torch.nn.Parameter,), {})(torch.ones(64, 32))
-    assert obstacle(model) == "weights are of the kind Quantised, and where those lie is not known: load plain tensors"
+    assert (
+        obstacle(model)
+        == "weights are of the kind Quantised, and where those lie is not known: load plain tensors"
+    )
 
 
 @pytest.mark.parametrize("compared", [0, 2])
-def test_a_call_runs_once_and_returns_a_copy(compared: int, tapes: type[TapeRecorder], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five runs of a key are one as it is, one recorded and three replayed; on a GPU two are compared with ordinary runs.
-    Another shape or dtype is another key. Another thread begins with an ordinary run, as its libraries have no handles yet."""
+def test_a_call_runs_once_and_returns_a_copy(
+    compared: int, tapes: type[TapeRecorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five runs of a key are one as it is, one recorded and three replayed; on a GPU two are
+    compared with ordinary runs. Another shape or dtype is another key. Another thread begins with
+    an ordinary run, as its libraries have no handles yet."""
     monkeypatch.setattr(graphs_file, "CHECKED_ON", {"cpu"} if compared else set())
     total, graphs = torch.zeros(1), graphs_of_nothing()
 
@@ -170,7 +207,12 @@ def test_a_call_runs_once_and_returns_a_copy(compared: int, tapes: type[TapeReco
 
     results = [graphs.call("twice", step, torch.full((2,), float(n))) for n in range(5)]
     assert [result.tolist() for result in results] == [[2.0 * n] * 2 for n in range(5)]
-    assert (total.item(), graphs.replays, len(tapes.tapes), graphs.failed) == (5 + compared, 4, 1, False)
+    assert (total.item(), graphs.replays, len(tapes.tapes), graphs.failed) == (
+        5 + compared,
+        4,
+        1,
+        False,
+    )
     assert graphs.call("twice", step, torch.ones(3)).tolist() == [2.0] * 3
     assert graphs.call("twice", step, torch.ones(2, dtype=torch.long)).tolist() == [2] * 2
     assert graphs.call("other", step, torch.ones(2)).tolist() == [2.0] * 2
@@ -187,22 +229,34 @@ class Fails(TapeRecorder):
 
 
 @pytest.mark.parametrize("recorder", [Stale, Fails])
-def test_a_broken_recording_is_told_and_not_used(recorder: type[TapeRecorder], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_recording_is_told_and_not_used(
+    recorder: type[TapeRecorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One that repeats its first result is found by its second replay."""
     monkeypatch.setattr(graphs_file, "CHECKED_ON", {"cpu"})
     monkeypatch.setitem(graphs_file.RECORDERS, "cpu", recorder)
-    graphs, failed = graphs_of_nothing(), r"could not be recorded as a CUDA graph \(operation not permitted"
+    graphs, failed = (
+        graphs_of_nothing(),
+        r"could not be recorded as a CUDA graph \(operation not permitted",
+    )
     why = failed if recorder is Fails else "is wrong when it is replayed"
-    with pytest.warns(UserWarning, match=f"^a round of decoding {why}.*goes on without graphs.*pass graphs=False") as caught:
-        results = [graphs.call("key", torch.neg, torch.tensor(n)).item() for n in (1.0, 1.0, 2.0, 3.0)]
+    with pytest.warns(
+        UserWarning, match=f"^a round of decoding {why}.*goes on without graphs.*pass graphs=False"
+    ) as caught:
+        results = [
+            graphs.call("key", torch.neg, torch.tensor(n)).item() for n in (1.0, 1.0, 2.0, 3.0)
+        ]
     assert results == [-1, -1, -2, -3]
     assert (len(caught), graphs.failed, graphs.recorded) == (1, True, {})
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_host_waits_for_what_was_picked_alone(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind each network once; no operation of a round needs a result on the host, nor has a size that depends on one. Keys
-    and values stay where they are, from the first round to the last. transformers' top-k and top-p do not wait either."""
+def test_the_host_waits_for_what_was_picked_alone(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind each network once; no operation of a round needs a result on the host, nor has a size
+    that depends on one. Keys and values stay where they are, from the first round to the last.
+    transformers' top-k and top-p do not wait either."""
     reads, places, score, seen = list[int](), list[list[int]](), Networks.score, Seen()
 
     def noted(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -215,7 +269,14 @@ def test_the_host_waits_for_what_was_picked_alone(mode: str, monkeypatch: pytest
 
     monkeypatch.setattr(networks, "spread_columns", noted(networks.spread_columns))
     monkeypatch.setattr(Networks, "score", watched)
-    options = {**SPEC, "decoding": mode, "mrp_steps": 2, "draft_passes": 2, "min_new_tokens": 7, "seed": 4}
+    options = {
+        **SPEC,
+        "decoding": mode,
+        "mrp_steps": 2,
+        "draft_passes": 2,
+        "min_new_tokens": 7,
+        "seed": 4,
+    }
     options |= {"max_new_tokens": 13, "top_k": 20, "top_p": 0.9, "temperature": 0.8}
     out = generate(dampened(make_model(4), 0.3), RAGGED, **options)
     assert seen.operations
@@ -232,5 +293,10 @@ def test_the_host_waits_for_what_was_picked_alone(mode: str, monkeypatch: pytest
 def test_the_same_with_cuda_graphs(way: str) -> None:
     model = dampened(make_model(4), 0.3).cuda()
     for seed, prompts in product(range(3), (RAGGED, RAGGED[1:2])):
-        same_output(*(generate(model, prompts, seed=seed, graphs=graphs, **WAYS[way]) for graphs in (True, False)))
+        same_output(
+            *(
+                generate(model, prompts, seed=seed, graphs=graphs, **WAYS[way])
+                for graphs in (True, False)
+            )
+        )
     release_graphs(model)

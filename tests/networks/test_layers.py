@@ -1,4 +1,5 @@
-"""The layers of a round: fused ones against their modules, weights packed without a copy, and what keeps layers from fusing."""
+"""The layers of a round: fused ones against their modules, weights packed without a copy, and what
+keeps layers from fusing."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,7 +24,8 @@ from tests.random_cases import make_model
 
 pytestmark = [
     pytest.mark.skipif(triton is None, reason="needs triton"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),  # numpy's, of infinities, where a kernel is interpreted
+    # numpy's, of infinities, where a kernel is interpreted
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
     pytest.mark.usefixtures("new_memory_is_nan", "wide_programs"),
 ]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -34,8 +36,11 @@ def numbers(seed: int, *shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
-def a_round(model: MRPForCausalLM, dispatch: Dispatch) -> tuple[Tensor, Tensor, RoundMask, BlockCache]:
-    """Hidden states, positions, mask and cache of three states a row, the last one behind the first, over 4 or 3 tokens."""
+def a_round(
+    model: MRPForCausalLM, dispatch: Dispatch
+) -> tuple[Tensor, Tensor, RoundMask, BlockCache]:
+    """Hidden states, positions, mask and cache of three states a row, the last one behind the
+    first, over 4 or 3 tokens."""
     config, device = model.config, torch.device(DEVICE)
     tokens = 3 * config.block_size
     cache = model.block_cache(2, 8, tokens, with_head=True)
@@ -43,7 +48,9 @@ def a_round(model: MRPForCausalLM, dispatch: Dispatch) -> tuple[Tensor, Tensor, 
         buffer.copy_(torch.randn(buffer.shape, generator=torch.Generator().manual_seed(5)))
     cache.target(8, tokens)
     committed = torch.tensor([4, 3], device=device)
-    mask = RoundMask(committed, torch.tensor([[-1, -1, 0]] * 2, device=device), config.block_size, dispatch)
+    mask = RoundMask(
+        committed, torch.tensor([[-1, -1, 0]] * 2, device=device), config.block_size, dispatch
+    )
     positions = committed[:, None] + torch.arange(config.block_size, device=device).repeat(3)
     return numbers(3, 2, tokens, config.hidden_size, dtype=model.dtype), positions, mask, cache
 
@@ -65,14 +72,18 @@ def test_layers_are_what_their_modules_are(dtype: torch.dtype, which: str) -> No
     *_, cache = a_round(model, FORCED)
     wanted = hidden
     for layer in owner.layers:
-        wanted = layer(wanted, attention_mask=mask.dense(8), position_embeddings=rotary, **{CACHE_NAME: cache})
+        wanted = layer(
+            wanted, attention_mask=mask.dense(8), position_embeddings=rotary, **{CACHE_NAME: cache}
+        )
     # Of 16 bits, what rounds otherwise is carried through three layers.
     loose = {torch.float32: 2e-6, torch.bfloat16: 0.06, torch.float16: 6e-3}[dtype]
     pairs = zip(kept._buffers.values(), cache._buffers.values(), strict=True)
     for ours, theirs in [(got, owner.norm(wanted)), *pairs]:
         close(ours, theirs, atol=loose * float(theirs.abs().max()))
     untouched = a_round(model, FORCED)[3]._buffers.values()
-    assert all(not torch.equal(a, b) for a, b in zip(kept._buffers.values(), untouched, strict=True))
+    assert all(
+        not torch.equal(a, b) for a, b in zip(kept._buffers.values(), untouched, strict=True)
+    )
 
 
 def groups(model: MRPForCausalLM) -> list[list[nn.Linear]]:
@@ -80,18 +91,25 @@ def groups(model: MRPForCausalLM) -> list[list[nn.Linear]]:
     found = []
     for layer in (*model.model.layers, *model.mrp_head.layers):  # type: ignore[union-attr]
         attention, mlp = layer.self_attn, layer.mlp
-        found += [[attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]]
+        found += [
+            [attention.q_proj, attention.k_proj, attention.v_proj],
+            [mlp.gate_proj, mlp.up_proj],
+        ]
     return found
 
 
 def held(model: nn.Module) -> int:
     """Bytes of all parameters' storages, each counted once."""
-    storages = {weight.untyped_storage().data_ptr(): weight.untyped_storage().nbytes() for weight in model.parameters()}
+    storages = {
+        weight.untyped_storage().data_ptr(): weight.untyped_storage().nbytes()
+        for weight in model.parameters()
+    }
     return sum(storages.values())
 
 
 def packs(linears: Sequence[Any]) -> bool:
-    """Tell if layers lie behind one another, and their weights as one are what they are one by one."""
+    """Tell if layers lie behind one another, and their weights as one are what they are one by
+    one."""
     found = packed_weight(linears)
     assert found is None or torch.equal(found, torch.cat([linear.weight for linear in linears]))
     return found is not None
@@ -112,7 +130,9 @@ def test_weights_are_packed_without_a_copy(tmp_path: Path) -> None:
         assert packs(groups(model)[1]) is in_order
     for which, saved in (("ours", model), ("theirs", plain)):
         saved.save_pretrained(tmp_path / which)
-    assert (tmp_path / "ours/model.safetensors").read_bytes() == (tmp_path / "theirs/model.safetensors").read_bytes()
+    assert (tmp_path / "ours/model.safetensors").read_bytes() == (
+        tmp_path / "theirs/model.safetensors"
+    ).read_bytes()
     assert not any(map(packs, groups(model.double())))
     pack(model)
     assert all(map(packs, groups(model)))
@@ -138,8 +158,12 @@ def test_what_is_no_plain_linear_is_not_packed() -> None:
 
 
 def test_weights_move_before_anything_refers_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where kernels can be used, whether or not they are: a call with them goes on from the cache of one without."""
-    model, options = make_model(), {"max_new_tokens": 4, "eos_token_id": None, "return_dict_in_generate": True}
+    """Where kernels can be used, whether or not they are: a call with them goes on from the cache
+    of one without."""
+    model, options = (
+        make_model(),
+        {"max_new_tokens": 4, "eos_token_id": None, "return_dict_in_generate": True},
+    )
     monkeypatch.setattr(generation, "unusable", lambda *_: None)
     first: Any = model.generate(torch.tensor(PROMPTS[:1]), kernels=False, **options)
     assert all(map(packs, groups(model)))
@@ -152,11 +176,15 @@ def fuses(model: MRPForCausalLM, dispatch: Dispatch, with_head: bool = True) -> 
 
 
 def test_where_layers_fuse() -> None:
-    """By the twins, too, and where transformers left hooks behind that note hidden states; what is wrong with the head does not
-    matter where it takes no part."""
+    """By the twins, too, and where transformers left hooks behind that note hidden states; what is
+    wrong with the head does not matter where it takes no part."""
     model = make_model().float().to(DEVICE).requires_grad_(False)
     with torch.inference_mode():
-        model(torch.tensor([[1, 2, 3, 4]], device=DEVICE), output_hidden_states=True, output_attentions=True)
+        model(
+            torch.tensor([[1, 2, 3, 4]], device=DEVICE),
+            output_hidden_states=True,
+            output_attentions=True,
+        )
     assert model.model.layers[0]._forward_hooks
     assert fuses(model, FORCED)
     assert fuses(model, PYTORCH)
@@ -174,7 +202,8 @@ class Own(Qwen3MLP):
 
 
 class Swapped(nn.Module):
-    """What a library left in the place of a class of transformers, before this package was imported."""
+    """What a library left in the place of a class of transformers, before this package was
+    imported."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x
@@ -191,18 +220,42 @@ def wrap(module: Any) -> None:
 
 
 MORE: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "hook model": (lambda model: model.model.register_forward_hook(print), "a MRPBackbone carries hooks: remove"),
-    "hook head": (lambda model: model.mrp_head.register_forward_hook(print), "a MRPHead carries hooks: remove"),
-    "hook in a layer": (lambda model: model.model.layers[1].mlp.register_forward_hook(print), "a Qwen3MLP carries hooks"),
-    "pre-hook": (lambda model: model.mrp_head.layers[0].register_forward_pre_hook(print), "a Qwen3DecoderLayer carries hooks"),
+    "hook model": (
+        lambda model: model.model.register_forward_hook(print),
+        "a MRPBackbone carries hooks: remove",
+    ),
+    "hook head": (
+        lambda model: model.mrp_head.register_forward_hook(print),
+        "a MRPHead carries hooks: remove",
+    ),
+    "hook in a layer": (
+        lambda model: model.model.layers[1].mlp.register_forward_hook(print),
+        "a Qwen3MLP carries hooks",
+    ),
+    "pre-hook": (
+        lambda model: model.mrp_head.layers[0].register_forward_pre_hook(print),
+        "a Qwen3DecoderLayer carries hooks",
+    ),
     "wrapped": (
         lambda model: wrap(model.model.layers[1].self_attn.k_norm),
         "a Qwen3RMSNorm is wrapped or no Qwen3RMSNorm: use",
     ),
-    "a subclass": (lambda model: setattr(model.model.layers[0].mlp, "__class__", Own), "a Own is wrapped or no Qwen3MLP: use"),
-    "a class": (swap, f"the forward of a Swapped was replaced by one of {__name__}: leave it as it was"),
-    "another attention": (lambda model: model.set_attn_implementation("eager"), "the model attends by 'eager': use attn_impl"),
-    "compiled": (lambda model: model.model.layers[0].compile(backend="eager"), "the model has parts that were compiled: leave"),
+    "a subclass": (
+        lambda model: setattr(model.model.layers[0].mlp, "__class__", Own),
+        "a Own is wrapped or no Qwen3MLP: use",
+    ),
+    "a class": (
+        swap,
+        f"the forward of a Swapped was replaced by one of {__name__}: leave it as it was",
+    ),
+    "another attention": (
+        lambda model: model.set_attn_implementation("eager"),
+        "the model attends by 'eager': use attn_impl",
+    ),
+    "compiled": (
+        lambda model: model.model.layers[0].compile(backend="eager"),
+        "the model has parts that were compiled: leave",
+    ),
 }
 
 
@@ -218,7 +271,10 @@ def test_modules_that_do_more_are_called(what: str, monkeypatch: pytest.MonkeyPa
     change(model)
     assert not fuses(model, Dispatch())
     assert not fuses(model, PYTORCH)
-    with pytest.raises(ValueError, match=f"the kernels of its layers cannot be used: {reason}.* or use kernels=None"):
+    with pytest.raises(
+        ValueError,
+        match=f"the kernels of its layers cannot be used: {reason}.* or use kernels=None",
+    ):
         fuses(model, FORCED)
 
 
@@ -227,8 +283,12 @@ def refused(graph: Any, _: Any) -> Any:
 
 
 def test_layers_that_are_called_decode_the_same() -> None:
-    """Under a dense mask: fused ones by the twins, called, by another attention, and what was compiled, as it is."""
-    model, options = make_model(), {"decoding": "mrp_spec", "max_new_tokens": 9, "num_draft_states": 3}
+    """Under a dense mask: fused ones by the twins, called, by another attention, and what was
+    compiled, as it is."""
+    model, options = (
+        make_model(),
+        {"decoding": "mrp_spec", "max_new_tokens": 9, "num_draft_states": 3},
+    )
     expected = texts(model, PROMPTS, kernels=False, **options)
     assert texts(model, PROMPTS, **options) == expected
     for part in (model.model, model.mrp_head):

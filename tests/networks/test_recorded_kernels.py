@@ -1,5 +1,5 @@
-"""The shipped combination without a GPU: forwards recorded with the interpreted kernels in them, replayed, counted, and checked
-at first use."""
+"""The shipped combination without a GPU: forwards recorded with the interpreted kernels in them,
+replayed, counted, and checked at first use."""
 
 import warnings
 from collections import Counter
@@ -23,29 +23,78 @@ from tests.random_cases import dampened, make_model
 __all__ = ["tapes"]  # a fixture
 
 pytestmark = [
-    pytest.mark.skipif(triton is None or torch.cuda.is_available(), reason="needs triton's interpreter"),
+    pytest.mark.skipif(
+        triton is None or torch.cuda.is_available(), reason="needs triton's interpreter"
+    ),
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),  # numpy's, of infinities
     pytest.mark.usefixtures("few_candidates", "wide_programs"),
 ]
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 6}
-SAMPLED: dict[str, Any] = {"do_sample": True, "top_k": 0, "temperature": 0.7, "eos_token_id": [3, 9], "max_new_tokens": 6}
+SAMPLED: dict[str, Any] = {
+    "do_sample": True,
+    "top_k": 0,
+    "temperature": 0.7,
+    "eos_token_id": [3, 9],
+    "max_new_tokens": 6,
+}
 SPEC: dict[str, Any] = {"decoding": "mrp_spec", "num_draft_states": 3}
 WAYS: dict[str, dict[str, Any]] = {
     "static bfloat16": {"decoding": "static", **GREEDY},
-    "mrp_spec sampled": {**SPEC, **SAMPLED, "min_new_tokens": 5, "target": "dynamic", "confidence_threshold": 0.15},
-    "self_spec": {"decoding": "self_spec", "target": "entropy_bound", "entropy_threshold": 5.0, **GREEDY},
+    "mrp_spec sampled": {
+        **SPEC,
+        **SAMPLED,
+        "min_new_tokens": 5,
+        "target": "dynamic",
+        "confidence_threshold": 0.15,
+    },
+    "self_spec": {
+        "decoding": "self_spec",
+        "target": "entropy_bound",
+        "entropy_threshold": 5.0,
+        **GREEDY,
+    },
     "mrp_direct": {"decoding": "mrp_direct", **GREEDY},
     "mrp_remask": {"decoding": "mrp_remask", "confidence_threshold": 0.05, **SAMPLED},
 }
-# Kernels of a decoder layer: products of qkv, o, gate and up, down; kernels of our own; SiLU and the product behind it.
-LAYER = {"mm": 4, "triton._sum_and_norm": 2, "triton._rotate": 1, "triton._attend": 1, "silu": 1, "mul": 1}
+# Kernels of a decoder layer: products of qkv, o, gate and up, down; kernels of our own; SiLU and
+# the product behind it.
+LAYER = {
+    "mm": 4,
+    "triton._sum_and_norm": 2,
+    "triton._rotate": 1,
+    "triton._attend": 1,
+    "silu": 1,
+    "mul": 1,
+}
 BACKBONE = 14  # beside its layers: unpacking, embedding, rotary angles, the last norm
 HEAD = 32  # likewise, with the two norms and the product that it begins with
 PICKED = 9  # masked places, logits, the row kernel's two, and spreading the results over blocks
 COMMIT = 13  # of clean states
 # What launches nothing: another look at the same numbers, or memory alone.
-FREE = ("view", "_unsafe_view", "expand", "transpose", "t", "slice", "select", "unsqueeze", "squeeze", "detach", "alias")
-FREE += ("permute", "as_strided", "split", "split_with_sizes", "unbind", "_reshape_alias", "lift_fresh", "empty", "new_empty")
+FREE = (
+    "view",
+    "_unsafe_view",
+    "expand",
+    "transpose",
+    "t",
+    "slice",
+    "select",
+    "unsqueeze",
+    "squeeze",
+    "detach",
+    "alias",
+)
+FREE += (
+    "permute",
+    "as_strided",
+    "split",
+    "split_with_sizes",
+    "unbind",
+    "_reshape_alias",
+    "lift_fresh",
+    "empty",
+    "new_empty",
+)
 FREE += ("empty_like",)
 
 
@@ -62,15 +111,21 @@ def of_tape(tape: Tape) -> Counter[str]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_the_same_with_recorded_kernels(way: str, tapes: type[TapeRecorder]) -> None:
-    """Every forward that comes back is recorded with its launches; one layer each, as the interpreter is slow. In float32, with
-    weights that are far from ties, the text is that without kernels."""
+    """Every forward that comes back is recorded with its launches; one layer each, as the
+    interpreter is slow. In float32, with weights that are far from ties, the text is that without
+    kernels."""
     model = dampened(make_model(4, num_hidden_layers=1, num_nextn_predict_layers=1), 0.3)
     model = model.to(torch.bfloat16 if "bfloat16" in way else torch.float32)
     prompts = [[1, 2, 3, 4, 5, 6], [7, 8, 9]]
-    recorded, plain = (generate(model, prompts, seed=1, kernels=True, graphs=graphs, **WAYS[way]) for graphs in (True, False))
+    recorded, plain = (
+        generate(model, prompts, seed=1, kernels=True, graphs=graphs, **WAYS[way])
+        for graphs in (True, False)
+    )
     same_output(recorded, plain)
     if model.dtype == torch.float32:
-        assert recorded.sequences.equal(generate(model, prompts, seed=1, kernels=False, graphs=False, **WAYS[way]).sequences)
+        assert recorded.sequences.equal(
+            generate(model, prompts, seed=1, kernels=False, graphs=False, **WAYS[way]).sequences
+        )
     assert all(of_tape(tape)["triton._attend"] == 1 for tape in tapes.tapes)
     assert tapes.replays > 0
     assert recording_report(model)["failed"] == 0
@@ -78,11 +133,15 @@ def test_the_same_with_recorded_kernels(way: str, tapes: type[TapeRecorder]) -> 
 
 
 def test_what_a_round_launches(tapes: type[TapeRecorder], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted in recordings of SDAR's block size, and around them: few, since each takes longer to start than to run."""
+    """Counted in recordings of SDAR's block size, and around them: few, since each takes longer to
+    start than to run."""
     monkeypatch.setattr(graphs, "LEAST_CAPACITY", 64)
-    monkeypatch.setattr(GridExecutor, "__call__", lambda *_, **__: None)  # what is picked is the same in any case
+    # what is picked is the same in any case
+    monkeypatch.setattr(GridExecutor, "__call__", lambda *_, **__: None)
     monkeypatch.setattr(
-        PICK, "launch", lambda _, logits, *others: (torch.full((len(logits),), 3), logits.new_ones(len(logits)))
+        PICK,
+        "launch",
+        lambda _, logits, *others: (torch.full((len(logits),), 3), logits.new_ones(len(logits))),
     )
     model = make_model(4, block_size=16, num_hidden_layers=2, num_nextn_predict_layers=1).bfloat16()
     counted: dict[str, list[int]] = {"pick": [], "commit": []}
@@ -100,7 +159,12 @@ def test_what_a_round_launches(tapes: type[TapeRecorder], monkeypatch: pytest.Mo
 
     for name in counted:
         monkeypatch.setattr(Networks, name, watched(name))
-    options: dict[str, Any] = {**GREEDY, "decoding": "mrp_spec", "num_draft_states": 2, "max_new_tokens": 20}
+    options: dict[str, Any] = {
+        **GREEDY,
+        "decoding": "mrp_spec",
+        "num_draft_states": 2,
+        "max_new_tokens": 20,
+    }
     model.generate(torch.tensor([[1, 2, 3, 4, 5, 6]]), graphs=True, kernels=True, **options)
     found = {}
     for launched in map(of_tape, tapes.tapes):
@@ -119,15 +183,21 @@ IDS = torch.tensor([[1, 2, 3, 4, 5, 6]])
 
 
 def test_kernels_are_compared_once_each_at_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, where they are chosen by themselves. Those that are right change nothing; one that is broken is told and not
-    used."""
+    """As on a GPU, where they are chosen by themselves. Those that are right change nothing; one
+    that is broken is told and not used."""
     compared, unusable = list[str](), dispatch.unusable
-    monkeypatch.setattr(dispatch, "unusable", lambda device, dtype, interpreted: unusable(device, dtype, True))
+    monkeypatch.setattr(
+        dispatch, "unusable", lambda device, dtype, interpreted: unusable(device, dtype, True)
+    )
     monkeypatch.setattr(dispatch, "CHECKED_ON", {"cpu"})
     for register in ("_failed", "_checked"):
         monkeypatch.setattr(dispatch, register, set())
     for name, kernel in KERNELS.items():
-        monkeypatch.setattr(kernel, "twin", lambda *given, n=name, twin=kernel.twin: compared.append(n) or twin(*given))
+        monkeypatch.setattr(
+            kernel,
+            "twin",
+            lambda *given, n=name, twin=kernel.twin: compared.append(n) or twin(*given),
+        )
     model = make_model(3, num_hidden_layers=1, num_nextn_predict_layers=1, vocab_size=99).float()
     options: dict[str, Any] = {**GREEDY, **SPEC, "max_new_tokens": 4}
     generator, plain = torch.get_rng_state(), model.generate(IDS, kernels=False, **options)
@@ -140,7 +210,11 @@ def test_kernels_are_compared_once_each_at_first_use(monkeypatch: pytest.MonkeyP
     assert generator.equal(torch.get_rng_state())
     dispatch._checked.clear()
     kernel = KERNELS["rotated"]
-    monkeypatch.setattr(kernel, "launch", lambda *given, launch=kernel.launch: broken(launch(*given)))
-    with pytest.warns(RuntimeWarning, match="'rotated' failed on cpu .*its results differ from PyTorch's by"):
+    monkeypatch.setattr(
+        kernel, "launch", lambda *given, launch=kernel.launch: broken(launch(*given))
+    )
+    with pytest.warns(
+        RuntimeWarning, match="'rotated' failed on cpu .*its results differ from PyTorch's by"
+    ):
         assert model.generate(IDS, **options).equal(plain)
     assert dispatch.failed_kernels() == ["rotated on cpu"]

@@ -1,4 +1,5 @@
-"""Models that are divided among processes (tensor parallelism by gloo, on CPUs) or spread over devices, against whole ones."""
+"""Models that are divided among processes (tensor parallelism by gloo, on CPUs) or spread over
+devices, against whole ones."""
 
 import json
 import re
@@ -23,14 +24,23 @@ MODES: dict[str, dict[str, Any]] = {
     **{name: {"decoding": name} for name in ("static", "mrp_remask")},
     "mrp_spec": {"decoding": "mrp_spec", "num_draft_states": 6, "draft_passes": 2},
     "sampled": {"decoding": "sequential", "do_sample": True, "top_k": 0, "seed": 5},
-    "sampled, drafted": {"decoding": "mrp_spec", "target": "sequential", "do_sample": True, "top_k": 0, "seed": 5},
+    "sampled, drafted": {
+        "decoding": "mrp_spec",
+        "target": "sequential",
+        "do_sample": True,
+        "top_k": 0,
+        "seed": 5,
+    },
 }
 TENSOR_PARALLEL = pytest.mark.skipif(
-    version.parse(transformers.__version__) < version.parse("5.23"), reason="transformers 5.17 has no DistributedConfig"
+    version.parse(transformers.__version__) < version.parse("5.23"),
+    reason="transformers 5.17 has no DistributedConfig",
 )
 
 
-def everything(model: MRPForCausalLM, modes: Iterable[str] = MODES, new_tokens: int = 9) -> dict[str, Any]:
+def everything(
+    model: MRPForCausalLM, modes: Iterable[str] = MODES, new_tokens: int = 9
+) -> dict[str, Any]:
     """Texts and counts of modes, those behind a cache, logits and scores."""
     inputs, found = left_padded(PROMPTS), dict[str, Any]()
     for name in modes:
@@ -69,8 +79,14 @@ def divided(folder: Path, rank: int) -> None:
     """One of two processes: writes down what its part of the model gives."""
     from transformers.distributed import DistributedConfig
 
-    model = MRPForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_size=2)).eval()
-    parts = {name: list(p.to_local().shape) for name, p in model.named_parameters() if hasattr(p, "to_local")}
+    model = MRPForCausalLM.from_pretrained(
+        folder, distributed_config=DistributedConfig(tp_size=2)
+    ).eval()
+    parts = {
+        name: list(p.to_local().shape)
+        for name, p in model.named_parameters()
+        if hasattr(p, "to_local")
+    }
     found = {**everything(model), "parts": parts, "refused": refused(model, folder)}
     (folder / f"{rank}.json").write_text(json.dumps(found))
 
@@ -81,18 +97,25 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list
     folder, model = tmp_path_factory.mktemp("divided"), make_model()
     model.save_pretrained(folder)
     assert start(partial(divided, folder), 2) == [0, 0]
-    return json.loads(json.dumps(everything(model))), [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+    return json.loads(json.dumps(everything(model))), [
+        json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)
+    ]
 
 
 @TENSOR_PARALLEL
-def test_tensor_parallel_texts_are_those_of_one_process(both: tuple[dict[str, Any], list[Any]]) -> None:
-    """With counts of forwards, in both processes; what is computed differs by rounding, of norms in float32."""
+def test_tensor_parallel_texts_are_those_of_one_process(
+    both: tuple[dict[str, Any], list[Any]],
+) -> None:
+    """With counts of forwards, in both processes; what is computed differs by rounding, of norms in
+    float32."""
     one, two = both
     for name in MODES:
         assert two[0][name] == two[1][name] == one[name], name
     for name in ("logits", "scores"):
         assert torch.tensor(two[0][name]).equal(torch.tensor(two[1][name]))
-        torch.testing.assert_close(torch.tensor(two[0][name]), torch.tensor(one[name]), rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            torch.tensor(two[0][name]), torch.tensor(one[name]), rtol=0, atol=1e-5
+        )
 
 
 @TENSOR_PARALLEL
@@ -100,8 +123,12 @@ def test_what_a_process_holds_and_refuses(both: tuple[dict[str, Any], list[Any]]
     """Half of each layer, the head's too; all of what rows are read of."""
     parts, said = both[1][0]["parts"], both[1][0]["refused"]
     assert {name.split(".layers.")[0] for name in parts} == {"model", "mrp_head"}
-    assert {tuple(shape) for name, shape in parts.items() if name.endswith("k_proj.weight")} == {(8, 32)}
-    assert {tuple(shape) for name, shape in parts.items() if name.endswith("down_proj.weight")} == {(32, 24)}
+    assert {tuple(shape) for name, shape in parts.items() if name.endswith("k_proj.weight")} == {
+        (8, 32)
+    }
+    assert {tuple(shape) for name, shape in parts.items() if name.endswith("down_proj.weight")} == {
+        (32, 24)
+    }
     assert re.search("divided among 2 processes.*save_pretrained the whole model", said["attached"])
     assert "seed is None" in said["seedless"]
     assert "leave it, and embed_tokens" in said["lm_head"]
@@ -112,14 +139,19 @@ def test_what_a_process_holds_and_refuses(both: tuple[dict[str, Any], list[Any]]
 
 @pytest.mark.parametrize("auto", [True, False])
 def test_texts_over_two_devices(auto: bool) -> None:
-    """With counts of forwards, caches that go on, logits and scores: where accelerate finds places on two devices that each
-    have room for four fifths of the model, and with the head beside the first layers."""
+    """With counts of forwards, caches that go on, logits and scores: where accelerate finds places
+    on two devices that each have room for four fifths of the model, and with the head beside the
+    first layers."""
     model, over_two, few = make_model(), make_model(), ("mrp_remask", "sampled, drafted")
-    places = dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.norm", "model.layers.1", "lm_head"), FIRST)
+    places = dict.fromkeys(
+        ("model.embed_tokens", "model.rotary_emb", "model.norm", "model.layers.1", "lm_head"), FIRST
+    )
     places |= {"model.layers.0": SECOND, "mrp_head": SECOND}
     if auto:
         room = sum(p.numel() * p.element_size() for p in model.parameters()) * 8 // 10
-        found = infer_auto_device_map(model, {0: room, 1: room}, no_split_module_classes=model._no_split_modules)
+        found = infer_auto_device_map(
+            model, {0: room, 1: room}, no_split_module_classes=model._no_split_modules
+        )
         places = {part: (FIRST, SECOND)[place] for part, place in found.items()}
     assert set(places.values()) == {FIRST, SECOND}
     with two_devices():

@@ -1,4 +1,5 @@
-"""The model as transformers' own, for suites that load it by the auto classes; which of their tests are expected to fail."""
+"""The model as transformers' own, for suites that load it by the auto classes; which of their tests
+are expected to fail."""
 
 from fnmatch import fnmatch
 

@@ -1,5 +1,5 @@
-"""Tests of transformers and PEFT as packages to import: `make peers` unpacks them from the source distributions, into
-build/peers if MRP_PEERS names no other folder."""
+"""Tests of transformers and PEFT as packages to import: `make peers` unpacks them from the source
+distributions, into build/peers if MRP_PEERS names no other folder."""
 
 import os
 import sys
@@ -7,7 +7,8 @@ import types
 from pathlib import Path
 
 SUITES = Path(os.environ.get("MRP_PEERS") or Path(__file__).parents[2] / "build" / "peers")
-# What they import and their distributions lack, tests of generating and exporting, or what nothing here needs.
+# What they import and their distributions lack, tests of generating and exporting, or what nothing
+# here needs.
 _LACKING = {
     "peers_transformers.exporters.test_export": "ExportTesterMixin",
     "peers_transformers.generation.test_utils": "GenerationTesterMixin",

@@ -11,7 +11,9 @@ from transformers import AutoTokenizer
 from modeling_mrp import MRPForCausalLM
 
 MODEL = str(SUITES / "sdar-tiny")
-for name, mapping in vars(constants).items():  # what an adapter changes where nobody says it: as of Qwen3
+for name, mapping in vars(
+    constants
+).items():  # what an adapter changes where nobody says it: as of Qwen3
     if name.startswith("TRANSFORMERS_MODELS_TO_") and "qwen3" in mapping:
         mapping["sdar_mrp"] = mapping["qwen3"]
 for listed in (suite.PEFT_DECODER_MODELS_TO_TEST, suite.SMALL_GRID_MODELS):
@@ -26,7 +28,8 @@ def setup_module() -> None:
 
 
 class TestOurModel(suite.TestDecoderModels):
-    """What has a `model_id` is about any model; the others load certain ones from the Hub, or data."""
+    """What has a `model_id` is about any model; the others load certain ones from the Hub, or
+    data."""
 
     test_prompt_learning_with_gradient_checkpointing = None
 

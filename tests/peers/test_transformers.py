@@ -28,12 +28,16 @@ class _Tester:
 
 class TestOurModel(ModelTesterMixin, unittest.TestCase):
     all_model_classes = (MRPForCausalLM,)
-    test_all_params_have_gradient = False  # the model's own loss trains the backbone; MRPTrainer trains the head
+    test_all_params_have_gradient = (
+        False  # the model's own loss trains the backbone; MRPTrainer trains the head
+    )
 
     def setUp(self) -> None:
         self.model_tester = _Tester()
 
-    def _prepare_for_class(self, inputs: dict[str, Any], model_class: type, return_labels: bool = False) -> dict[str, Any]:
+    def _prepare_for_class(
+        self, inputs: dict[str, Any], model_class: type, return_labels: bool = False
+    ) -> dict[str, Any]:
         """With the labels that the mixin gives models which transformers lists."""
         inputs = super()._prepare_for_class(inputs, model_class)
         return {**inputs, "labels": inputs["input_ids"]} if return_labels else inputs

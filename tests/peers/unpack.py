@@ -17,7 +17,15 @@ def unpack(folder: Path, requirements: list[str]) -> None:
     """Download and unpack into a folder by project; an earlier content is replaced."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-deps",
+    ]
     subprocess.run([*pip, "--no-binary", ":all:", "--dest", str(folder), *requirements], check=True)
     for archive in folder.glob("*.tar.gz"):
         project = archive.name.partition("-")[0]

@@ -1,4 +1,5 @@
-"""Pictures of decodes: their facts, what is safe and visible in them, and that the committed one is what is drawn."""
+"""Pictures of decodes: their facts, what is safe and visible in them, and that the committed one is
+what is drawn."""
 
 import re
 import sys
@@ -55,31 +56,47 @@ def test_facts_are_those_of_the_output(drafted: Any, tiny_model: Any, tiny_token
     stats = drafted.stats
     for row in range(len(QUESTIONS)):
         found = read_decode(drafted, tiny_tokenizer, row=row)
-        own, accepted, refused = ([getattr(one, name) for one in found.forwards] for name in ("own", "accepted", "refused"))
+        own, accepted, refused = (
+            [getattr(one, name) for one in found.forwards]
+            for name in ("own", "accepted", "refused")
+        )
         assert len(own) == stats.row_forwards[row]
         assert set(own) == {1}
         assert sum(own) + sum(accepted) == len(found.tokens)
         assert sum(accepted) == sum(token.drafted for token in found.tokens) > 0
         assert 0 <= found.accepted - sum(accepted) <= 1, "one may be of what stands behind the end"
         assert found.accepted == stats.accepted[row]
-        assert sum(refused) == found.drafted - found.accepted == stats.drafted[row] - stats.accepted[row] > 0
+        assert (
+            sum(refused)
+            == found.drafted - found.accepted
+            == stats.drafted[row] - stats.accepted[row]
+            > 0
+        )
         assert found.head_forwards == stats.row_head_forwards[row]
         assert found.tokens_per_forward == pytest.approx(drafted.tokens_per_forward[row].item())
-        assert [token.step for token in found.tokens] == drafted.reveal_step[row, : len(found.tokens)].tolist()
+        assert [token.step for token in found.tokens] == drafted.reveal_step[
+            row, : len(found.tokens)
+        ].tolist()
         forwards = [token.forward for token in sorted(found.tokens, key=lambda token: token.step)]
         assert forwards == sorted(forwards)
         odds = drafted.token_logprobs[row, : len(found.tokens)].exp().tolist()
         assert [token.probability for token in found.tokens] == pytest.approx(odds)
-    out = decoded(tiny_model, tiny_tokenizer, QUESTIONS[0], decoding="mrp_remask", confidence_threshold=0.3)
+    out = decoded(
+        tiny_model, tiny_tokenizer, QUESTIONS[0], decoding="mrp_remask", confidence_threshold=0.3
+    )
     back = sum(token.taken_back for token in read_decode(out, tiny_tokenizer).tokens)
     assert back == len(out.stats.revocations) > 0
 
 
-def test_a_row_of_a_batch_is_drawn_as_it_is_alone(drafted: Any, tiny_model: Any, tiny_tokenizer: Any) -> None:
+def test_a_row_of_a_batch_is_drawn_as_it_is_alone(
+    drafted: Any, tiny_model: Any, tiny_tokenizer: Any
+) -> None:
     """As a notebook shows it, without the batch's padding."""
     for row, question in enumerate(QUESTIONS):
         alone = decoded(tiny_model, tiny_tokenizer, question, **DRAFTS)
-        assert show(drafted, tiny_tokenizer, row=row)._repr_html_() == show(alone, tiny_tokenizer).svg
+        assert (
+            show(drafted, tiny_tokenizer, row=row)._repr_html_() == show(alone, tiny_tokenizer).svg
+        )
 
 
 def test_a_character_of_several_tokens_stands_at_the_last() -> None:
@@ -95,21 +112,30 @@ def test_a_character_of_several_tokens_stands_at_the_last() -> None:
 @pytest.mark.parametrize("animated", [False, True])
 def test_a_picture_is_whole_in_itself(animated: bool, drawn: Decode) -> None:
     hostile = "</text><script>alert(1)</script>&amp;\"']]><!--\x00\ud800\n\u202e漢🦙"
-    nasty = replace(drawn, name=hostile, tokens=tuple(replace(token, text=hostile) for token in drawn.tokens))
+    nasty = replace(
+        drawn, name=hostile, tokens=tuple(replace(token, text=hostile) for token in drawn.tokens)
+    )
     picture = draw([nasty, drawn], prompt=hostile * 30, animated=animated)
-    root = ElementTree.fromstring(picture.svg.encode())  # encodes and parses: nothing that XML does not allow
+    # encodes and parses: nothing that XML does not allow
+    root = ElementTree.fromstring(picture.svg.encode())
     assert {one.tag.removeprefix(SVG) for one in root.iter()} <= {
         *("svg", "style", "rect", "text", "g", "path", "circle", "title", "clipPath")
     }
     assert re.findall(r"(?:https?:|//)[^\"' ]*", picture.svg) == ["http://www.w3.org/2000/svg"]
     assert all(found.startswith("url(#mrp-") for found in re.findall(r"url\([^)]*\)", picture.svg))
-    assert not any(name.startswith("on") or "href" in name for one in root.iter() for name in one.attrib)
+    assert not any(
+        name.startswith("on") or "href" in name for one in root.iter() for name in one.attrib
+    )
     assert ("@keyframes" in picture.svg) == animated
-    assert " g *{color:inherit}" in picture.svg, "colours stay in a page that has its own for everything"
+    assert " g *{color:inherit}" in picture.svg, (
+        "colours stay in a page that has its own for everything"
+    )
     name = root.attrib["id"]
     style = root.findtext(f"{SVG}style") or ""
     rules = re.findall(r"[{}]\s*([^{}@]+)\{", style)
-    assert all(rule.startswith(f"#{name}") or re.fullmatch(r"[\d.,%]+", rule) for rule in rules), "bound to this picture"
+    assert all(rule.startswith(f"#{name}") or re.fullmatch(r"[\d.,%]+", rule) for rule in rules), (
+        "bound to this picture"
+    )
 
 
 def test_a_png(drawn: Decode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,32 +144,49 @@ def test_a_png(drawn: Decode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     picture = draw([drawn], prompt="What?", animated=True)
     data = picture.save(tmp_path / "a.png").read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
-    assert int.from_bytes(data[16:20]) == 2 * float(ElementTree.fromstring(picture.svg).attrib["width"])
+    assert int.from_bytes(data[16:20]) == 2 * float(
+        ElementTree.fromstring(picture.svg).attrib["width"]
+    )
     monkeypatch.setitem(sys.modules, "cairosvg", None)
-    with pytest.raises(ImportError, match=r"a \.png needs cairosvg: pip install 'modeling-mrp\[picture\]', or name an \.svg"):
+    with pytest.raises(
+        ImportError,
+        match=r"a \.png needs cairosvg: pip install 'modeling-mrp\[picture\]', or name an \.svg",
+    ):
         picture.save(tmp_path / "b.png")
     assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
 
 
 def test_what_cannot_be_drawn(drawn: Decode, drafted: Any, tiny_tokenizer: Any) -> None:
     wrong: dict[str, Any] = {
-        "output is a Tensor without stats.rounds: pass what": lambda: read_decode(torch.zeros(1, 3), tiny_tokenizer),
-        "row is 2: the output has the rows 0 to 1": lambda: read_decode(drafted, tiny_tokenizer, row=2),
+        "output is a Tensor without stats.rounds: pass what": lambda: read_decode(
+            torch.zeros(1, 3), tiny_tokenizer
+        ),
+        "row is 2: the output has the rows 0 to 1": lambda: read_decode(
+            drafted, tiny_tokenizer, row=2
+        ),
         "there are no decodes to draw": lambda: show({}, tiny_tokenizer),
         "a.gif: a picture is an SVG or a PNG, give a name": lambda: draw([drawn]).save("a.gif"),
-        "a.png, and a .png does not move: name an .svg": lambda: ShowOptions(output="a.png", animated=True),
+        "a.png, and a .png does not move: name an .svg": lambda: ShowOptions(
+            output="a.png", animated=True
+        ),
     }
     for message, call in wrong.items():
         with pytest.raises(ValueError, match=re.escape(message)):
             call()
 
 
-def test_the_committed_picture_is_what_the_command_draws(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_committed_picture_is_what_the_command_draws(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """The command is that of `make picture`."""
     monkeypatch.chdir(ROOT)
     (command,) = re.findall(r"mrp_trainer\.cli (show .*)", (ROOT / "Makefile").read_text())
     *arguments, path = command.split()
     assert path == f"./hub_configs/sdar-tiny-mrp/{PICTURE}"
     result = CliRunner().invoke(cli.app, [*arguments, str(tmp_path / "it.svg")])
-    assert result.stdout == f"wrote {tmp_path / 'it.svg'}: sequential: 25 forwards; mrp_spec of sequential K=8: 7 forwards\n"
+    assert (
+        result.stdout
+        == f"wrote {tmp_path / 'it.svg'}: sequential: 25 forwards; mrp_spec of sequential K=8: 7 "
+        "forwards\n"
+    )
     assert (tmp_path / "it.svg").read_text() == (ROOT / path).read_text()

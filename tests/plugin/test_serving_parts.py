@@ -1,4 +1,5 @@
-"""The parts of serving on their own: what is borrowed, admission, who drafts how much, picks, checkpoints."""
+"""The parts of serving on their own: what is borrowed, admission, who drafts how much, picks,
+checkpoints."""
 
 import json
 import shutil
@@ -26,17 +27,27 @@ from modeling_mrp.generate.budget import Amount, Auto, Fixed
 from modeling_mrp.kernels.dispatch import AUTOMATIC
 
 
-@pytest.mark.parametrize(("rows", "pages", "width"), [(8, 9, 3), (5, 9, 2), (8, 5, 2), (1, 9, 0), (8, 1, 0)])
+@pytest.mark.parametrize(
+    ("rows", "pages", "width"), [(8, 9, 3), (5, 9, 2), (8, 5, 2), (1, 9, 0), (8, 1, 0)]
+)
 def test_what_is_lent_is_what_is_there_and_comes_back(rows: int, pages: int, width: int) -> None:
     """From a round that fails, too."""
     pool, allocator, asked = FakePool(rows, 32), FakeAllocator(pages, 4), list[int]()
     with suppress(ZeroDivisionError), borrowed(pool, allocator, asked.append, 2, 3, 4) as lent:
-        assert (lent.width, [len(rows) for rows in lent.rows], lent.slots.shape) == (width, [width] * 2, (2 * width, 4))
-        assert (len(pool.free_slots), len(allocator.free_pages)) == (rows - 2 * width, pages - 2 * width)
+        assert (lent.width, [len(rows) for rows in lent.rows], lent.slots.shape) == (
+            width,
+            [width] * 2,
+            (2 * width, 4),
+        )
+        assert (len(pool.free_slots), len(allocator.free_pages)) == (
+            rows - 2 * width,
+            pages - 2 * width,
+        )
         raise ZeroDivisionError
     assert (len(pool.free_slots), len(allocator.free_pages)) == (rows, pages)
     wanted = 2 * min(3, rows // 2) * 4
-    assert asked == ([wanted] if pages * 4 < wanted else [])  # prefixes that nobody uses make room first
+    # prefixes that nobody uses make room first
+    assert asked == ([wanted] if pages * 4 < wanted else [])
 
 
 @pytest.mark.parametrize(
@@ -49,9 +60,11 @@ def test_what_is_lent_is_what_is_there_and_comes_back(rows: int, pages: int, wid
         ("LowConfidence", 80, 1, 4, 24),
     ],
 )
-def test_requests_wait_for_room_in_their_order(algorithm: str, slots: int, running: int, taken: int, limit: int) -> None:
-    """In blocks of 4, three left over, each takes 32, until it ends. The first begins where nothing runs, with the limit
-    that the pool has room for; another algorithm's are the engine's."""
+def test_requests_wait_for_room_in_their_order(
+    algorithm: str, slots: int, running: int, taken: int, limit: int
+) -> None:
+    """In blocks of 4, three left over, each takes 32, until it ends. The first begins where nothing
+    runs, with the limit that the pool has room for; another algorithm's are the engine's."""
     waiting = [FakeRequest([0] * 8, 24, rid=str(number)) for number in range(4)]
     begun = [FakeRequest([0] * 9, 22) for _ in range(running)]
     scheduler = SimpleNamespace(waiting_queue=list(waiting), max_total_num_tokens=slots)
@@ -73,7 +86,10 @@ def test_all_processes_draft_as_the_clock_of_the_first_one_chooses() -> None:
     """And each learns from what all have done."""
     said, chosen, other = list[int](), Amount(4, 3), Mock()
     other.choose.return_value = Amount(1, narrow=True)
-    leads, follows = Led(Fixed(chosen), lambda numbers: said.extend(numbers) or said), Led(other, lambda numbers: said)
+    leads, follows = (
+        Led(Fixed(chosen), lambda numbers: said.extend(numbers) or said),
+        Led(other, lambda numbers: said),
+    )
     assert [each.choose([]) for each in (leads, follows)] == [chosen, chosen]
     follows.learn(chosen, [], [], 0.1)
     other.learn.assert_called_once_with(chosen, [], [], 0.1)
@@ -88,18 +104,23 @@ def picker(stock: bool, shortlist: int = 0) -> Any:
 
 
 def test_picks_are_those_of_the_engines_own_algorithm() -> None:
-    """By probability, of which the mask id has a share though it is never picked; those that round to the same number tie. The
-    shortlist is the likeliest tokens with their scores, and the sum of all others, the mask id among these."""
+    """By probability, of which the mask id has a share though it is never picked; those that round
+    to the same number tie. The shortlist is the likeliest tokens with their scores, and the sum of
+    all others, the mask id among these."""
     logits = torch.randn(9, 11, generator=torch.Generator().manual_seed(3), dtype=torch.float64) * 3
     picks, p = picker(stock=True, shortlist=4)(logits), logits.softmax(-1)
     assert (logits.argmax(-1) == 3).any(), "the mask id has to be the likeliest somewhere"
     assert torch.equal(picks.token, logits.index_fill(1, torch.tensor(3), -torch.inf).argmax(-1))
     torch.testing.assert_close(picks.odds.sigmoid(), p.gather(1, picks.token[:, None])[:, 0])
-    torch.testing.assert_close(picks.entropy, torch.distributions.Categorical(logits=logits).entropy())
+    torch.testing.assert_close(
+        picks.entropy, torch.distributions.Categorical(logits=logits).entropy()
+    )
     scores, ids = logits.topk(4)
     assert torch.equal(picks.shortlist[:, :4].long(), ids)
     assert torch.equal(picks.shortlist[:, 4:8], scores.masked_fill(ids == 3, -torch.inf))
-    others = [[token for token in range(11) if token == 3 or token not in row] for row in ids.tolist()]
+    others = [
+        [token for token in range(11) if token == 3 or token not in row] for row in ids.tolist()
+    ]
     rest = torch.stack([row[these].logsumexp(0) for row, these in zip(logits, others, strict=True)])
     torch.testing.assert_close(picks.shortlist[:, 8], rest)
     sure = torch.zeros(2, 11)
@@ -110,8 +131,11 @@ def test_picks_are_those_of_the_engines_own_algorithm() -> None:
 
 
 def test_penalties_count_generated_tokens() -> None:
-    """Of positions with the ids [1, 5 | 5, 6, 5] and [1, 5 | 6, 3, 3] before them, the prompt of two tokens not counted."""
-    made = CountPenalties(2, 0.5, 0.25)(torch.tensor([[1, 5, 5, 6, 5], [1, 5, 6, 3, 3]]), torch.zeros(2, 8))
+    """Of positions with the ids [1, 5 | 5, 6, 5] and [1, 5 | 6, 3, 3] before them, the prompt of
+    two tokens not counted."""
+    made = CountPenalties(2, 0.5, 0.25)(
+        torch.tensor([[1, 5, 5, 6, 5], [1, 5, 6, 3, 3]]), torch.zeros(2, 8)
+    )
     wanted = torch.zeros(2, 8)
     wanted[0, 5], wanted[0, 6], wanted[1, 6], wanted[1, 3] = -1.25, -0.75, -0.75, -1.25
     assert torch.equal(made, wanted)
@@ -125,30 +149,52 @@ def changed_config(folder: Path, **fields: Any) -> str:
 
 
 def test_the_three_layouts_are_opened(tmp_path: Path) -> None:
-    """A head repository has the head's tensors alone, and is served with the backbone that it names, quantized as both say."""
+    """A head repository has the head's tensors alone, and is served with the backbone that it
+    names, quantized as both say."""
     shutil.copytree(TINY, tmp_path / "backbone")
-    MRPForCausalLM.from_pretrained(tmp_path / "backbone").save_pretrained(tmp_path / "head", head_only=True)
+    MRPForCausalLM.from_pretrained(tmp_path / "backbone").save_pretrained(
+        tmp_path / "head", head_only=True
+    )
     layouts = (TINY, tmp_path / "head", as_published(TINY, tmp_path / "published"))
     configs = [open_checkpoint(str(folder), None).config for folder in layouts]
     assert {(one.has_head, one.block_size, one.mask_token_id) for one in configs} == {(True, 16, 3)}
     assert open_checkpoint(str(TINY), None).defaults["num_draft_states"] == "auto"
-    assert set(MRPConfig.from_pretrained(tmp_path / "published").architectures) <= set(ARCHITECTURES)
+    assert set(MRPConfig.from_pretrained(tmp_path / "published").architectures) <= set(
+        ARCHITECTURES
+    )
     assert all(head_weight(name) for name in load_file(tmp_path / "head" / "model.safetensors"))
-    found = dict(backbone_weights(MRPConfig.from_pretrained(tmp_path / "head"), str(tmp_path / "head")))
-    wanted = {name: tensor for name, tensor in load_file(TINY / "model.safetensors").items() if head_weight(name) is None}
+    found = dict(
+        backbone_weights(MRPConfig.from_pretrained(tmp_path / "head"), str(tmp_path / "head"))
+    )
+    wanted = {
+        name: tensor
+        for name, tensor in load_file(TINY / "model.safetensors").items()
+        if head_weight(name) is None
+    }
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     quantized = {"quantization_config": {"quant_method": "w8a8_int8"}}
     changed_config(tmp_path / "backbone", **quantized)
-    with pytest.raises(ValueError, match=r"has another quantization_config.*copy the backbone's into its config\.json"):
+    with pytest.raises(
+        ValueError,
+        match=r"has another quantization_config.*copy the backbone's into its config\.json",
+    ):
         open_checkpoint(str(tmp_path / "head"), None)
     assert open_checkpoint(changed_config(tmp_path / "head", **quantized), None).config.has_head
 
 
 def test_a_checkpoint_without_its_head_is_refused(tmp_path: Path) -> None:
     shutil.copytree(TINY, tmp_path / "no-head")
-    tensors = {name: each for name, each in load_file(TINY / "model.safetensors").items() if head_weight(name) is None}
+    tensors = {
+        name: each
+        for name, each in load_file(TINY / "model.safetensors").items()
+        if head_weight(name) is None
+    }
     save_file(tensors, tmp_path / "no-head" / "model.safetensors")
-    with pytest.raises(ValueError, match=r"num_nextn_predict_layers is 3, and it holds 0 layers mrp_head\.layers"):
+    with pytest.raises(
+        ValueError, match=r"num_nextn_predict_layers is 3, and it holds 0 layers mrp_head\.layers"
+    ):
         open_checkpoint(str(tmp_path / "no-head"), None)
-    assert not open_checkpoint(changed_config(tmp_path / "no-head", num_nextn_predict_layers=0), None).config.has_head
+    assert not open_checkpoint(
+        changed_config(tmp_path / "no-head", num_nextn_predict_layers=0), None
+    ).config.has_head

@@ -1,5 +1,6 @@
-"""Rounds on an engine's batches: each request has the text of `generate`, or of the engine's own algorithm, whoever comes, goes
-or shares its rounds, in as few forwards, with nothing left behind."""
+"""Rounds on an engine's batches: each request has the text of `generate`, or of the engine's own
+algorithm, whoever comes, goes or shares its rounds, in as few forwards, with nothing left
+behind."""
 
 import random
 from contextlib import suppress
@@ -25,7 +26,12 @@ EOS, NEW, AT_ONCE = (2, 0), 20, 4
 DYNAMIC: dict[str, Any] = {"target": "dynamic", "confidence_threshold": 0.9, "num_draft_states": 4}
 SERVERS: dict[str, dict[str, Any]] = {
     "drafts": DYNAMIC,
-    "two passes": {"target": "dynamic", "confidence_threshold": 0.7, "num_draft_states": 8, "draft_passes": 2},
+    "two passes": {
+        "target": "dynamic",
+        "confidence_threshold": 0.7,
+        "num_draft_states": 8,
+        "draft_passes": 2,
+    },
     "shortlist": {"target": "static", "num_draft_states": 4, "draft_shortlist": 16},
     "by the clock": {**DYNAMIC, "num_draft_states": "auto"},
     "self_spec": {"decoding": "self_spec", "target": "static", "num_draft_states": 3},
@@ -33,11 +39,16 @@ SERVERS: dict[str, dict[str, Any]] = {
     "credit": {"target": "credit", "num_draft_states": 4},
     **{name: {"decoding": name} for name in ("dynamic", "cad", "slow_fast")},
     "mrp_direct": {"decoding": "mrp_direct", "mrp_steps": 2},
-    **{rule: {"decoding": "mrp_remask", "remask_rule": rule} for rule in ("reread", "threshold", "residual")},
+    **{
+        rule: {"decoding": "mrp_remask", "remask_rule": rule}
+        for rule in ("reread", "threshold", "residual")
+    },
 }
-# Rows and pages of an engine, and whether its attention sees what the same forward writes: all, no row for drafts, few pages.
+# Rows and pages of an engine, and whether its attention sees what the same forward writes: all, no
+# row for drafts, few pages.
 ROOM = ((64, 128, True), (AT_ONCE, 128, True), (64, 30, True), (64, 128, False))
-PLAIN = {"temperature": 0}  # as the engine's own algorithms decode it, where they have the server's rule
+# as the engine's own algorithms decode it, where they have the server's rule
+PLAIN = {"temperature": 0}
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +59,10 @@ def model() -> Any:
 @pytest.fixture(scope="module")
 def prompts(tiny_tokenizer: Any) -> list[list[int]]:
     chats = [make_problem(family, "heldout", 0).messages() for family in ("math", "code")]
-    encoded = [tiny_tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True) for chat in chats]
+    encoded = [
+        tiny_tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)
+        for chat in chats
+    ]
     return [list(one["input_ids"]) for one in encoded]
 
 
@@ -63,14 +77,26 @@ def kinds_of(settings: Settings) -> list[dict[str, Any]]:
 
 
 def assert_its_text(model: Any, req: Any, kind: dict[str, Any], server: dict[str, Any]) -> None:
-    """Compare a text, its log-probabilities and steps with those of `generate`, or with the text of `LowConfidence`."""
+    """Compare a text, its log-probabilities and steps with those of `generate`, or with the text of
+    `LowConfidence`."""
     ids, asked = req.origin_input_ids, req.mrp.asked
     if asked.sampling.stock:
-        threshold = 1.0 if isinstance(asked.mode.rule, Static) else server.get("confidence_threshold", 0.9)
-        assert req.output_ids_through_stop == low_confidence(model, ids, threshold, NEW, EOS, exact=True).tokens
+        threshold = (
+            1.0 if isinstance(asked.mode.rule, Static) else server.get("confidence_threshold", 0.9)
+        )
+        assert (
+            req.output_ids_through_stop
+            == low_confidence(model, ids, threshold, NEW, EOS, exact=True).tokens
+        )
         return
     seed = seed_of(req.rid) if kind.get("sampling_seed") is None else kind["sampling_seed"]
-    options = {"decoding": "mrp_spec", "eos_token_id": list(EOS), "do_sample": False, "max_new_tokens": NEW, **server}
+    options = {
+        "decoding": "mrp_spec",
+        "eos_token_id": list(EOS),
+        "do_sample": False,
+        "max_new_tokens": NEW,
+        **server,
+    }
     options |= as_options({**kind, "sampling_seed": seed}, len(ids))
     out = model.generate(torch.tensor([ids]), return_dict_in_generate=True, **options)
     text, shown = out.sequences[0, len(ids) :].tolist(), shown_of(req)
@@ -85,20 +111,28 @@ def assert_its_text(model: Any, req: Any, kind: dict[str, Any], server: dict[str
 @pytest.mark.parametrize("name", SERVERS)
 @torch.inference_mode()
 def test_requests_of_all_kinds_come_and_go(name: str, model: Any, prompts: list[list[int]]) -> None:
-    """At any time one is aborted, or loses its rows and goes on; one that has no finite score is aborted alone."""
+    """At any time one is aborted, or loses its rows and goes on; one that has no finite score is
+    aborted alone."""
     server, draw = SERVERS[name], random.Random(name)
     rows, pages, sees_new = ROOM[list(SERVERS).index(name) % len(ROOM)]
     engine, rounds = FakeEngine(model, rows, pages), rounds_of(model, server)
     scheduler = FakeScheduler(engine, rounds, sees_new)
     theirs = kinds_of(rounds.settings)
     kinds = [PLAIN, PLAIN, *draw.sample(theirs, 4)]
-    barred = {"temperature": 1.0, "logit_bias": {str(token): -torch.inf for token in range(model.config.vocab_size)}}
-    kinds = [{**kind, "sampling_seed": draw.choice((None, place, 2**61 + 5))} for place, kind in enumerate([*kinds, barred])]
+    barred = {
+        "temperature": 1.0,
+        "logit_bias": {str(token): -torch.inf for token in range(model.config.vocab_size)},
+    }
+    kinds = [
+        {**kind, "sampling_seed": draw.choice((None, place, 2**61 + 5))}
+        for place, kind in enumerate([*kinds, barred])
+    ]
     requests = []
     for place, kind in enumerate(kinds):
         custom = {**kind.get("custom_params", {}), "return_reveal_step": True}
         prompt = draw.choice(prompts)
-        begin = draw.randrange(18) if place < len(kinds) - 1 else len(prompt) % 16  # whole blocks, and scored with the next one
+        # whole blocks, and scored with the next one
+        begin = draw.randrange(18) if place < len(kinds) - 1 else len(prompt) % 16
         asked = as_engine({**kind, "custom_params": custom})
         requests.append(FakeRequest(prompt[begin:], NEW, EOS, str(place), asked=asked))
     *sound, broken = requests
@@ -130,10 +164,17 @@ def test_requests_of_all_kinds_come_and_go(name: str, model: Any, prompts: list[
 
 
 def test_what_requests_cost(model: Any, prompts: list[list[int]]) -> None:
-    """As many forwards as `generate` makes, but for prompts, of which the engine takes a block a forward; each is told its own,
-    and metrics count all. One costs the same beside others and where graphs overwrite what the last one made."""
-    engine, rounds, metrics = FakeEngine(model, 64, 128), rounds_of(model, DYNAMIC), dict[str, Mock]()
-    rounds.report.count_in(lambda name, text: metrics.setdefault(name.removeprefix("sglang:mrp_"), Mock()))
+    """As many forwards as `generate` makes, but for prompts, of which the engine takes a block a
+    forward; each is told its own, and metrics count all. One costs the same beside others and where
+    graphs overwrite what the last one made."""
+    engine, rounds, metrics = (
+        FakeEngine(model, 64, 128),
+        rounds_of(model, DYNAMIC),
+        dict[str, Mock](),
+    )
+    rounds.report.count_in(
+        lambda name, text: metrics.setdefault(name.removeprefix("sglang:mrp_"), Mock())
+    )
     scheduler, theirs, ours = FakeScheduler(engine, rounds), 0, 0
     alone, beside = ([FakeRequest(prompt, stop=EOS) for prompt in prompts] for _ in range(2))
     for req in alone:
@@ -145,13 +186,20 @@ def test_what_requests_cost(model: Any, prompts: list[list[int]]) -> None:
         assert shown["forwards"] == len(engine.widths) - before
         assert shown["tokens_per_forward"] == len(req.output_ids_through_stop) / shown["forwards"]
         assert 0 < shown["acceptance"] == shown["accepted"] / shown["drafted"] <= 1
-        assert sum(shown["accepted_at_depth"]) == shown["accepted"] <= sum(shown["offered_at_depth"])
+        assert (
+            sum(shown["accepted_at_depth"]) == shown["accepted"] <= sum(shown["offered_at_depth"])
+        )
         ids = torch.tensor([req.origin_input_ids])
-        out = model.generate(ids, max_new_tokens=40, return_dict_in_generate=True, decoding="mrp_spec", **DYNAMIC)
+        out = model.generate(
+            ids, max_new_tokens=40, return_dict_in_generate=True, decoding="mrp_spec", **DYNAMIC
+        )
         theirs += int(out.stats.row_forwards[0]) - 1
         ours += shown["forwards"] - ids.shape[1] // 16
     assert ours <= 1.02 * theirs
-    totals = {name: sum(call.args[0] for call in counter.inc.call_args_list) for name, counter in metrics.items()}
+    totals = {
+        name: sum(call.args[0] for call in counter.inc.call_args_list)
+        for name, counter in metrics.items()
+    }
     assert totals["forwards"] == len(engine.widths)
     assert totals["tokens"] == sum(len(req.output_ids) for req in alone)
     assert 0 < totals["accepted"] <= totals["drafted"]
@@ -161,11 +209,17 @@ def test_what_requests_cost(model: Any, prompts: list[list[int]]) -> None:
     assert [shown_of(req) for req in beside] == [shown_of(req) for req in alone]
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's, of infinities, where a kernel is interpreted
-@pytest.mark.skipif(triton is None or torch.cuda.is_available(), reason="needs triton's interpreter")
+# numpy's, of infinities, where a kernel is interpreted
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+@pytest.mark.skipif(
+    triton is None or torch.cuda.is_available(), reason="needs triton's interpreter"
+)
 @torch.inference_mode()
-def test_requests_end_with_kernels_as_without(prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float32, interpreted: the same text at the same cost, and the kernel took part in every pick."""
+def test_requests_end_with_kernels_as_without(
+    prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32, interpreted: the same text at the same cost, and the kernel took part in every
+    pick."""
     model, run = MRPForCausalLM.from_pretrained(TINY, dtype=torch.float32), Dispatch.run
     names, told = list[tuple[str, bool | None]](), list[Any]()
 
@@ -175,8 +229,16 @@ def test_requests_end_with_kernels_as_without(prompts: list[list[int]], monkeypa
 
     monkeypatch.setattr(Dispatch, "run", noted)
     for kernels in (False, True):
-        options = {"decoding": "mrp_remask", "remask_rule": "threshold", "confidence_threshold": 0.7, "kernels": kernels}
-        scheduler, req = FakeScheduler(FakeEngine(model, 64, 128), rounds_of(model, options)), FakeRequest(prompts[0], stop=EOS)
+        options = {
+            "decoding": "mrp_remask",
+            "remask_rule": "threshold",
+            "confidence_threshold": 0.7,
+            "kernels": kernels,
+        }
+        scheduler, req = (
+            FakeScheduler(FakeEngine(model, 64, 128), rounds_of(model, options)),
+            FakeRequest(prompts[0], stop=EOS),
+        )
         scheduler.add(req)
         scheduler.run()
         told.append((req.output_ids_through_stop, shown_of(req)))

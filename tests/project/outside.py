@@ -1,4 +1,5 @@
-"""Names of other Hugging Face packages that this project imports, overrides or reaches into, read from its code."""
+"""Names of other Hugging Face packages that this project imports, overrides or reaches into, read
+from its code."""
 
 import ast
 import importlib
@@ -20,9 +21,13 @@ def listed(package: str) -> dict[str, set[str]]:
     for title, kind in KINDS.items():
         section = page.split(f"\n## {title} by `{package}`\n")[1].split("\n## ")[0]
         names[kind] = set()
-        for first, second, _ in re.findall(r"^\| (`.*?) \| (.*?) \| (.+) \|$", section, re.MULTILINE):
+        for first, second, _ in re.findall(
+            r"^\| (`.*?) \| (.*?) \| (.+) \|$", section, re.MULTILINE
+        ):
             words = re.findall(r"`([^`]+)`", first if kind == "reach into" else second)
-            names[kind] |= {word if kind == "reach into" else f"{first.strip('`')}.{word}" for word in words}
+            names[kind] |= {
+                word if kind == "reach into" else f"{first.strip('`')}.{word}" for word in words
+            }
     return names
 
 
@@ -48,29 +53,46 @@ def imported(tree: ast.AST) -> Iterator[str]:
 
 
 def overridden(module: Any) -> Iterator[str]:
-    """`Base.member` for members of a module's classes that replace one of another package's class."""
+    """`Base.member` for members of a module's classes that replace one of another package's
+    class."""
     for kind in vars(module).values():
         if isinstance(kind, type) and kind.__module__ == module.__name__:
             for member in vars(kind):
                 owner = next((base for base in kind.__mro__[1:] if member in vars(base)), None)
-                if owner is not None and _outside(owner.__module__) and not member.startswith(("__", "_abc_")):
+                if (
+                    owner is not None
+                    and _outside(owner.__module__)
+                    and not member.startswith(("__", "_abc_"))
+                ):
                     yield f"{owner.__name__}.{member}"
 
 
 def reached_into(trees: dict[str, ast.Module]) -> Iterator[str]:
-    """Private attributes, and those that `getattr` and `hasattr` name, which no module of the package defines."""
+    """Private attributes, and those that `getattr` and `hasattr` name, which no module of the
+    package defines."""
     nodes = [node for tree in trees.values() for node in ast.walk(tree)]
     own = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    own |= {node.target.id for node in nodes if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
+    own |= {
+        node.target.id
+        for node in nodes
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
     own |= {
         node.attr
         for node in nodes
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and ast.unparse(node.value) == "self"
     }
     for node in nodes:
         if isinstance(node, ast.Attribute):
             name = node.attr
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "delattr", "setattr"):
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in (
+            "getattr",
+            "hasattr",
+            "delattr",
+            "setattr",
+        ):
             name = node.args[1].value if isinstance(node.args[1], ast.Constant) else ""
         else:
             continue
@@ -79,8 +101,13 @@ def reached_into(trees: dict[str, ast.Module]) -> Iterator[str]:
 
 
 def outside_names(package: Path, dotted: str, kind: str) -> set[str]:
-    """All names of a package of one kind: "import", "override", for which its modules are imported, or "reach into"."""
-    trees = {name: tree for name, tree in modules(package, dotted).items() if not name.endswith(".__main__")}
+    """All names of a package of one kind: "import", "override", for which its modules are imported,
+    or "reach into"."""
+    trees = {
+        name: tree
+        for name, tree in modules(package, dotted).items()
+        if not name.endswith(".__main__")
+    }
     if kind == "import":
         return {name for tree in trees.values() for name in imported(tree)}
     if kind == "override":

@@ -1,4 +1,5 @@
-"""Faults that are put in to see whether tests find them: those listed stand where they did, and new ones are of every kind."""
+"""Faults that are put in to see whether tests find them: those listed stand where they did, and new
+ones are of every kind."""
 
 import json
 from pathlib import Path
@@ -19,7 +20,10 @@ def mean(values, least=1):
     return (total, least) if total else 0
 '''
 EXPECTED = {
-    "comparison turned": ["if (len(values) <= least) or not values:", "if (len(values) > least) or not values:"],
+    "comparison turned": [
+        "if (len(values) <= least) or not values:",
+        "if (len(values) > least) or not values:",
+    ],
     "index or bound shifted": [
         "file.write(str(-values[0 + 1]))",
         "total = sum(sorted(values, reverse=True)[1 + 1:])",
@@ -30,10 +34,17 @@ EXPECTED = {
         "total = sum(sorted(values, reverse=False)[1:])",
         "return (total, least) if (not (total)) else 0",
     ],
-    "and, or": ["if (len(values) < least and (not values)):", "if (not values):", "if (len(values) < least):"],
+    "and, or": [
+        "if (len(values) < least and (not values)):",
+        "if (not values):",
+        "if (len(values) < least):",
+    ],
     "check left out": ["if False:", "pass"],
     "keyword dropped": ["total = sum(sorted(values)[1:])"],
-    "not closed": ["with __import__('contextlib').nullcontext((_held_file := open('log')).__enter__()) as file:"],
+    "not closed": [
+        "with __import__('contextlib').nullcontext((_held_file := open('log')).__enter__()) as "
+        "file:"
+    ],
     "default changed": ["def mean(values, least=2):"],
     "wrong branch": ["return (0 if total else (total, least))", "return None"],
     "sign turned": ["file.write(str(values[0]))"],
@@ -45,14 +56,16 @@ EXPECTED = {
 def test_every_kind_of_fault(tmp_path: Path) -> None:
     (tmp_path / "mean.py").write_text(SOURCE)
     faults = faults_of(tmp_path, "mean.py")
-    assert {kind: sorted(fault.after for fault in faults if fault.kind == kind) for kind in KINDS} == {
-        kind: sorted(after) for kind, after in EXPECTED.items()
-    }
+    assert {
+        kind: sorted(fault.after for fault in faults if fault.kind == kind) for kind in KINDS
+    } == {kind: sorted(after) for kind, after in EXPECTED.items()}
     source = SOURCE.encode()
     assert all(fault.valid(source) and fault.applied(source) != source for fault in faults)
     assert {fault.function for fault in faults} == {range(2, 9)}
     left_out = next(fault for fault in faults if fault.after == "if False:")
-    assert (left_out.line, left_out.first, left_out.last) == (3, 4, 4), "tests are asked for that run what it guards"
+    assert (left_out.line, left_out.first, left_out.last) == (3, 4, 4), (
+        "tests are asked for that run what it guards"
+    )
 
 
 def test_a_seed_draws_the_same_faults_of_every_kind() -> None:

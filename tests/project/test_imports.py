@@ -1,4 +1,5 @@
-"""Who imports whom in the package: one way, and nothing of the project's other parts; and how many files a decode needs."""
+"""Who imports whom in the package: one way, and nothing of the project's other parts; and how many
+files a decode needs."""
 
 import ast
 import re
@@ -17,11 +18,15 @@ from modeling_mrp import MRPForCausalLM
 from modeling_mrp.generate.loop import Decoder
 
 PACKAGE = ROOT / "modeling_mrp"
-MODULES = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path for path in PACKAGE.rglob("*.py")}
+MODULES = {
+    path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path
+    for path in PACKAGE.rglob("*.py")
+}
 
 
 def imported(name: str, path: Path) -> set[str]:
-    """What a module imports, dotted and absolute, wherever the import stands: in functions and under `TYPE_CHECKING` too."""
+    """What a module imports, dotted and absolute, wherever the import stands: in functions and
+    under `TYPE_CHECKING` too."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -29,7 +34,8 @@ def imported(name: str, path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             above = name.split(".")[: -node.level] if node.level else []
             source = ".".join([*above, *([node.module] if node.module else [])])
-            found |= {source, *(f"{source}.{alias.name}" for alias in node.names)}  # a name may be a module
+            # a name may be a module
+            found |= {source, *(f"{source}.{alias.name}" for alias in node.names)}
     return found
 
 
@@ -37,13 +43,22 @@ GRAPH = {name: imported(name, path) for name, path in MODULES.items()}
 
 
 def test_no_module_is_in_a_circle() -> None:
-    TopologicalSorter({name: sorted(others & MODULES.keys() - {name}) for name, others in GRAPH.items()}).prepare()
+    TopologicalSorter(
+        {name: sorted(others & MODULES.keys() - {name}) for name, others in GRAPH.items()}
+    ).prepare()
 
 
 def test_the_package_imports_nothing_of_the_projects_other_parts() -> None:
     for name, others in GRAPH.items():
         tops = {other.split(".")[0] for other in others}
-        assert not tops & {"mrp_trainer", "mrp_serving", "trainer", "tests", "benchmarks", "serving"}, name
+        assert not tops & {
+            "mrp_trainer",
+            "mrp_serving",
+            "trainer",
+            "tests",
+            "benchmarks",
+            "serving",
+        }, name
 
 
 def test_rules_need_no_torch() -> None:
@@ -51,7 +66,11 @@ def test_rules_need_no_torch() -> None:
     for name, others in GRAPH.items():
         if name.startswith("modeling_mrp.rules."):
             assert "torch" not in {other.split(".")[0] for other in others}, name
-            assert all(other.startswith("modeling_mrp.rules") for other in others if "modeling_mrp" in other), name
+            assert all(
+                other.startswith("modeling_mrp.rules")
+                for other in others
+                if "modeling_mrp" in other
+            ), name
 
 
 def test_the_trainers_data_import_no_other_room() -> None:
@@ -62,11 +81,14 @@ def test_the_trainers_data_import_no_other_room() -> None:
 
 
 def test_a_repositorys_code_uses_public_names_only() -> None:
-    """A private name of another library can one day stop every published repository from loading."""
+    """A private name of another library can one day stop every published repository from
+    loading."""
     for name, others in GRAPH.items():
         # torch has pytrees under this name only.
         others = {other for other in others if not other.startswith("torch.utils._pytree")}
-        private = [other for other in others if any(re.match("_(?!_)", part) for part in other.split("."))]
+        private = [
+            other for other in others if any(re.match("_(?!_)", part) for part in other.split("."))
+        ]
         assert not private, f"{name}: {private}"
 
 
@@ -87,9 +109,15 @@ def noted(files: set[str]) -> Iterator[None]:
         sys.settrace(before)
 
 
-def test_files_from_generate_to_a_kernel(random_model: MRPForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a reader opens who follows a drafted decode, or one of its rounds: more files only with a reason."""
-    ids, options = torch.tensor([[1, 2, 3, 4, 5]]), {"decoding": "mrp_spec", "num_draft_states": 4, "max_new_tokens": 8}
+def test_files_from_generate_to_a_kernel(
+    random_model: MRPForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a reader opens who follows a drafted decode, or one of its rounds: more files only with
+    a reason."""
+    ids, options = (
+        torch.tensor([[1, 2, 3, 4, 5]]),
+        {"decoding": "mrp_spec", "num_draft_states": 4, "max_new_tokens": 8},
+    )
     random_model.generate(ids, **options)
     whole: set[str] = set()
     with noted(whole):

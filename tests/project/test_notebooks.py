@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from conftest import ROOT
 
-nbclient = pytest.importorskip("nbclient", reason="notebooks need nbclient and ipykernel: pip install -e '.[notebooks]'")
+nbclient = pytest.importorskip(
+    "nbclient", reason="notebooks need nbclient and ipykernel: pip install -e '.[notebooks]'"
+)
 pytest.importorskip("ipykernel", reason="notebooks need ipykernel: pip install -e '.[notebooks]'")
 import nbformat  # noqa: E402  # comes with nbclient
 
@@ -30,14 +32,21 @@ def run(name: str) -> Any:
     """The notebook with its outputs, run in a folder far from this checkout."""
     notebook = nbformat.read(ROOT / "notebooks" / name, as_version=4)
     where = {"metadata": {"path": os.environ["TMPDIR"]}}
-    nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3", resources=where, record_timing=False).execute()
+    nbclient.NotebookClient(
+        notebook, timeout=600, kernel_name="python3", resources=where, record_timing=False
+    ).execute()
     return notebook
 
 
 def kept(notebook: Any) -> Any:
-    """The notebook as it is committed: without warnings, progress bars and what tells of a machine."""
+    """The notebook as it is committed: without warnings, progress bars and what tells of a
+    machine."""
     for cell in notebook.cells:
-        outputs = [out for out in cell.get("outputs", ()) if out.get("name") != "stderr" and WIDGET not in out.get("data", ())]
+        outputs = [
+            out
+            for out in cell.get("outputs", ())
+            if out.get("name") != "stderr" and WIDGET not in out.get("data", ())
+        ]
         if cell.cell_type == "code":
             cell.outputs, cell.metadata = outputs, {}
     notebook.metadata = {**notebook.metadata, "language_info": {"name": "python"}}
@@ -45,8 +54,15 @@ def kept(notebook: Any) -> Any:
 
 
 def pictures(notebook: Any) -> list[str]:
-    found = [out["data"].get("text/html", "") for cell in notebook.cells for out in cell.get("outputs", ()) if "data" in out]
-    return [re.findall(r'aria-label="([^"]*)"', html)[0] for html in found if html.startswith("<svg")]
+    found = [
+        out["data"].get("text/html", "")
+        for cell in notebook.cells
+        for out in cell.get("outputs", ())
+        if "data" in out
+    ]
+    return [
+        re.findall(r'aria-label="([^"]*)"', html)[0] for html in found if html.startswith("<svg")
+    ]
 
 
 def printed(notebook: Any) -> str:
@@ -56,9 +72,12 @@ def printed(notebook: Any) -> str:
 
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs_and_what_is_committed_was_run(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``python tests/project/test_notebooks.py`` runs them, and writes their outputs into them. The pictures and numbers of the
-    first are the embedded checkpoint's; the second trains, here for a few steps, and pushes where a repository is named."""
+def test_a_notebook_runs_and_what_is_committed_was_run(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``python tests/project/test_notebooks.py`` runs them, and writes their outputs into them. The
+    pictures and numbers of the first are the embedded checkpoint's; the second trains, here for a
+    few steps, and pushes where a repository is named."""
     monkeypatch.setenv("MRP_NOTEBOOK_STEPS", "3")
     committed = nbformat.read(path, as_version=4)
     code = [cell for cell in committed.cells if cell.cell_type == "code"]
@@ -67,12 +86,16 @@ def test_a_notebook_runs_and_what_is_committed_was_run(path: Path, monkeypatch: 
     assert kept(nbformat.read(path, as_version=4)) == committed
     notebook = run(path.name)
     told = printed(notebook)
-    assert len(pictures(notebook)) == len(pictures(committed)) == {"decode": 7, "train": 1}[path.stem]
+    assert (
+        len(pictures(notebook)) == len(pictures(committed)) == {"decode": 7, "train": 1}[path.stem]
+    )
     if path.stem == "decode":
         assert (told, pictures(notebook)) == (printed(committed), pictures(committed))
     else:
         for mode in ("static", "self_spec", "mrp_spec"):
-            assert re.search(rf"^{mode} +\d\.\d\d tokens per forward, \d+ % right$", told, re.MULTILINE), mode
+            assert re.search(
+                rf"^{mode} +\d\.\d\d tokens per forward, \d+ % right$", told, re.MULTILINE
+            ), mode
         assert "  decode.svg\n" in told
         assert told.endswith("Dry run: nothing was sent.\n")
 

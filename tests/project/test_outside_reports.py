@@ -1,4 +1,5 @@
-"""Public bug reports of other projects, each reduced to an input for this package; docs/outside_reports.md lists them."""
+"""Public bug reports of other projects, each reduced to an input for this package;
+docs/outside_reports.md lists them."""
 
 import copy
 import json
@@ -24,7 +25,12 @@ from tests.random_cases import batch_of, dampened, make_model, word_tokenizer
 
 MASK = 60
 TARGET: dict[str, Any] = {"decoding": "sequential", "max_new_tokens": 13, "eos_token_id": None}
-DRAFTED: dict[str, Any] = {**TARGET, "decoding": "mrp_spec", "target": "sequential", "num_draft_states": 4}
+DRAFTED: dict[str, Any] = {
+    **TARGET,
+    "decoding": "mrp_spec",
+    "target": "sequential",
+    "num_draft_states": 4,
+}
 
 
 @torch.no_grad()
@@ -68,7 +74,12 @@ def embedded_with_tokenizer() -> tuple[MRPForCausalLM, Any]:
 
 
 CHATS = [
-    {"messages": [{"role": "user", "content": f"What is {n} + 4?"}, {"role": "assistant", "content": f"{n + 4}" + " x" * n}]}
+    {
+        "messages": [
+            {"role": "user", "content": f"What is {n} + 4?"},
+            {"role": "assistant", "content": f"{n + 4}" + " x" * n},
+        ]
+    }
     for n in range(14)
 ]
 
@@ -77,10 +88,19 @@ def trainer_of(folder: Path, data: Any = CHATS, model: Any = None, **options: An
     """Make a trainer of the embedded backbone."""
     set_seed(0)
     own, tokenizer = embedded_with_tokenizer()
-    given = {"max_length": 64, "use_cpu": True, "report_to": "none", "disable_tqdm": True, "seed": 3, **options}
+    given = {
+        "max_length": 64,
+        "use_cpu": True,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "seed": 3,
+        **options,
+    }
     held_out = given.pop("eval_dataset", None)
     args = MRPTrainingArguments(str(folder), objective="block_diffusion", **given)
-    return MRPTrainer(model or own, args, train_dataset=data, eval_dataset=held_out, processing_class=tokenizer)
+    return MRPTrainer(
+        model or own, args, train_dataset=data, eval_dataset=held_out, processing_class=tokenizer
+    )
 
 
 def weights_of(trainer: MRPTrainer) -> list[Tensor]:
@@ -92,7 +112,9 @@ def weights_of(trainer: MRPTrainer) -> list[Tensor]:
 
 @pytest.mark.parametrize("stop", ["語", "🧬", "語🧬"])
 @pytest.mark.parametrize("drafted", [False, True])
-def test_a_stop_string_whose_characters_are_split_into_bytes_ends_the_text(stop: str, drafted: bool) -> None:
+def test_a_stop_string_whose_characters_are_split_into_bytes_ends_the_text(
+    stop: str, drafted: bool
+) -> None:
     """huggingface/transformers#46519; the texts are forced, as the model knows no such words."""
     model, tokenizer = embedded_with_tokenizer()
     ids = tokenizer("日本語🧬終", add_special_tokens=False)["input_ids"]
@@ -105,8 +127,14 @@ def test_a_stop_string_whose_characters_are_split_into_bytes_ends_the_text(stop:
         forced[:, ids[(input_ids.shape[1] - length) % len(ids)]] = 0
         return forced
 
-    mode = {"decoding": "mrp_spec", "target": "sequential"} if drafted else {"decoding": "sequential"}
-    options: dict[str, Any] = {"logits_processor": [forces], "stop_strings": [stop], "tokenizer": tokenizer}
+    mode = (
+        {"decoding": "mrp_spec", "target": "sequential"} if drafted else {"decoding": "sequential"}
+    )
+    options: dict[str, Any] = {
+        "logits_processor": [forces],
+        "stop_strings": [stop],
+        "tokenizer": tokenizer,
+    }
     out = model.generate(prompt, **mode, **options, max_new_tokens=len(ids) + 4, eos_token_id=None)
     ends = next(n for n in range(1, len(ids) + 1) if stop in tokenizer.decode(ids[:n]))
     assert out[0, length:].tolist() == ids[:ends]
@@ -130,7 +158,9 @@ PROCESSORS: tuple[dict[str, Any], ...] = (
 
 
 @pytest.mark.parametrize("options", PROCESSORS, ids=lambda options: next(iter(options)))
-def test_processors_act_on_an_lm_head_that_is_wider_than_the_tokenizer(options: dict[str, Any]) -> None:
+def test_processors_act_on_an_lm_head_that_is_wider_than_the_tokenizer(
+    options: dict[str, Any],
+) -> None:
     """huggingface/transformers#48846: ids that no token has stay in reach, drafted as undrafted."""
     model = make_model(vocab_size=80)
     drafted = text(model, PROMPTS[0], **DRAFTED, **options)
@@ -140,7 +170,8 @@ def test_processors_act_on_an_lm_head_that_is_wider_than_the_tokenizer(options: 
 
 @pytest.mark.parametrize("target", ["sequential", "static"])
 def test_banned_words_are_those_of_every_row_of_a_drafted_batch(target: str) -> None:
-    """vllm-project/vllm#31908 and #52311: of several tokens, in a row that is not the first, across a draft's border."""
+    """vllm-project/vllm#31908 and #52311: of several tokens, in a row that is not the first, across
+    a draft's border."""
     model, options = make_model(), {**DRAFTED, "target": target, "max_new_tokens": 16}
     free = texts(model, PROMPTS, **options)
     banned = [free[2][3:6], free[1][:2], [free[0][5]]]
@@ -148,35 +179,59 @@ def test_banned_words_are_those_of_every_row_of_a_drafted_batch(target: str) -> 
     plain = {"decoding": target, "max_new_tokens": 16, "eos_token_id": None}
     assert drafted == texts(model, PROMPTS, **plain, bad_words_ids=banned)
     assert drafted == [text(model, prompt, **options, bad_words_ids=banned) for prompt in PROMPTS]
-    assert not any(row[i : i + len(word)] == word for row in drafted for word in banned for i in range(len(row)))
+    assert not any(
+        row[i : i + len(word)] == word
+        for row in drafted
+        for word in banned
+        for i in range(len(row))
+    )
     assert drafted != free
 
 
-TRUNCATIONS: tuple[dict[str, Any], ...] = ({"min_p": 0.3}, {"top_h": 0.5}, {"typical_p": 0.8}, {"top_p": 0.6})
+TRUNCATIONS: tuple[dict[str, Any], ...] = (
+    {"min_p": 0.3},
+    {"top_h": 0.5},
+    {"typical_p": 0.8},
+    {"top_p": 0.6},
+)
 
 
 @pytest.mark.parametrize("truncation", TRUNCATIONS, ids=lambda options: next(iter(options)))
 def test_a_truncation_acts_on_drafted_tokens_and_in_every_row(truncation: dict[str, Any]) -> None:
-    """vllm-project/vllm#42802 (`min_p` on verified tokens) and 1CatAI/1Cat-vLLM#656 (sampled batches of more than two)."""
+    """vllm-project/vllm#42802 (`min_p` on verified tokens) and 1CatAI/1Cat-vLLM#656 (sampled
+    batches of more than two)."""
     model, sampled = make_model(), {"do_sample": True, "temperature": 1.5, "top_k": 0, **truncation}
     drafted = texts(model, PROMPTS, **DRAFTED, **sampled, seed=[5, 9, 2])
     assert drafted == texts(model, PROMPTS, **TARGET, **sampled, seed=[5, 9, 2])
-    assert drafted == [text(model, p, **DRAFTED, **sampled, seed=s) for p, s in zip(PROMPTS, (5, 9, 2), strict=True)]
-    assert drafted != texts(model, PROMPTS, **DRAFTED, **{**sampled, **dict.fromkeys(truncation)}, seed=[5, 9, 2])
+    assert drafted == [
+        text(model, p, **DRAFTED, **sampled, seed=s)
+        for p, s in zip(PROMPTS, (5, 9, 2), strict=True)
+    ]
+    assert drafted != texts(
+        model, PROMPTS, **DRAFTED, **{**sampled, **dict.fromkeys(truncation)}, seed=[5, 9, 2]
+    )
 
 
-@pytest.mark.parametrize("sampled", [{}, {**LIVELY, "seed": 3, "temperature": 0.7, "top_p": 0.9}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "sampled",
+    [{}, {**LIVELY, "seed": 3, "temperature": 0.7, "top_p": 0.9}],
+    ids=["greedy", "sampled"],
+)
 def test_log_probabilities_of_drafted_tokens_are_the_targets(sampled: dict[str, Any]) -> None:
     """ggml-org/llama.cpp#27972, where drafted tokens had 0."""
     model = make_model()
-    drafted, target = (generate(model, PROMPTS, **{**mode, **sampled}) for mode in (DRAFTED, TARGET))
+    drafted, target = (
+        generate(model, PROMPTS, **{**mode, **sampled}) for mode in (DRAFTED, TARGET)
+    )
     torch.testing.assert_close(drafted.token_logprobs, target.token_logprobs)
     assert (drafted.token_logprobs < 0).all()
 
 
 def test_a_grammar_that_needs_a_growing_prefix_is_refused() -> None:
     """vllm-project/vllm#45436."""
-    with pytest.raises(ValueError, match=r"prefix_allowed_tokens_fn.*prefixes that grow from the left"):
+    with pytest.raises(
+        ValueError, match=r"prefix_allowed_tokens_fn.*prefixes that grow from the left"
+    ):
         text(make_model(), PROMPTS[0], **DRAFTED, prefix_allowed_tokens_fn=lambda *_: [1, 2])
 
 
@@ -186,14 +241,19 @@ def test_a_grammar_that_needs_a_growing_prefix_is_refused() -> None:
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_padded_batch_says_what_its_prompts_say_alone(side: str, masked: bool) -> None:
-    """ZHZisZZ/dllm#87 (left) and TransformerLensOrg/TransformerLens#1760 (right, without a mask)."""
+    """ZHZisZZ/dllm#87 (left) and TransformerLensOrg/TransformerLens#1760 (right, without a
+    mask)."""
     model, batch = make_model(), batch_of(PROMPTS, side)
     width = batch["input_ids"].shape[1]
     out: Any = model.generate(
-        **(batch if masked else batch | {"attention_mask": None}), **DRAFTED, return_dict_in_generate=True
+        **(batch if masked else batch | {"attention_mask": None}),
+        **DRAFTED,
+        return_dict_in_generate=True,
     )
     rows = zip(out.sequences, out.reveal_step, strict=True)
-    assert [row[width:][steps >= 0].tolist() for row, steps in rows] == [text(model, p, **DRAFTED) for p in PROMPTS]
+    assert [row[width:][steps >= 0].tolist() for row, steps in rows] == [
+        text(model, p, **DRAFTED) for p in PROMPTS
+    ]
     assert torch.equal(out.sequences[:, :width], batch["input_ids"])
 
 
@@ -205,7 +265,8 @@ def test_a_batch_encoding_in_place_of_ids_is_refused_with_the_remedy() -> None:
 
 @pytest.mark.parametrize("stop", range(1, 9))
 def test_a_block_that_is_not_finished_is_not_gone_on_from(stop: int) -> None:
-    """sgl-project/sglang#35781: a call ends at each position of a block, and the next one changes its last token."""
+    """sgl-project/sglang#35781: a call ends at each position of a block, and the next one changes
+    its last token."""
     model = make_model()
     first = generate(model, [PROMPTS[2]], **{**DRAFTED, "max_new_tokens": stop})
     kept, cache = first.sequences[0].tolist(), first.cache
@@ -243,10 +304,13 @@ def test_numbers_that_are_not_finite_end_one_call_alone() -> None:
 
 
 def test_nothing_below_the_threshold_is_revealed_to_fill_a_quota() -> None:
-    """Blaizzy/mlx-vlm#1235: at a threshold of 1 each step reveals one token, the most confident one."""
+    """Blaizzy/mlx-vlm#1235: at a threshold of 1 each step reveals one token, the most confident
+    one."""
     model, options = make_model(), {"max_new_tokens": 12, "eos_token_id": None}
     out = generate(model, [PROMPTS[0]], decoding="dynamic", confidence_threshold=1.0, **options)
-    assert out.sequences[0, len(PROMPTS[0]) :].tolist() == text(model, PROMPTS[0], decoding="static", **options)
+    assert out.sequences[0, len(PROMPTS[0]) :].tolist() == text(
+        model, PROMPTS[0], decoding="static", **options
+    )
     assert sorted(out.reveal_step[0].tolist()) == list(range(12))
 
 
@@ -260,7 +324,8 @@ def test_steps_of_a_whole_text_are_refused_as_steps_of_a_block() -> None:
 
 
 def test_merging_one_of_two_active_adapters_decodes_as_the_forward_says() -> None:
-    """huggingface/peft#3756: peft leaves the other out of the forward until all is unmerged, and so does `generate`."""
+    """huggingface/peft#3756: peft leaves the other out of the forward until all is unmerged, and so
+    does `generate`."""
     model = adapted(make_model(), ("A", "B"))
     model.base_model.set_adapter(["A", "B"])
     both = text(model, PROMPTS[0], **DRAFTED)
@@ -280,13 +345,16 @@ def test_two_dora_adapters_at_once_decode_as_the_forward_says() -> None:
 
 @pytest.mark.parametrize("module", ["lm_head", "embed_tokens", "norm", "mrp_head"])
 def test_modules_saved_with_an_adapter_come_back(module: str, tmp_path: Path) -> None:
-    """huggingface/transformers#48595; a folder with the adapter alone is no model, which is said."""
+    """huggingface/transformers#48595; a folder with the adapter alone is no model, which is
+    said."""
     base = saved(make_model(), tmp_path / "base")
     model = adapted(base, modules_to_save=[module])
     said = text(model, PROMPTS[0], **DRAFTED)
     assert said == left_to_right(model, PROMPTS[0])
     model.save_pretrained(tmp_path / "adapter")
-    plain, again = (MRPForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float64) for _ in range(2))
+    plain, again = (
+        MRPForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float64) for _ in range(2)
+    )
     plain.load_adapter(str(tmp_path / "adapter"))
     ids = torch.tensor([[*PROMPTS[2], MASK, MASK]])
     for loaded in (plain, PeftModel.from_pretrained(again, tmp_path / "adapter").eval()):
@@ -312,7 +380,9 @@ def test_scores_of_given_texts_have_the_adapters_lm_head(options: dict[str, Any]
         logits = model(state).logits[0, position].detach()
         logits[MASK] = -torch.inf
         expected.append(logits.log_softmax(-1)[token])
-    torch.testing.assert_close(model.score(torch.tensor([prompt])).logprobs[0], torch.stack(expected))
+    torch.testing.assert_close(
+        model.score(torch.tensor([prompt])).logprobs[0], torch.stack(expected)
+    )
 
 
 def test_a_lora_of_lm_head_is_refused_in_scores_as_in_texts() -> None:
@@ -323,12 +393,15 @@ def test_a_lora_of_lm_head_is_refused_in_scores_as_in_texts() -> None:
 
 @pytest.mark.parametrize("options", OF_LM_HEAD, ids=lambda options: next(iter(options)))
 def test_an_lm_head_for_each_row_is_refused(options: dict[str, Any]) -> None:
-    """vllm-project/vllm#55796: rows of several adapters had the active one's `lm_head`; embeddings of each row are right."""
+    """vllm-project/vllm#55796: rows of several adapters had the active one's `lm_head`; embeddings
+    of each row are right."""
     model = adapted(make_model(), ("A", "B"), **options)
     names = ["A", "B", "__base__"]
     with pytest.raises(ValueError, match=r"lm_head differs from adapter to adapter.*set_adapter"):
         texts(model, [PROMPTS[0]] * 3, **DRAFTED, adapter_names=names)
-    model = adapted(make_model(), ("A", "B"), trainable_token_indices={"embed_tokens": [5, 17, 40, 3]})
+    model = adapted(
+        make_model(), ("A", "B"), trainable_token_indices={"embed_tokens": [5, 17, 40, 3]}
+    )
     of_rows = texts(model, [PROMPTS[0]] * 3, **DRAFTED, adapter_names=names)
     alone = []
     for name in ("A", "B"):
@@ -348,19 +421,28 @@ BOTH: tuple[tuple[dict[str, Any], bool], ...] = (
 )
 
 
-@pytest.mark.parametrize(("options", "tied"), BOTH, ids=["tokens", "tokens of each", "tokens of one", "modules"])
+@pytest.mark.parametrize(
+    ("options", "tied"), BOTH, ids=["tokens", "tokens of each", "tokens of one", "modules"]
+)
 @torch.no_grad()
 def test_rows_that_peft_ties_stay_tied(options: dict[str, Any], tied: bool, tmp_path: Path) -> None:
-    """vllm-project/vllm#36501: on a tied model, unmerged, loaded, merged, and merged, saved and loaded."""
+    """vllm-project/vllm#36501: on a tied model, unmerged, loaded, merged, and merged, saved and
+    loaded."""
     base = saved(make_model(tie_word_embeddings=True), tmp_path / "base")
     model = adapted(base, **copy.deepcopy(options))
-    rows, columns = base.model.embed_tokens(torch.arange(64)), base.lm_head(torch.eye(32, dtype=torch.float64)).T
+    rows, columns = (
+        base.model.embed_tokens(torch.arange(64)),
+        base.lm_head(torch.eye(32, dtype=torch.float64)).T,
+    )
     assert torch.allclose(rows, columns) == tied == base.config.tie_word_embeddings
     said = left_to_right(model, PROMPTS[0])
     assert text(model, PROMPTS[0], **DRAFTED) == said
     model.save_pretrained(tmp_path / "adapter")
     again: Any = MRPForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float64)
-    assert text(PeftModel.from_pretrained(again, tmp_path / "adapter").eval(), PROMPTS[0], **DRAFTED) == said
+    assert (
+        text(PeftModel.from_pretrained(again, tmp_path / "adapter").eval(), PROMPTS[0], **DRAFTED)
+        == said
+    )
     merged = model.merge_and_unload()
     assert text(merged, PROMPTS[0], **DRAFTED) == said
     assert text(saved(merged, tmp_path / "merged"), PROMPTS[0], **DRAFTED) == said
@@ -370,13 +452,19 @@ def test_rows_that_peft_ties_stay_tied(options: dict[str, Any], tied: bool, tmp_
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_vocabulary_that_grew_reaches_lm_head_and_what_is_saved(tied: bool, tmp_path: Path) -> None:
+def test_a_vocabulary_that_grew_reaches_lm_head_and_what_is_saved(
+    tied: bool, tmp_path: Path
+) -> None:
     """huggingface/transformers#45276, and #45079: `post_init` behind it drew the rows anew."""
     model = make_model(tie_word_embeddings=tied)
     rows, before = model.lm_head.weight.detach().clone(), text(model, PROMPTS[0], **DRAFTED)
     model.resize_token_embeddings(70)
     model.post_init()
-    assert (model.config.vocab_size, model.lm_head.out_features, len(model.lm_head.weight)) == (70, 70, 70)
+    assert (model.config.vocab_size, model.lm_head.out_features, len(model.lm_head.weight)) == (
+        70,
+        70,
+        70,
+    )
     assert torch.equal(model.lm_head.weight[:64], rows)
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
     assert text(model, PROMPTS[0], **DRAFTED) == text(model, PROMPTS[0], **TARGET) == before
@@ -396,14 +484,21 @@ def test_memory_given_to_a_model_of_the_meta_device_gets_rotary_frequencies(fami
 
 @pytest.mark.parametrize("variant", [None, "ema"])
 @pytest.mark.parametrize("sizes", [("5KB", "5GB"), ("5GB", "5KB"), ("5KB", "20KB")], ids=str)
-def test_what_is_saved_last_is_loaded(variant: str | None, sizes: tuple[str, str], tmp_path: Path) -> None:
-    """huggingface/diffusers#14719: other shards, one file in place of several, several in place of one."""
+def test_what_is_saved_last_is_loaded(
+    variant: str | None, sizes: tuple[str, str], tmp_path: Path
+) -> None:
+    """huggingface/diffusers#14719: other shards, one file in place of several, several in place of
+    one."""
     first, second = make_model(0), make_model(1)
     for model, size in zip((first, second), sizes, strict=True):
         model.save_pretrained(tmp_path, max_shard_size=size, variant=variant)
     loaded = MRPForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, variant=variant)
     assert same_tensors(loaded, second)
-    named = {f for index in tmp_path.glob("*.index.*json") for f in json.loads(index.read_text())["weight_map"].values()}
+    named = {
+        f
+        for index in tmp_path.glob("*.index.*json")
+        for f in json.loads(index.read_text())["weight_map"].values()
+    }
     files = {path.name for path in tmp_path.glob("*.safetensors")}
     assert files == named or (not named and len(files) == 1)
 
@@ -412,20 +507,31 @@ def test_shards_of_another_variant_are_not_deleted(tmp_path: Path) -> None:
     """huggingface/diffusers#14719."""
     first, second = make_model(0), make_model(1)
     first.save_pretrained(tmp_path, max_shard_size="5KB", variant="ema")
-    with pytest.raises(ValueError, match=r"model\.ema-00001-of-\d+\.safetensors of another variant, which would be deleted"):
+    with pytest.raises(
+        ValueError,
+        match=r"model\.ema-00001-of-\d+\.safetensors of another variant, which would be deleted",
+    ):
         second.save_pretrained(tmp_path)
-    assert same_tensors(MRPForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, variant="ema"), first)
+    assert same_tensors(
+        MRPForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, variant="ema"), first
+    )
     both = tmp_path / "both"
     second.save_pretrained(both)
     first.save_pretrained(both, max_shard_size="5KB", variant="ema")
     for variant, model in (("ema", first), (None, second)):
-        assert same_tensors(MRPForCausalLM.from_pretrained(both, dtype=torch.float64, variant=variant), model)
+        assert same_tensors(
+            MRPForCausalLM.from_pretrained(both, dtype=torch.float64, variant=variant), model
+        )
 
 
 @pytest.mark.parametrize(
-    "on_disk", [{"": "disk"}, {"model": "disk", "lm_head": "disk", "mrp_head": "disk"}], ids=["all", "parts"]
+    "on_disk",
+    [{"": "disk"}, {"model": "disk", "lm_head": "disk", "mrp_head": "disk"}],
+    ids=["all", "parts"],
 )
-def test_a_tied_model_that_lies_on_disk_decodes_and_is_saved(on_disk: dict[str, str], tmp_path: Path) -> None:
+def test_a_tied_model_that_lies_on_disk_decodes_and_is_saved(
+    on_disk: dict[str, str], tmp_path: Path
+) -> None:
     """huggingface/accelerate#4083, where all weights on disk were taken for one that is shared."""
     model = make_model(tie_word_embeddings=True)
     model.save_pretrained(tmp_path / "whole")
@@ -447,9 +553,16 @@ def test_an_lm_head_that_is_tied_in_the_config_alone_is_saved(tmp_path: Path) ->
     assert torch.equal(again.model.embed_tokens.weight, model.model.embed_tokens.weight)
 
 
-def test_a_snapshot_of_links_into_a_cache_is_loaded_with_its_code(fresh: Fresh, tmp_path: Path) -> None:
-    """huggingface/transformers#46611 and #46022: by the path of its folder, whose files lie elsewhere under other names."""
-    source, snapshot, blobs = Path(embedded_checkpoint()), tmp_path / "snapshots" / "abc1.2", tmp_path / "blobs"
+def test_a_snapshot_of_links_into_a_cache_is_loaded_with_its_code(
+    fresh: Fresh, tmp_path: Path
+) -> None:
+    """huggingface/transformers#46611 and #46022: by the path of its folder, whose files lie
+    elsewhere under other names."""
+    source, snapshot, blobs = (
+        Path(embedded_checkpoint()),
+        tmp_path / "snapshots" / "abc1.2",
+        tmp_path / "blobs",
+    )
     blobs.mkdir()
     for number, file in enumerate(path for path in sorted(source.rglob("*")) if path.is_file()):
         shutil.copy(file, blobs / str(number))
@@ -459,33 +572,51 @@ def test_a_snapshot_of_links_into_a_cache_is_loaded_with_its_code(fresh: Fresh, 
     script = f"""
         from transformers import AutoModel
         model = AutoModel.from_pretrained({str(snapshot)!r}, trust_remote_code=True)
-        print(model.generate(torch.tensor([[20, 21, 22]]), decoding="mrp_spec", max_new_tokens=8).tolist())
+        ids = torch.tensor([[20, 21, 22]])
+        print(model.generate(ids, decoding="mrp_spec", max_new_tokens=8).tolist())
         """
     model, _ = embedded_with_tokenizer()
-    expected = model.generate(torch.tensor([[20, 21, 22]]), decoding="mrp_spec", max_new_tokens=8).tolist()
+    expected = model.generate(
+        torch.tensor([[20, 21, 22]]), decoding="mrp_spec", max_new_tokens=8
+    ).tolist()
     assert fresh(script) == f"{expected}\n"
 
 
 # Training
 
 
-def test_a_generation_config_that_cannot_be_saved_is_refused_before_training(tmp_path: Path) -> None:
-    """QwenLM/Qwen3-ASR#210: such a checkpoint loads and decodes, and ended a run at its first save."""
+def test_a_generation_config_that_cannot_be_saved_is_refused_before_training(
+    tmp_path: Path,
+) -> None:
+    """QwenLM/Qwen3-ASR#210: such a checkpoint loads and decodes, and ended a run at its first
+    save."""
     folder = tmp_path / "model"
     shutil.copytree(embedded_checkpoint(), folder, ignore=shutil.ignore_patterns("__pycache__"))
     file = folder / "generation_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "do_sample": False, "temperature": 1e-6}))
+    file.write_text(
+        json.dumps({**json.loads(file.read_text()), "do_sample": False, "temperature": 1e-6})
+    )
     model = MRPForCausalLM.from_pretrained(folder)
     assert len(text(model, PROMPTS[2], **TARGET)) == 13
-    with pytest.raises(ValueError, match=r"could not be saved with a checkpoint[\s\S]*`temperature`"):
+    with pytest.raises(
+        ValueError, match=r"could not be saved with a checkpoint[\s\S]*`temperature`"
+    ):
         trainer_of(tmp_path / "run", model=model)
     model.generation_config.temperature = None
     trainer_of(tmp_path / "run", model=model)
 
 
-def test_a_run_resumed_in_the_midst_of_its_second_epoch_ends_as_one_that_went_on(tmp_path: Path) -> None:
-    """modelscope/ms-swift#10050 and huggingface/accelerate#4071, where the order of the first epoch came again."""
-    options: dict[str, Any] = {"num_train_epochs": 2, "per_device_train_batch_size": 2, "save_steps": 1, "save_total_limit": 99}
+def test_a_run_resumed_in_the_midst_of_its_second_epoch_ends_as_one_that_went_on(
+    tmp_path: Path,
+) -> None:
+    """modelscope/ms-swift#10050 and huggingface/accelerate#4071, where the order of the first epoch
+    came again."""
+    options: dict[str, Any] = {
+        "num_train_epochs": 2,
+        "per_device_train_batch_size": 2,
+        "save_steps": 1,
+        "save_total_limit": 99,
+    }
     whole = trainer_of(tmp_path, **options)
     whole.train()
     per_epoch = whole.state.max_steps // 2
@@ -497,11 +628,19 @@ def test_a_run_resumed_in_the_midst_of_its_second_epoch_ends_as_one_that_went_on
 
 def test_the_last_steps_of_an_epoch_do_not_depend_on_how_they_are_divided(tmp_path: Path) -> None:
     """modelscope/ms-swift#10084: 14 records in steps of 4."""
-    plain = {"optim": "sgd", "lr_scheduler_type": "constant", "warmup_steps": 0, "learning_rate": 1e-2, "max_grad_norm": 0.0}
+    plain = {
+        "optim": "sgd",
+        "lr_scheduler_type": "constant",
+        "warmup_steps": 0,
+        "learning_rate": 1e-2,
+        "max_grad_norm": 0.0,
+    }
     weights = []
     for rows, steps in ((4, 1), (1, 4), (2, 2)):
         division = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": steps}
-        trainer = trainer_of(tmp_path / f"{rows}", **plain, **division, num_train_epochs=1, save_strategy="no")
+        trainer = trainer_of(
+            tmp_path / f"{rows}", **plain, **division, num_train_epochs=1, save_strategy="no"
+        )
         before = weights_of(trainer)
         trainer.train()
         weights.append(weights_of(trainer))
@@ -523,6 +662,9 @@ def test_held_out_records_without_anything_to_learn_give_no_nan(tmp_path: Path) 
 def test_a_message_without_content_is_named_with_its_line(tmp_path: Path) -> None:
     """huggingface/transformers#45422, where templates wrote "None"."""
     call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
-    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    chat = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+    ]
     with pytest.raises(RecordError, match="train_dataset, line 1, field messages"):
         trainer_of(tmp_path, data=[{"messages": chat}])

@@ -1,4 +1,5 @@
-"""docs/rests_on.md names all that the project takes of other Hugging Face packages, and the installed ones have it."""
+"""docs/rests_on.md names all that the project takes of other Hugging Face packages, and the
+installed ones have it."""
 
 import importlib
 from collections.abc import Callable

@@ -1,4 +1,5 @@
-"""The Space: the folder that is uploaded, served, asked as its page asks it, and asking for nothing from elsewhere."""
+"""The Space: the folder that is uploaded, served, asked as its page asks it, and asking for nothing
+from elsewhere."""
 
 import os
 import re
@@ -14,7 +15,9 @@ import pytest
 from conftest import ROOT
 from fresh import ALONE
 
-gradio_client = pytest.importorskip("gradio_client", reason="the Space needs gradio: pip install -e '.[space]'")
+gradio_client = pytest.importorskip(
+    "gradio_client", reason="the Space needs gradio: pip install -e '.[space]'"
+)
 
 SPACE = ROOT / "space"
 PROMPT = "Sum the numbers of a list that are even, each plus 5."
@@ -22,18 +25,41 @@ PROMPT = "Sum the numbers of a list that are even, each plus 5."
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Path]]:
-    """A client of the Space as it is uploaded, in a folder that knows nothing of this checkout; and the folder."""
+    """A client of the Space as it is uploaded, in a folder that knows nothing of this checkout; and
+    the folder."""
     folder = tmp_path_factory.mktemp("space")
-    subprocess.run([sys.executable, SPACE / "folder.py", folder / "app"], check=True, capture_output=True)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MRP_", "GRADIO_", "PYTHON"))}
-    environment |= {"PYTHONPATH": str(folder / "app"), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-P", "-c", f"{ALONE}import runpy\nrunpy.run_path('app/app.py', run_name='__main__')"]
+    subprocess.run(
+        [sys.executable, SPACE / "folder.py", folder / "app"], check=True, capture_output=True
+    )
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("MRP_", "GRADIO_", "PYTHON"))
+    }
+    environment |= {
+        "PYTHONPATH": str(folder / "app"),
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [
+        sys.executable,
+        "-P",
+        "-c",
+        f"{ALONE}import runpy\nrunpy.run_path('app/app.py', run_name='__main__')",
+    ]
     with subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     ) as process:
         try:
             assert process.stdout is not None
-            address = next(found[0] for line in process.stdout if (found := re.search(r"http://[\d.:]+", line)))
+            address = next(
+                found[0] for line in process.stdout if (found := re.search(r"http://[\d.:]+", line))
+            )
             yield gradio_client.Client(address, verbose=False), folder
         finally:
             os.killpg(process.pid, signal.SIGKILL)
@@ -46,9 +72,14 @@ def test_a_prompt_is_answered_and_the_picture_appears(served: tuple[Any, Path]) 
     moments = [str(one) for one in client.submit(PROMPT, *options, api_name="/answer")]
     assert any("mrp-block" in one and "mrp-mask" in one for one in moments)
     assert "mrp-mask" not in moments[-1]
-    assert re.search(r"<b>3.57</b> tokens per forward · <b>25</b> tokens · <b>7</b> forwards", moments[-1])
+    assert re.search(
+        r"<b>3.57</b> tokens per forward · <b>25</b> tokens · <b>7</b> forwards", moments[-1]
+    )
     assert "<b>18</b> of 22 drafts accepted · the same text as its target" in moments[-1]
-    assert 'aria-label="sequential: 25 forwards; mrp_spec of sequential K=8: 7 forwards"' in moments[-1]
+    assert (
+        'aria-label="sequential: 25 forwards; mrp_spec of sequential K=8: 7 forwards"'
+        in moments[-1]
+    )
     assert not (folder / "elsewhere").exists(), (folder / "elsewhere").read_text()
 
 
@@ -56,10 +87,15 @@ def test_a_prompt_is_answered_and_the_picture_appears(served: tuple[Any, Path]) 
     ("options", "label"),
     [
         (("dynamic", "static", 0.7, 8, 64, 0, True, False), "dynamic tau=0.7: "),
-        (("mrp_spec", "dynamic", 0.7, 4, 64, 0, True, False), "dynamic tau=0.7: .*; mrp_spec of dynamic K=4 tau=0.7: "),
+        (
+            ("mrp_spec", "dynamic", 0.7, 4, 64, 0, True, False),
+            "dynamic tau=0.7: .*; mrp_spec of dynamic K=4 tau=0.7: ",
+        ),
     ],
 )
-def test_what_is_chosen_is_decoded(served: tuple[Any, Path], options: tuple[Any, ...], label: str) -> None:
+def test_what_is_chosen_is_decoded(
+    served: tuple[Any, Path], options: tuple[Any, ...], label: str
+) -> None:
     _, shown, cost, picture = served[0].predict(PROMPT, *options, api_name="/answer")
     assert re.search(f'aria-label="{label}', picture)
     assert ("the same text as its target" in cost) is (options[0] == "mrp_spec")
@@ -79,5 +115,9 @@ def test_a_space_installs_what_the_package_needs() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed = [*project["dependencies"], *project["optional-dependencies"]["space"]]
     assert (SPACE / "requirements.txt").read_text().split() == needed
-    pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    pinned = dict(
+        line.split("==")
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if "==" in line
+    )
     assert f"sdk_version: {pinned['gradio']}\n" in (SPACE / "README.md").read_text()

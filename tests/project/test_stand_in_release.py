@@ -1,6 +1,8 @@
-"""A release of transformers that renames a name of ours is noticed: the error names it, and the versions that were tested.
+"""A release of transformers that renames a name of ours is noticed: the error names it, and the
+versions that were tested.
 
-`.ci/run` runs such decodes on the newest release: with MRP_RENAMED=transformers.masking_utils.eager_mask it fails.
+`.ci/run` runs such decodes on the newest release: with
+MRP_RENAMED=transformers.masking_utils.eager_mask it fails.
 """
 
 import json
@@ -16,7 +18,8 @@ from outside import listed
 from modeling_mrp.versions import TESTED
 
 STAND_IN = ROOT / "tests" / "versions" / "stand_in.py"
-# What a decode of one's own weights does not reach, and modules, which are found under their name all the same.
+# What a decode of one's own weights does not reach, and modules, which are found under their name
+# all the same.
 UNREACHED = {"get_class_from_dynamic_module", "__version__"}
 MODULES = {"initialization", "logging", "logits_process", "modeling_glm4_moe", "modeling_qwen3_moe"}
 NAMES = sorted(
@@ -41,7 +44,8 @@ for name in ["", *sys.argv[2:]]:
             from modeling_mrp.model.families.sdar import families
             families()
             model = MRPForCausalLM.from_pretrained(sys.argv[1])
-            text = model.generate(torch.tensor([[40, 41, 42]]), decoding="mrp_spec", num_draft_states=2, max_new_tokens=4)
+            how = dict(decoding="mrp_spec", num_draft_states=2, max_new_tokens=4)
+            text = model.generate(torch.tensor([[40, 41, 42]]), **how)
             end = "" if text.shape[1] > 3 else "no text"
         except BaseException:
             end = traceback.format_exc()
@@ -73,7 +77,10 @@ def test_a_decode_without_a_renamed_name_ends_well(ends: dict[str, str]) -> None
 def test_a_decode_with_a_renamed_name_fails_and_names_it(name: str, ends: dict[str, str]) -> None:
     assert "Error" in ends[name]
     assert name.split(".")[-1] in ends[name]
-    assert f"This code was tested with transformers {TESTED[0]} to {TESTED[1]}, and 99.0.0 is installed" in ends[name]
+    assert (
+        f"This code was tested with transformers {TESTED[0]} to {TESTED[1]}, and 99.0.0 is "
+        "installed" in ends[name]
+    )
 
 
 def test_the_stand_in_renames_for_any_python_that_finds_it(tmp_path: Path) -> None:
@@ -81,6 +88,12 @@ def test_the_stand_in_renames_for_any_python_that_finds_it(tmp_path: Path) -> No
     (tmp_path / "sitecustomize.py").write_text(STAND_IN.read_text())
     (tmp_path / "modeling_mrp.py").write_text("from string import capwords\n")
     env = {**os.environ, "PYTHONPATH": str(tmp_path), "MRP_RENAMED": "string.capwords"}
-    done = subprocess.run([sys.executable, "-c", "import modeling_mrp"], env=env, capture_output=True, text=True, cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", "import modeling_mrp"],
+        env=env,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
     assert done.returncode == 1
     assert "cannot import name 'capwords'" in done.stderr

@@ -1,4 +1,5 @@
-"""The workflows of `.github/` name what they use by digest, and what they run exists; what README leaves is ignored."""
+"""The workflows of `.github/` name what they use by digest, and what they run exists; what README
+leaves is ignored."""
 
 import re
 import shlex
@@ -10,7 +11,9 @@ import pytest
 import yaml
 from conftest import ROOT
 
-WORKFLOWS = {path.stem: path.read_text() for path in sorted((ROOT / ".github" / "workflows").glob("*.yml"))}
+WORKFLOWS = {
+    path.stem: path.read_text() for path in sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+}
 MAKEFILE = (ROOT / "Makefile").read_text()
 
 
@@ -18,7 +21,11 @@ MAKEFILE = (ROOT / "Makefile").read_text()
 def test_every_action_is_named_by_its_digest_and_version(name: str) -> None:
     uses = re.findall(r"\buses: *(.*)", WORKFLOWS[name])
     assert uses
-    assert [line for line in uses if not re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", line)] == []
+    assert [
+        line
+        for line in uses
+        if not re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", line)
+    ] == []
 
 
 def test_an_action_has_one_digest() -> None:
@@ -32,14 +39,20 @@ def test_what_a_workflow_runs_exists(name: str) -> None:
     lines = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
     for line in lines:
         program, *words = shlex.split(line)
-        assert (ROOT / program).is_file() or re.search(rf"^{words[0]}:", MAKEFILE, re.MULTILINE), line
+        assert (ROOT / program).is_file() or re.search(rf"^{words[0]}:", MAKEFILE, re.MULTILINE), (
+            line
+        )
     assert lines
 
 
 def test_the_matrix_has_every_python_that_the_package_names() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     matrix = yaml.safe_load(WORKFLOWS["versions"])["jobs"]["versions"]["strategy"]["matrix"]
-    named = [line.split(" :: ")[-1] for line in project["classifiers"] if re.search(r"Python :: 3\.\d+$", line)]
+    named = [
+        line.split(" :: ")[-1]
+        for line in project["classifiers"]
+        if re.search(r"Python :: 3\.\d+$", line)
+    ]
     assert set(named) <= set(matrix["python"])
     assert project["requires-python"] == f">={matrix['python'][0]}"
     assert matrix["versions"] == ["floor", "pinned", "newest"]

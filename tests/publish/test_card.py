@@ -25,8 +25,20 @@ from tests.random_cases import make_model
 RESULTS = [f"benchmarks/results/tiny_heldout_{family}.jsonl" for family in ("math", "code")]
 ABOUT = "benchmarks/results/tiny_card.md"
 LINES: list[dict[str, Any]] = [
-    {"family": "sums", "decoding": "static", "accuracy": 50.0, "tokens_per_forward": 1.0, "head_per_token": 0.0},
-    {"family": "sums", "decoding": "dynamic", "confidence_threshold": 0.5, "accuracy": 25.0, "tokens_per_forward": 4.0},
+    {
+        "family": "sums",
+        "decoding": "static",
+        "accuracy": 50.0,
+        "tokens_per_forward": 1.0,
+        "head_per_token": 0.0,
+    },
+    {
+        "family": "sums",
+        "decoding": "dynamic",
+        "confidence_threshold": 0.5,
+        "accuracy": 25.0,
+        "tokens_per_forward": 4.0,
+    },
 ]
 
 
@@ -51,12 +63,18 @@ def test_the_embedded_card_is_what_the_command_prints_and_complete(
     text = mrp("card", "hub_configs/sdar-tiny-mrp", *results, "--about", ABOUT)
     assert text == (TINY / "README.md").read_text()
     data = yaml.safe_load(text.split("---")[1])
-    assert (data["library_name"], data["pipeline_tag"], data["license"]) == ("transformers", "text-generation", "apache-2.0")
+    assert (data["library_name"], data["pipeline_tag"], data["license"]) == (
+        "transformers",
+        "text-generation",
+        "apache-2.0",
+    )
     assert "| parameters here | 1,017,216 of the backbone, 550,208 of the head |" in text
     (index,) = data["model-index"]
     metrics = [metric for result in index["results"] for metric in result["metrics"]]
     unit = "tokens per backbone forward, head passes charged as at 4B, mrp_spec of sequential K=4"
-    lines = [line for line in read_results(RESULTS) if mode_name(line) == "mrp_spec of sequential K=4"]
+    lines = [
+        line for line in read_results(RESULTS) if mode_name(line) == "mrp_spec of sequential K=4"
+    ]
     found = [metric["value"] for metric in metrics if metric["name"] == unit]
     assert found == pytest.approx([charged(line)["tokens_per_unit"] for line in lines], abs=5e-4)
     assert f"\n{tables.heldout()}\n" in text
@@ -95,7 +113,8 @@ def test_a_card_claims_nothing_that_no_person_said(folder: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("name", "repository"), [("org/some-model", "org/some-model"), ("./folder/some-model", "org/some-model")]
+    ("name", "repository"),
+    [("org/some-model", "org/some-model"), ("./folder/some-model", "org/some-model")],
 )
 def test_custom_generate_names_a_repository(folder: Path, name: str, repository: str) -> None:
     """Never a folder, which its code refuses; that to which the card is pushed, once it is."""
@@ -111,62 +130,103 @@ def test_cards_of_heads_and_adapters_name_their_base(tmp_path: Path, kind: str) 
     model.backbone_source = ("org/base", "v1")
     model.save_pretrained(tmp_path, head_only=True)
     if kind == "adapter":
-        (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/base"}))
+        (tmp_path / "adapter_config.json").write_text(
+            json.dumps({"base_model_name_or_path": "org/base"})
+        )
     card = render_card(tmp_path, kind, "org/mine")
     data, text = metadata(card), str(card)
     assert (data["base_model"], data["base_model_relation"]) == ("org/base", "adapter")
     assert data["tags"][6:] == (["draft-model"] if kind == "head" else [])
     assert data["library_name"] == {"head": "transformers", "adapter": "peft"}[kind]
-    assert {"head": "holds the head alone", "adapter": 'model.load_adapter("org/mine")'}[kind] in text
+    assert {"head": "holds the head alone", "adapter": 'model.load_adapter("org/mine")'}[
+        kind
+    ] in text
     assert 'AutoTokenizer.from_pretrained("org/base"' in text
 
 
 RUN = {
-    **{"objective": "mrp", "model": "/home/me/backbone", "tokenizer": None, "data": ["/home/me/chats.jsonl", "more.jsonl"]},
-    **{"eval_data": ["/home/me/held.jsonl"], "max_length": 64, "output_dir": "/home/me/head", "learning_rate": 0.5},
-    **{"deepspeed": "./secret/zero2.json", "hub_token": "hf_secret", "logging_dir": "/home/me", "data_digest": "ab12"},
+    **{
+        "objective": "mrp",
+        "model": "/home/me/backbone",
+        "tokenizer": None,
+        "data": ["/home/me/chats.jsonl", "more.jsonl"],
+    },
+    **{
+        "eval_data": ["/home/me/held.jsonl"],
+        "max_length": 64,
+        "output_dir": "/home/me/head",
+        "learning_rate": 0.5,
+    },
+    **{
+        "deepspeed": "./secret/zero2.json",
+        "hub_token": "hf_secret",
+        "logging_dir": "/home/me",
+        "data_digest": "ab12",
+    },
 }
 
 
 @pytest.mark.parametrize("base", ["org/base", "/home/me/backbone"])
 def test_the_recipe_comes_from_the_run(folder: Path, tmp_path: Path, base: str) -> None:
-    """What made the weights, with the names of files alone; what is left is a file for `--config`. A model that was trained
-    names the one it began with, if that is on the Hub."""
+    """What made the weights, with the names of files alone; what is left is a file for `--config`.
+    A model that was trained names the one it began with, if that is on the Hub."""
     model = make_model()
     model.backbone_source = (base, None)
     model.save_pretrained(tmp_path / "head", head_only=True)
     (tmp_path / "head" / "run.yaml").write_text(yaml.safe_dump(RUN))
-    told = str(render_card(tmp_path / "head", "head", "org/mine")).split("## Trained\n\n")[1].split("\n## ")[0]
+    told = (
+        str(render_card(tmp_path / "head", "head", "org/mine"))
+        .split("## Trained\n\n")[1]
+        .split("\n## ")[0]
+    )
     assert told.startswith("Trained by `mrp train head` with these settings")
     (tmp_path / "again.yaml").write_text(told.split("```yaml\n")[1].split("```")[0])
     assert yaml.safe_load((tmp_path / "again.yaml").read_text()) == {
-        **{"model": "org/base" if base == "org/base" else "backbone", "data": ["chats.jsonl", "more.jsonl"], "max_length": 64},
+        **{
+            "model": "org/base" if base == "org/base" else "backbone",
+            "data": ["chats.jsonl", "more.jsonl"],
+            "max_length": 64,
+        },
         **{"learning_rate": 0.5, "deepspeed": "zero2.json", "data_digest": "ab12"},
     }
-    assert read_settings("mrp", str(tmp_path / "again.yaml"), {"output_dir": "o"}).training["learning_rate"] == 0.5
+    assert (
+        read_settings("mrp", str(tmp_path / "again.yaml"), {"output_dir": "o"}).training[
+            "learning_rate"
+        ]
+        == 0.5
+    )
     assert not [word for word in ("secret", "/home/me/", "held.jsonl") if word in told]
     trained = shutil.copytree(folder, tmp_path / "model")
-    (trained / "run.yaml").write_text(yaml.safe_dump({"objective": "block_diffusion", "model": base}))
+    (trained / "run.yaml").write_text(
+        yaml.safe_dump({"objective": "block_diffusion", "model": base})
+    )
     data = metadata(render_card(trained, "full", "org/m"))
     named = (base, "finetune") if base == "org/base" else (None, None)
     assert (data.get("base_model"), data.get("base_model_relation")) == named
 
 
 def test_a_table_of_uneven_results(tmp_path: Path) -> None:
-    """One of four passes for four tokens a forward, at 18 or 27 % of a forward: 4 / (1 + 0.273 x 0.25 x 4) = 3.14. Lines that
-    are no results are refused."""
-    lines = [*LINES, {"family": "words", "decoding": "static", "accuracy": 99.95, "tokens_per_forward": 0.994}]
+    """One of four passes for four tokens a forward, at 18 or 27 % of a forward: 4 / (1 + 0.273 x
+    0.25 x 4) = 3.14. Lines that are no results are refused."""
+    lines = [
+        *LINES,
+        {"family": "words", "decoding": "static", "accuracy": 99.95, "tokens_per_forward": 0.994},
+    ]
     lines[1] = {**lines[1], "head_per_token": 0.25}
     assert results_table(lines) == (
-        "| mode | sums % | words % | tokens / unit at 4B (sums, words) | tokens / forward (sums, words) "
-        "| head forwards / token | same as static % (sums, words) |\n"
+        "| mode | sums % | words % | tokens / unit at 4B (sums, words) | tokens / forward (sums, "
+        "words) | head forwards / token | same as static % (sums, words) |\n"
         "| --- | --- | --- | --- | --- | --- | --- |\n"
         "| static | 50.0 | 100.0 | 1.00, - | 1.00, 0.99 | 0.00, - | -, - |\n"
         "| dynamic tau=0.5 | 25.0 | - | 3.40, - | 4.00, - | 0.25, - | -, - |"
     )
     assert [one.metric_value for one in eval_results(lines[1:2], "1.7B")] == [25.0, 3.141, 4.0]
-    (tmp_path / "results.jsonl").write_text("".join(json.dumps({**line, "file": "a.jsonl"}) + "\n" for line in LINES))
+    (tmp_path / "results.jsonl").write_text(
+        "".join(json.dumps({**line, "file": "a.jsonl"}) + "\n" for line in LINES)
+    )
     assert len(read_results([tmp_path / "results.jsonl"])) == 2
     (tmp_path / "results.jsonl").write_text(json.dumps(LINES[0]) + "\n{}")
-    with pytest.raises(ValueError, match=r"results\.jsonl, line 2 lacks accuracy: give lines of mrp evaluate"):
+    with pytest.raises(
+        ValueError, match=r"results\.jsonl, line 2 lacks accuracy: give lines of mrp evaluate"
+    ):
         read_results([tmp_path / "results.jsonl"])

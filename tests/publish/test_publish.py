@@ -1,4 +1,5 @@
-"""Publishing: which folders are fit for it, what arrives, and that it loads where this package is not installed."""
+"""Publishing: which folders are fit for it, what arrives, and that it loads where this package is
+not installed."""
 
 import json
 import shutil
@@ -25,7 +26,9 @@ from modeling_mrp.model.code import AUTO_MAP, code_files
 from tests.random_cases import make_model
 
 PACKAGE = {name: text.encode() for name, text in code_files().items()}
-WRITTEN = "---\nlicense: mit\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n\n# Mine\n"
+WRITTEN = (
+    "---\nlicense: mit\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n\n# Mine\n"
+)
 USED = ("config.json", "generation_config.json", "model.safetensors")
 REPO = "org/name"
 
@@ -37,7 +40,8 @@ def tokenizer(tokens: int) -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A full model, the same in shards and with a tokenizer, its head, and an adapter of the head."""
+    """A full model, the same in shards and with a tokenizer, its head, and an adapter of the
+    head."""
     model, at = make_model().float(), tmp_path_factory.mktemp("folders")
     model.save_pretrained(at / "full")
     model.save_pretrained(at / "shards", max_shard_size="40KB")
@@ -76,9 +80,16 @@ def test_a_full_model_arrives_whole_in_one_commit_and_private(
     assert hub.repository(REPO).private is True
     assert titles(hub) == ["Upload a full model"]
     files = hub.files(REPO)
-    assert json.loads(files["config.json"]) == json.loads((folders["full"] / "config.json").read_text())
-    assert {name: files[name] for name in USED[1:]} == {name: (folders["full"] / name).read_bytes() for name in USED[1:]}
-    assert f'AutoModel.from_pretrained("{REPO}", trust_remote_code=True)' in files["README.md"].decode()
+    assert json.loads(files["config.json"]) == json.loads(
+        (folders["full"] / "config.json").read_text()
+    )
+    assert {name: files[name] for name in USED[1:]} == {
+        name: (folders["full"] / name).read_bytes() for name in USED[1:]
+    }
+    assert (
+        f'AutoModel.from_pretrained("{REPO}", trust_remote_code=True)'
+        in files["README.md"].decode()
+    )
     monkeypatch.setattr(hub, "create_commit", Mock(side_effect=OSError("403 Forbidden")))
     assert mrp("push", str(folders["shards"]), REPO, fails=True) == "Error: 403 Forbidden\n"
     assert hub.files(REPO) == files
@@ -91,7 +102,14 @@ def test_code_is_the_packages_and_what_is_not_declared_is_left_out(
     """Whatever lies in the folder, and whatever its config names."""
     folder = shutil.copytree(folders["full"], tmp_path / "model")
     (folder / "modeling_mrp.py").write_text("from .rows_mrp import rows")
-    others = ["training_args.bin", "optimizer.pt", ".env", "rows_mrp.py", "model-00001-of-00002.safetensors", "checkpoint-5/x"]
+    others = [
+        "training_args.bin",
+        "optimizer.pt",
+        ".env",
+        "rows_mrp.py",
+        "model-00001-of-00002.safetensors",
+        "checkpoint-5/x",
+    ]
     (folder / "checkpoint-5").mkdir()
     for name in others:
         (folder / name).write_bytes(b"secret")
@@ -102,7 +120,9 @@ def test_code_is_the_packages_and_what_is_not_declared_is_left_out(
     assert json.loads(hub.files(REPO)["config.json"])["auto_map"] == AUTO_MAP
 
 
-def test_files_of_an_earlier_push_go_in_the_same_commit(hub: HubServer, folders: dict[str, Path]) -> None:
+def test_files_of_an_earlier_push_go_in_the_same_commit(
+    hub: HubServer, folders: dict[str, Path]
+) -> None:
     """Shards and code that are no longer there; what a person added stays."""
     config = (folders["full"] / "config.json").read_bytes()
     hub.commit(REPO, {"config.json": config, "old_mrp.py": b"pass", "notes.txt": b"mine"})
@@ -110,7 +130,10 @@ def test_files_of_an_earlier_push_go_in_the_same_commit(hub: HubServer, folders:
     shards = {name for name in hub.files(REPO) if name.startswith("model")}
     assert len(shards) > 2
     push(folders["full"], REPO)
-    assert not ((shards | {"old_mrp.py"}) - {"model.safetensors", "modeling_mrp.py"}) & hub.files(REPO).keys()
+    assert (
+        not ((shards | {"old_mrp.py"}) - {"model.safetensors", "modeling_mrp.py"})
+        & hub.files(REPO).keys()
+    )
     assert hub.files(REPO)["notes.txt"] == b"mine"
     assert titles(hub) == ["Upload a full model"] * 2 + ["by the test"]
 
@@ -122,17 +145,24 @@ def test_a_persons_card_is_kept(hub: HubServer, folders: dict[str, Path], tmp_pa
     for pushed in (folder, folders["full"]):
         push(pushed, REPO)
         assert hub.files(REPO)["README.md"].decode() == WRITTEN
-    with pytest.raises(ValueError, match=r"README\.md was written by a person: leave out results and about, or pass new_card"):
+    with pytest.raises(
+        ValueError,
+        match=r"README\.md was written by a person: leave out results and about, or pass new_card",
+    ):
         push(folder, REPO, about=folder / "README.md")
     push(folder, REPO, new_card=True)
     assert f'"{REPO}"' in hub.files(REPO)["README.md"].decode()
     assert (folder / "README.md").read_text() == WRITTEN
     push(folders["full"], REPO, tags=["new"])
-    assert "\n- new\n" in hub.files(REPO)["README.md"].decode(), "one that was rendered is rendered again"
+    assert "\n- new\n" in hub.files(REPO)["README.md"].decode(), (
+        "one that was rendered is rendered again"
+    )
 
 
 @pytest.mark.parametrize("kind", ["head", "adapter"])
-def test_the_command_names_another_base(hub: HubServer, folders: dict[str, Path], tmp_path: Path, kind: str) -> None:
+def test_the_command_names_another_base(
+    hub: HubServer, folders: dict[str, Path], tmp_path: Path, kind: str
+) -> None:
     """Of what was trained on a local folder, which none finds there."""
     folder = shutil.copytree(folders[kind], tmp_path / kind)
     (folder / "run.yaml").write_text("objective: mrp\nmodel: /home/me/backbone\nunroll: 2\n")
@@ -140,25 +170,35 @@ def test_the_command_names_another_base(hub: HubServer, folders: dict[str, Path]
     named = json.loads(config.read_text()) | {"base_model_name_or_path": "/home/me/backbone"}
     config.write_text(json.dumps(named))
     before = hashes(folder)
-    assert "base_model is '/home/me/backbone': it must be the id of a model on" in mrp("push", str(folder), REPO, fails=True)
+    assert "base_model is '/home/me/backbone': it must be the id of a model on" in mrp(
+        "push", str(folder), REPO, fails=True
+    )
     assert hub.repositories == {}
     mrp("push", str(folder), REPO, "--base-model", "org/b", "--base-revision", "v1")
     assert hashes(folder) == before
     files = hub.files(REPO)
     revision = {"head": "base_model_revision", "adapter": "revision"}[kind]
-    assert json.loads(files[config.name]) == named | {"base_model_name_or_path": "org/b", revision: "v1"}
+    assert json.loads(files[config.name]) == named | {
+        "base_model_name_or_path": "org/b",
+        revision: "v1",
+    }
     weights = {"head": "model.safetensors", "adapter": "adapter_model.safetensors"}[kind]
     assert files[weights] == (folder / weights).read_bytes()
     assert "base_model: org/b\n" in files["README.md"].decode()
-    assert "model: org/b\nunroll: 2\n```" in files["README.md"].decode(), "the recipe of the run, which itself stays here"
+    assert "model: org/b\nunroll: 2\n```" in files["README.md"].decode(), (
+        "the recipe of the run, which itself stays here"
+    )
     assert "run.yaml" not in files
 
 
 def test_where_the_command_pushes(hub: HubServer, folders: dict[str, Path]) -> None:
-    """A name without an owner is one of the user's, which a dry run, that makes no connection, cannot know."""
+    """A name without an owner is one of the user's, which a dry run, that makes no connection,
+    cannot know."""
     full = str(folders["full"])
     dry = mrp("push", full, "mine", "--dry-run")
-    assert f"{(folders['full'] / 'model.safetensors').stat().st_size:>15,}  model.safetensors\n" in dry
+    assert (
+        f"{(folders['full'] / 'model.safetensors').stat().st_size:>15,}  model.safetensors\n" in dry
+    )
     assert dry.endswith("Dry run: nothing was sent.\n")
     assert hub.repositories == {}
     assert mrp("push", str(folders["head"]), "my-head").startswith("an MRP head to alice/my-head\n")
@@ -167,7 +207,12 @@ def test_where_the_command_pushes(hub: HubServer, folders: dict[str, Path]) -> N
     assert titles(hub) == ["From the shell"]
     assert hub.repository(REPO).private is False
     mrp("push", snapshot_download(REPO), "alice/copy", "--branch", "b")
-    card = hub.files(REPO)["README.md"].decode().replace(REPO, "alice/copy").replace("# name", "# copy")
+    card = (
+        hub.files(REPO)["README.md"]
+        .decode()
+        .replace(REPO, "alice/copy")
+        .replace("# name", "# copy")
+    )
     assert hub.files("alice/copy", "b")["README.md"].decode() == card
     mrp("push", full, "alice/other", "--pull-request")
     assert hub.files("alice/other") == {}
@@ -177,13 +222,16 @@ def test_where_the_command_pushes(hub: HubServer, folders: dict[str, Path]) -> N
 def test_what_was_pushed_loads_without_this_package(
     hub: HubServer, fresh: Fresh, id_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    """A model and its tokenizer by transformers' call, the head by ours. What the repository's code saves is the same again."""
+    """A model and its tokenizer by transformers' call, the head by ours. What the repository's code
+    saves is the same again."""
     model: Any = make_model().float()
     prompts, modes = [[1, 2, 3, 4, 5], [9, 8, 7, 6, 3]], ("static", "mrp_spec", "mrp_direct")
     options: dict[str, Any] = {"max_new_tokens": 10, "do_sample": True, "seed": 3}
     model.push_to_hub("pushed/whole", private=True)
     id_tokenizer.push_to_hub("pushed/whole")
-    MRPForCausalLM.from_pretrained("pushed/whole").save_pretrained(tmp_path / "head", head_only=True)
+    MRPForCausalLM.from_pretrained("pushed/whole").save_pretrained(
+        tmp_path / "head", head_only=True
+    )
     push(tmp_path / "head", "pushed/head")
     files = hub.files("pushed/whole")
     assert files.keys() == {*USED, *PACKAGE, "README.md", "tokenizer.json", "tokenizer_config.json"}
@@ -195,14 +243,21 @@ def test_what_was_pushed_loads_without_this_package(
         from transformers import AutoModel, AutoTokenizer
         for name in ("pushed/whole", "pushed/head"):
             model = AutoModel.from_pretrained(name, trust_remote_code=True)
-            print([model.generate(torch.tensor({prompts}), decoding=mode, **{options}).tolist() for mode in {modes}])
+            ids = torch.tensor({prompts})
+            print([model.generate(ids, decoding=mode, **{options}).tolist() for mode in {modes}])
         model.save_pretrained({str(tmp_path / "again")!r})
-        print(AutoTokenizer.from_pretrained("pushed/whole", trust_remote_code=False)("w03 w01 w00")["input_ids"])
+        tokenizer = AutoTokenizer.from_pretrained("pushed/whole", trust_remote_code=False)
+        print(tokenizer("w03 w01 w00")["input_ids"])
         """
     )
-    texts = [model.generate(torch.tensor(prompts), decoding=mode, **options).tolist() for mode in modes]
+    texts = [
+        model.generate(torch.tensor(prompts), decoding=mode, **options).tolist() for mode in modes
+    ]
     assert printed == f"{texts}\n" * 2 + f"{id_tokenizer('w03 w01 w00')['input_ids']}\n"
-    again = {path.relative_to(tmp_path / "again").as_posix(): path.read_bytes() for path in (tmp_path / "again").rglob("*.*")}
+    again = {
+        path.relative_to(tmp_path / "again").as_posix(): path.read_bytes()
+        for path in (tmp_path / "again").rglob("*.*")
+    }
     assert code_of(again) == PACKAGE
     assert again["model.safetensors"] == files["model.safetensors"]
 
@@ -222,9 +277,11 @@ def edited(file: str, change: Callable[[torch.Tensor], Any], name: str) -> Calla
 
 
 @pytest.mark.real_trial
-def test_what_is_sent_is_tried_before(hub: HubServer, folders: dict[str, Path], tmp_path: Path) -> None:
-    """As users have it, in a fresh process: a head whose backbone is a folder here. What cannot be tried here is told; what
-    does not decode is not sent."""
+def test_what_is_sent_is_tried_before(
+    hub: HubServer, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """As users have it, in a fresh process: a head whose backbone is a folder here. What cannot be
+    tried here is told; what does not decode is not sent."""
     done = "\nLoaded in a fresh process, and decoded a block with and without drafts.\n"
     head = shutil.copytree(folders["head"], tmp_path / "head")
     not_tried = str(push(head, REPO, dry_run=True))
@@ -234,7 +291,10 @@ def test_what_is_sent_is_tried_before(hub: HubServer, folders: dict[str, Path], 
     assert done in str(push(head, REPO, "org/backbone", dry_run=True))
     outside = shutil.copytree(folders["full"], tmp_path / "outside")
     fields("generation_config.json", eos_token_id=64)(outside)
-    with pytest.raises(ValueError, match=r"does not load and decode in a fresh process: .*eos_token_id holds 64, outside"):
+    with pytest.raises(
+        ValueError,
+        match=r"does not load and decode in a fresh process: .*eos_token_id holds 64, outside",
+    ):
         push(outside, REPO)
     assert hub.repositories == {}
 
@@ -242,14 +302,21 @@ def test_what_is_sent_is_tried_before(hub: HubServer, folders: dict[str, Path], 
 @pytest.mark.parametrize("kind", ["full", "shards", "head", "adapter"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.real_trial
-def test_weights_that_are_not_finite(hub: HubServer, folders: dict[str, Path], tmp_path: Path, kind: str, value: float) -> None:
+def test_weights_that_are_not_finite(
+    hub: HubServer, folders: dict[str, Path], tmp_path: Path, kind: str, value: float
+) -> None:
     folder = shutil.copytree(folders[kind], tmp_path / kind)
     file, name = next(
-        (path.name, name) for path in folder.glob("*.safetensors") for name in load_file(path) if "mrp_head" in name
+        (path.name, name)
+        for path in folder.glob("*.safetensors")
+        for name in load_file(path)
+        if "mrp_head" in name
     )
     edited(file, lambda tensor: tensor.view(-1)[-1:].fill_(value), name)(folder)
     for dry_run in (True, False):
-        with pytest.raises(ValueError, match=rf"{name} in .* holds NaN or infinity: train it again"):
+        with pytest.raises(
+            ValueError, match=rf"{name} in .* holds NaN or infinity: train it again"
+        ):
             push(folder, REPO, dry_run=dry_run)
     assert hub.repositories == {}
 
@@ -276,7 +343,9 @@ def test_ids_that_no_repository_has(hub: HubServer, folders: dict[str, Path], re
     for dry_run in (True, False):
         with pytest.raises(ValueError, match=r"[Rr]epo id must|in repo_id"):
             push(folders["full"], repo_id, dry_run=dry_run)
-    with pytest.raises(ValueError, match=r"base_model is .*: it must be the id of a model on the Hub"):
+    with pytest.raises(
+        ValueError, match=r"base_model is .*: it must be the id of a model on the Hub"
+    ):
         push(folders["head"], REPO, repo_id or " ")
     assert hub.repositories == {}
 
@@ -289,7 +358,9 @@ def text(name: str, content: str) -> Callable[[Path], Any]:
 
 
 def fields(file: str = "config.json", **changed: Any) -> Callable[[Path], Any]:
-    return lambda folder: (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | changed))
+    return lambda folder: (folder / file).write_text(
+        json.dumps(json.loads((folder / file).read_text()) | changed)
+    )
 
 
 @pytest.mark.parametrize(
@@ -297,20 +368,48 @@ def fields(file: str = "config.json", **changed: Any) -> Callable[[Path], Any]:
     [
         (text("model.safetensors", "cut"), "model.safetensors is not a whole safetensors file"),
         (text("config.json", "{}"), "holds no checkpoint: give a folder"),
-        (text("config.json", '{"model_type": "llama"}'), "holds a model of type 'llama': give a folder that save_pretrained"),
-        (fields(head_dim=16), r"wrong shape: model.layers.0.self_attn.k_norm.weight is \[8\], needs \[16\]"),
-        (fields(num_nextn_predict_layers=3), "num_nextn_predict_layers is 3, and it holds 2 layers mrp_head"),
-        (fields(base_model_name_or_path="org/backbone"), "(?s)does not fit its config.*unexpected: lm_head.weight"),
+        (
+            text("config.json", '{"model_type": "llama"}'),
+            "holds a model of type 'llama': give a folder that save_pretrained",
+        ),
+        (
+            fields(head_dim=16),
+            r"wrong shape: model.layers.0.self_attn.k_norm.weight is \[8\], needs \[16\]",
+        ),
+        (
+            fields(num_nextn_predict_layers=3),
+            "num_nextn_predict_layers is 3, and it holds 2 layers mrp_head",
+        ),
+        (
+            fields(base_model_name_or_path="org/backbone"),
+            "(?s)does not fit its config.*unexpected: lm_head.weight",
+        ),
         (text("tokenizer.json", "{}"), "the tokenizer of '.*' cannot be loaded"),
-        (text("tokenizer_config.json", '{"auto_map": "org/evil--t.T"}'), "takes code from .*org/evil--t.T"),
-        (fields("generation_config.json", decoding="evil"), "decoding is 'evil': choose one of static"),
-        (fields("generation_config.json", max_new_tokens="8"), "max_new_tokens is '8', of type str"),
+        (
+            text("tokenizer_config.json", '{"auto_map": "org/evil--t.T"}'),
+            "takes code from .*org/evil--t.T",
+        ),
+        (
+            fields("generation_config.json", decoding="evil"),
+            "decoding is 'evil': choose one of static",
+        ),
+        (
+            fields("generation_config.json", max_new_tokens="8"),
+            "max_new_tokens is '8', of type str",
+        ),
         (text("generation_config.json", "[]"), r"generation_config\.json holds no JSON object"),
-        (lambda folder: tokenizer(65).save_pretrained(folder), "has 65 tokens, and the model 64: publish the model's own"),
+        (
+            lambda folder: tokenizer(65).save_pretrained(folder),
+            "has 65 tokens, and the model 64: publish the model's own",
+        ),
     ],
 )
 def test_a_folder_that_is_not_fit_is_refused_before_anything_is_sent(
-    hub: HubServer, folders: dict[str, Path], tmp_path: Path, spoil: Callable[[Path], Any], message: str
+    hub: HubServer,
+    folders: dict[str, Path],
+    tmp_path: Path,
+    spoil: Callable[[Path], Any],
+    message: str,
 ) -> None:
     folder = shutil.copytree(folders["full"], tmp_path / "model")
     spoil(folder)
@@ -318,7 +417,9 @@ def test_a_folder_that_is_not_fit_is_refused_before_anything_is_sent(
     for dry_run in (True, False):
         with pytest.raises(ValueError, match=message):
             push(folder, REPO, dry_run=dry_run)
-    with pytest.raises(ValueError, match=r"is not a folder: save the model there first, .* hf download"):
+    with pytest.raises(
+        ValueError, match=r"is not a folder: save the model there first, .* hf download"
+    ):
         push("org/elsewhere", REPO)
     with pytest.raises(ValueError, match=r"base_model is org/b, but .* holds a full model"):
         push(folders["full"], REPO, "org/b")

@@ -1,5 +1,6 @@
-"""What a row decides, without a model, at random against the slow rules and bans; what rules guess, where the slow reference
-asks them. `test_fuzz.py` holds drafts, acceptance and refinement, with a model, against the slow reference."""
+"""What a row decides, without a model, at random against the slow rules and bans; what rules guess,
+where the slow reference asks them. `test_fuzz.py` holds drafts, acceptance and refinement, with a
+model, against the slow reference."""
 
 import math
 import random
@@ -21,7 +22,8 @@ from modeling_mrp.rules.reveal import ORDER_SHARPNESS, RevealRule, Static, log_s
 from modeling_mrp.rules.state import Frontier, Row, Scores
 from tests.reference import Row as SlowRow
 
-# -------------------------------------------------------------------------------------------------- what rules reveal
+# --------------------------------------------------------------------------------------------------
+# what rules reveal
 
 
 def rule_of(name: str, block: int = 8, **options: Any) -> tuple[RevealRule, MRPGenerationConfig]:
@@ -44,18 +46,31 @@ def random_options(rng: random.Random, block: int) -> dict[str, Any]:
 
 
 def random_scores(rng: random.Random, block: int, before: Scores | None, coarse: bool) -> Scores:
-    """Of each column a token and its log-odds, mostly near those of the step before; with equals where they are coarse."""
+    """Of each column a token and its log-odds, mostly near those of the step before; with equals
+    where they are coarse."""
     calm, least = rng.choice((0.0, 0.05, 0.3, 3.0)), rng.choice((-4, -4, 0))
-    fresh = [rng.choice((math.inf, -math.inf)) if rng.random() < 0.02 else least + rng.uniform(0, 10) for _ in range(block)]
+    fresh = [
+        rng.choice((math.inf, -math.inf)) if rng.random() < 0.02 else least + rng.uniform(0, 10)
+        for _ in range(block)
+    ]
     token = [rng.choice((EOS, *range(20, 26))) for _ in range(block)]
     if before is not None:
         kept = [rng.random() < 0.8 for _ in range(block)]
         fresh = [
-            was + rng.uniform(-calm, calm) if keep else new for was, new, keep in zip(before.odds, fresh, kept, strict=True)
+            was + rng.uniform(-calm, calm) if keep else new
+            for was, new, keep in zip(before.odds, fresh, kept, strict=True)
         ]
-        token = [was if keep else new for was, new, keep in zip(before.token, token, kept, strict=True)]
+        token = [
+            was if keep else new for was, new, keep in zip(before.token, token, kept, strict=True)
+        ]
     entropy = [rng.choice((0.0, rng.uniform(0, 1.5), rng.uniform(0, 0.1))) for _ in range(block)]
-    return Scores(token, [round(one) + 0.3 for one in fresh] if coarse and math.inf not in map(abs, fresh) else fresh, entropy)
+    return Scores(
+        token,
+        [round(one) + 0.3 for one in fresh]
+        if coarse and math.inf not in map(abs, fresh)
+        else fresh,
+        entropy,
+    )
 
 
 def pick_of(scores: Scores, start: int, column: int) -> Any:
@@ -68,21 +83,33 @@ def pick_of(scores: Scores, start: int, column: int) -> Any:
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_rule_reveals_what_its_definition_says(name: str) -> None:
-    """Of 400 texts of two blocks, step by step: the columns of the slow rule, which knows no memo but all earlier steps."""
+    """Of 400 texts of two blocks, step by step: the columns of the slow rule, which knows no memo
+    but all earlier steps."""
     rng = random.Random(name)
     for trial in range(400):
         block = rng.choice((1, 2, 4, 6, 8, 12))
         rule, options = rule_of(name, block, **random_options(rng, block))
-        slow = SimpleNamespace(**{one: getattr(options, one) for one in vars(options)}, eos_ids=[EOS])
-        memo, past, coarse = None, list[Step](), name != "bacd" and rng.random() < 0.3  # a mean's log-odds are rounded
+        slow = SimpleNamespace(
+            **{one: getattr(options, one) for one in vars(options)}, eos_ids=[EOS]
+        )
+        # a mean's log-odds are rounded
+        memo, past, coarse = None, list[Step](), name != "bacd" and rng.random() < 0.3
         for start in (block, 2 * block):
             ids, number, scores = [rng.choice((M, M, M, 30)) for _ in range(block)], 0, None
             while (at := state(ids, start, number)).free:
                 scores = random_scores(rng, block, scores, coarse)
-                told = Step(start, block, at.masks, number, [pick_of(scores, start, column) for column in at.free])
+                told = Step(
+                    start,
+                    block,
+                    at.masks,
+                    number,
+                    [pick_of(scores, start, column) for column in at.free],
+                )
                 where, memo = rule.reveal(at, scores, memo)
                 told.chosen = chosen_by(name, told, past, slow)
-                assert [start + column for column in where] == [one.position for one in told.chosen], (trial, number, ids)
+                assert [start + column for column in where] == [
+                    one.position for one in told.chosen
+                ], (trial, number, ids)
                 past.append(told)
                 for column in where if rng.random() < 0.8 else where[:1]:  # as bans leave it
                     ids[column] = scores.token[column]
@@ -90,7 +117,8 @@ def test_a_rule_reveals_what_its_definition_says(name: str) -> None:
 
 
 def test_slow_fast_gives_up_exploring() -> None:
-    """Estimates that jump between 6 and 2: behind the sixth step the mean of the last two, 4, is taken."""
+    """Estimates that jump between 6 and 2: behind the sixth step the mean of the last two, 4, is
+    taken."""
     rule, memo = SlowFast(logit(0.9), logit(0.3)), None
     for step in range(6):
         odds = [logit(one) for one in (0.2, 0.4, 0.1, 0.1, 0.1, 0.1 if step % 2 else 0.5)]
@@ -99,13 +127,15 @@ def test_slow_fast_gives_up_exploring() -> None:
     assert memo == (8, 0, 4, 6, 2)
 
 
-# --------------------------------------------------------------------------------------------------- what they guess
+# --------------------------------------------------------------------------------------------------
+# what they guess
 
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_guesses_are_sets_of_what_may_be_revealed(name: str) -> None:
-    """Of each rule: as many as asked for at most, distinct, one column at least in each, with a chance; whatever the odds. And
-    where estimates are right, the first guess is what the rule does, behind a few steps that said the same."""
+    """Of each rule: as many as asked for at most, distinct, one column at least in each, with a
+    chance; whatever the odds. And where estimates are right, the first guess is what the rule does,
+    behind a few steps that said the same."""
     rule, _ = rule_of(name)
     right = [5.0, 1.0, 4.0, -1.0, 6.0, 2.5, 3.0, 0.0]
     for step, free in ((0, (0, 1, 2, 3, 4, 5, 6, 7)), (3, (1, 4, 5)), (7, (6,))):
@@ -132,7 +162,8 @@ def test_guesses_are_sets_of_what_may_be_revealed(name: str) -> None:
     assert found >= step - 2
 
 
-# ---------------------------------------------------------------------------------------------------- what is drafted
+# --------------------------------------------------------------------------------------------------
+# what is drafted
 
 ONE = Static((1, 1, 1, 1))
 
@@ -148,15 +179,28 @@ def ids_of(nodes: Sequence[Node]) -> list[list[int]]:
 
 
 def test_orders_that_meet_add_up() -> None:
-    """0.4, 0.3, 0.3 and no chance. Either order of columns 0 and 1 leads to both: 0.4 * 0.3 / 0.6 + 0.3 * 0.4 / 0.7 = 0.371 is
-    more than 0.3, the chance of column 2 alone, and what follows it all but certainly has the third."""
+    """0.4, 0.3, 0.3 and no chance. Either order of columns 0 and 1 leads to both: 0.4 * 0.3 / 0.6 +
+    0.3 * 0.4 / 0.7 = 0.371 is more than 0.3, the chance of column 2 alone, and what follows it all
+    but certainly has the third."""
     of = drafting_row([*(math.log(value) / ORDER_SHARPNESS for value in (4, 3, 3)), -1e4])
-    assert ids_of(build_draft(of, ONE, 5, 3, {})) == [[M] * 4, [A, M, M, M], [M, B, M, M], [A, B, M, M], [A, B, C, M]]
-    assert ids_of(build_draft(of, ONE, 4, 1, {})) == [[M] * 4, [A, M, M, M], [A, B, M, M], [A, B, C, M]]
+    assert ids_of(build_draft(of, ONE, 5, 3, {})) == [
+        [M] * 4,
+        [A, M, M, M],
+        [M, B, M, M],
+        [A, B, M, M],
+        [A, B, C, M],
+    ]
+    assert ids_of(build_draft(of, ONE, 4, 1, {})) == [
+        [M] * 4,
+        [A, M, M, M],
+        [A, B, M, M],
+        [A, B, C, M],
+    ]
 
 
 def test_a_state_that_was_scored_stands_for_what_it_leads_to() -> None:
-    """[A, M, M, M] was scored and leads to [A, M, M, 33], this to [A, M, 42, 33]: no forward is spent on either."""
+    """[A, M, M, M] was scored and leads to [A, M, M, 33], this to [A, M, 42, 33]: no forward is
+    spent on either."""
     of = drafting_row([4, 3, 2, 1])
     first, second = says([0, 1, 2, 3], [30, 31, 32, 33]), says([0, 1, 2, 0], [40, 41, 42, 43])
     for ids, said in (([A, M, M, M], first), ([A, M, M, 33], second)):
@@ -168,11 +212,21 @@ def test_a_state_that_was_scored_stands_for_what_it_leads_to() -> None:
 
 
 def test_how_many_states() -> None:
-    """At each head pass of a round, and where nothing is drafted: behind a clean state the next block's first."""
-    assert [draft_sizes(4, passes) for passes in (1, 2, 3, 9)] == [[3], [2, 3], [1, 2, 3], [1, 2, 3]]
+    """At each head pass of a round, and where nothing is drafted: behind a clean state the next
+    block's first."""
+    assert [draft_sizes(4, passes) for passes in (1, 2, 3, 9)] == [
+        [3],
+        [2, 3],
+        [1, 2, 3],
+        [1, 2, 3],
+    ]
     assert [draft_sizes(8, 2), draft_sizes(8, 3), draft_sizes(2, 1)] == [[4, 7], [3, 5, 7], [1]]
     clean = drafting_row([0] * 4, [A, B, C, D])
-    assert ids_of(target_nodes(clean, False)) == ids_of(build_draft(clean, ONE, 4, 3, {})) == [[A, B, C, D], [M] * 4]
+    assert (
+        ids_of(target_nodes(clean, False))
+        == ids_of(build_draft(clean, ONE, 4, 3, {}))
+        == [[A, B, C, D], [M] * 4]
+    )
     assert ids_of(target_nodes(clean, True)) == [[A, B, C, D]]
 
 
@@ -180,39 +234,57 @@ def test_what_is_remembered_of_a_round() -> None:
     """Neither clean states nor what looks at one, whose scores depend on it."""
     of = row(width=4)
     of.state = state([10, 11, 12, M])
-    nodes = [Node(of.state, -1, None), Node(state([10, 11, 12, 13]), -1, None), Node(state([M] * 4, 8), 1, None)]
-    frontier, clean = accept(of, ONE, nodes, [says([0] * 4), says([0] * 4), says([1, 2, 3, 4])], True)
+    nodes = [
+        Node(of.state, -1, None),
+        Node(state([10, 11, 12, 13]), -1, None),
+        Node(state([M] * 4, 8), 1, None),
+    ]
+    frontier, clean = accept(
+        of, ONE, nodes, [says([0] * 4), says([0] * 4), says([1, 2, 3, 4])], True
+    )
     assert frontier is not None
     assert (clean, frontier.state.key, frontier.where) == ([1], (8, (M,) * 4), (3,))
     assert set(of.memory) == {(4, (10, 11, 12, M))}
 
 
 def test_a_remembered_state_on_the_path_counts_as_an_accepted_draft() -> None:
-    """Without drafts [M, M, M, M] leads to [A, M, M, M], which the round before scored, and this to [A, B, M, M]."""
+    """Without drafts [M, M, M, M] leads to [A, M, M, M], which the round before scored, and this to
+    [A, B, M, M]."""
     of = drafting_row([4, 3, 2, 1])
     of.memory[4, (A, M, M, M)] = (state([A, M, M, M]), says([0, 3, 2, 1]))
     frontier, clean = accept(of, ONE, [Node(of.state, -1, None)], [says([4, 3, 2, 1])], True)
     assert frontier is not None
     assert (clean, frontier.successor.ids) == ([], (A, B, M, M))
     assert (of.counts.drafted, of.counts.accepted, of.counts.lengths[2]) == (0, 1, 1)
-    assert (of.counts.offered_at_depth, of.counts.accepted_at_depth) == ([1, *[0] * 6], [1, *[0] * 6])
+    assert (of.counts.offered_at_depth, of.counts.accepted_at_depth) == (
+        [1, *[0] * 6],
+        [1, *[0] * 6],
+    )
 
 
-# ------------------------------------------------------------------------------------------------------ what is banned
+# --------------------------------------------------------------------------------------------------
+# what is banned
 
 
 def random_bans(rng: random.Random) -> tuple[Bans, Any, list[int]]:
     """Bans of three tokens, a slow row that has them, and a text of these with masks."""
-    words = [[rng.randint(1, 3) for _ in range(rng.randint(1, 3))] for _ in range(rng.choice((0, 1, 3)))]
+    words = [
+        [rng.randint(1, 3) for _ in range(rng.randint(1, 3))] for _ in range(rng.choice((0, 1, 3)))
+    ]
     size, slow = rng.choice((0, 1, 2, 3)), object.__new__(SlowRow)
     slow.options = SimpleNamespace(bad_words_ids=words, no_repeat_ngram_size=size, eos_ids=[])
     slow.text, slow.given_end, slow.mask = [], 0, M
-    return Bans(tuple(map(tuple, words)), size), slow, rng.choices((1, 2, 3, M), (3, 3, 3, 4), k=rng.randint(1, 9))
+    return (
+        Bans(tuple(map(tuple, words)), size),
+        slow,
+        rng.choices((1, 2, 3, M), (3, 3, 3, 4), k=rng.randint(1, 9)),
+    )
 
 
 def test_what_may_not_stand_where() -> None:
-    """At a position, whatever stands there now: of tokens between nothing is known where they are masks. Of what a step may
-    reveal at once the surest comes first, of equals the leftmost, each as if those before it stood there."""
+    """At a position, whatever stands there now: of tokens between nothing is known where they are
+    masks. Of what a step may reveal at once the surest comes first, of equals the leftmost, each as
+    if those before it stood there."""
     rng = random.Random(0)
     for _ in range(3000):
         bans, slow, text = random_bans(rng)
@@ -222,21 +294,39 @@ def test_what_may_not_stand_where() -> None:
         slow.step_of = {tuple(text): 0}
         token, odds = (rng.choices(range(1, 4), k=len(text) - start) for _ in range(2))
         masked = [at for at in range(start, len(text)) if text[at] == M]
-        picks = [SimpleNamespace(position=at, token=token[at - start], log_odds=odds[at - start]) for at in masked]
+        picks = [
+            SimpleNamespace(position=at, token=token[at - start], log_odds=odds[at - start])
+            for at in masked
+        ]
         kept = tuple([pick.position - start for pick in slow.allowed(tuple(text), picks)])
         found = bans.allowed(text, start, tuple([at - start for at in masked]), token, odds, M)
         assert found == kept, (bans, text, token, odds)
 
 
 def test_what_is_known_of_a_text() -> None:
-    """The row's text with a state's block, and given tokens behind it; before it a clean block that is not text yet."""
+    """The row's text with a state's block, and given tokens behind it; before it a clean block that
+    is not text yet."""
     of = row([1, 2, 3, 4], 12, given=[M, M, M, M, M, M, 5, M])
     assert of.text_at(state([A, M, C, M])) == [1, 2, 3, 4, A, M, C, M, M, M, 5]
-    assert of.text_at(state([M, M, 5, M], 8), state([A, B, C, D])) == [1, 2, 3, 4, A, B, C, D, M, M, 5, M]
+    assert of.text_at(state([M, M, 5, M], 8), state([A, B, C, D])) == [
+        1,
+        2,
+        3,
+        4,
+        A,
+        B,
+        C,
+        D,
+        M,
+        M,
+        5,
+        M,
+    ]
 
 
 def test_what_is_read_again_under_the_surest_alone() -> None:
-    """Two reveals that the head, shown both, believes: then it is shown the surer one, here the right one, alone."""
+    """Two reveals that the head, shown both, believes: then it is shown the surer one, here the
+    right one, alone."""
     of, at, where, shown = row(), state([M] * 4), (0, 1), list[list[int]]()
     scores = says([1, 2, 0, 0], hidden=("hidden", 0))
 
@@ -245,5 +335,10 @@ def test_what_is_read_again_under_the_surest_alone() -> None:
         return [[scores.hidden]]
 
     networks: Any = SimpleNamespace(head=head, token_odds=lambda *_: [[9.0] * 4])
-    refined(RereadRemask(1.0, -1.0), networks, [of], [Frontier(at, scores, where, None, of.after(at, where, scores.token))])
+    refined(
+        RereadRemask(1.0, -1.0),
+        networks,
+        [of],
+        [Frontier(at, scores, where, None, of.after(at, where, scores.token))],
+    )
     assert shown == [[A, B, M, M], [M, B, M, M]]

@@ -1,4 +1,5 @@
-"""`mrp serve`: transformers' server with our model, asked in this process by OpenAI's own client."""
+"""`mrp serve`: transformers' server with our model, asked in this process by OpenAI's own
+client."""
 
 import copy
 import json
@@ -26,13 +27,17 @@ def http(tiny_model: Any, tiny_tokenizer: Any) -> Iterator[Any]:
     model = copy.copy(tiny_model)
     model.generation_config = copy.deepcopy(tiny_model.generation_config)
     model.generation_config.update(**OPTIONS)
-    with TestClient(application(MODEL, model, tiny_tokenizer), base_url="http://localhost") as client:
+    with TestClient(
+        application(MODEL, model, tiny_tokenizer), base_url="http://localhost"
+    ) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
 def client(http: Any) -> Any:
-    return openai.OpenAI(base_url="http://localhost/v1", api_key="none", max_retries=0, http_client=http)
+    return openai.OpenAI(
+        base_url="http://localhost/v1", api_key="none", max_retries=0, http_client=http
+    )
 
 
 @pytest.fixture
@@ -42,8 +47,12 @@ def answer(tiny_model: Any, tiny_tokenizer: Any) -> Any:
 
     def answered(prompt: str = shown, **options: Any) -> str:
         inputs = tiny_tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
-        ids = tiny_model.generate(**inputs, tokenizer=tiny_tokenizer, **{**OPTIONS, "max_new_tokens": 64, **options})
-        return str(tiny_tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+        ids = tiny_model.generate(
+            **inputs, tokenizer=tiny_tokenizer, **{**OPTIONS, "max_new_tokens": 64, **options}
+        )
+        return str(
+            tiny_tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        )
 
     return answered
 
@@ -70,10 +79,15 @@ def test_a_chat_and_its_stream_are_what_generate_answers(client: Any, answer: An
         ({"max_tokens": 5}, {"max_new_tokens": 5}),
         ({"stop": ["sum"]}, {"stop_strings": ["sum"]}),
         ({"temperature": 1.5, "seed": 7}, {"do_sample": True, "temperature": 1.5, "seed": 7}),
-        ({"logit_bias": {"0": -100, "2": -100}, "max_tokens": 40}, {"sequence_bias": [[[0], -100.0], [[2], -100.0]]}),
+        (
+            {"logit_bias": {"0": -100, "2": -100}, "max_tokens": 40},
+            {"sequence_bias": [[[0], -100.0], [[2], -100.0]]},
+        ),
     ],
 )
-def test_what_a_request_sets(client: Any, answer: Any, asked: dict[str, Any], options: dict[str, Any]) -> None:
+def test_what_a_request_sets(
+    client: Any, answer: Any, asked: dict[str, Any], options: dict[str, Any]
+) -> None:
     expected = answer(**{"max_new_tokens": asked.get("max_tokens", 64), **options})
     assert expected != answer(), "the option changes the text"
     assert chat(client, **asked).choices[0].message.content == expected
@@ -83,7 +97,9 @@ def test_options_of_generate_in_a_request(client: Any, answer: Any) -> None:
     own = {"decoding": "static", "max_new_tokens": 64, "do_sample": False}
     asked = {"extra_body": {"generation_config": json.dumps(own)}}
     assert chat(client, **asked).choices[0].message.content == answer(**own) != answer()
-    completed = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=8, temperature=0).choices[0]
+    completed = client.completions.create(
+        model=MODEL, prompt=PROMPT, max_tokens=8, temperature=0
+    ).choices[0]
     assert (completed.text, completed.finish_reason) == (answer(PROMPT, max_new_tokens=8), "length")
 
 
@@ -95,11 +111,16 @@ def test_options_of_generate_in_a_request(client: Any, answer: Any) -> None:
         ({"n": 2}, "n is 2, which is not followed here"),
         ({"messages": [{"role": "user", "content": "<|MASK|>"}]}, "input_ids hold the mask id"),
         ({"max_tokens": 2000}, "max_position_embeddings"),
-        ({"extra_body": {"generation_config": '{"decodin": "static"}'}}, "decodin: generate has no such option"),
+        (
+            {"extra_body": {"generation_config": '{"decodin": "static"}'}},
+            "decodin: generate has no such option",
+        ),
         ({"extra_body": {"generation_config": '{"decoding": "beam"}'}}, "decoding is 'beam'"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused(client: Any, asked: dict[str, Any], message: str, stream: bool) -> None:
+def test_what_cannot_be_honoured_is_refused(
+    client: Any, asked: dict[str, Any], message: str, stream: bool
+) -> None:
     with pytest.raises(openai.BadRequestError, match=message):
         chat(client, stream=stream, **asked)
 
@@ -107,8 +128,13 @@ def test_what_cannot_be_honoured_is_refused(client: Any, asked: dict[str, Any], 
 def test_one_model_is_there_and_no_other_name_is_answered(http: Any, client: Any) -> None:
     assert [one.id for one in client.models.list()] == [MODEL]
     assert '"ready"' in http.post("/load_model", json={"model": MODEL}).text
-    assert "this server has 'sdar-tiny-mrp' alone" in http.post("/load_model", json={"model": "org/other"}).text
+    assert (
+        "this server has 'sdar-tiny-mrp' alone"
+        in http.post("/load_model", json={"model": "org/other"}).text
+    )
     assert http.get("/health", headers={"host": "evil.example"}).status_code == 400
     for path in ("/reset", "/v1/responses", "/docs"):
         assert http.post(path).status_code == 404
-    assert "--set blok: generate has no such option" in mrp("serve", str(TINY), "--set", "blok=3", fails=True)
+    assert "--set blok: generate has no such option" in mrp(
+        "serve", str(TINY), "--set", "blok=3", fails=True
+    )

@@ -29,7 +29,11 @@ class Asked:
 
 def target_of(threshold: float) -> dict[str, Any]:
     """The target of ours whose text is that of stock's `LowConfidence` with a threshold."""
-    return {"target": "static"} if threshold == 1 else {"target": "dynamic", "confidence_threshold": threshold}
+    return (
+        {"target": "static"}
+        if threshold == 1
+        else {"target": "dynamic", "confidence_threshold": threshold}
+    )
 
 
 # Fixtures: have a line printed behind the tests; what an algorithm answers at a threshold.
@@ -50,13 +54,24 @@ def sse(response: Any) -> Iterator[bytes]:
 
 
 def explained(
-    model: MRPForCausalLM, asked: Asked, threshold: float, served: list[list[int]], others: list[list[int]], eos: Sequence[int]
+    model: MRPForCausalLM,
+    asked: Asked,
+    threshold: float,
+    served: list[list[int]],
+    others: list[list[int]],
+    eos: Sequence[int],
 ) -> str:
     """Say how many texts are not the one served, each of which has a near tie before it differs."""
-    other = [place for place, (text, one) in enumerate(zip(served, others, strict=True)) if text != one]
+    other = [
+        place for place, (text, one) in enumerate(zip(served, others, strict=True)) if text != one
+    ]
     for place in other:
         text, one = served[place], others[place]
         first = next(i for i in range(len(text) + 1) if text[i : i + 1] != one[i : i + 1])
-        reference = low_confidence(model, asked.prompts[place], threshold, asked.budgets[place], eos)
-        assert min(reference.closest[: first + 1]) < NEAR, f"prompt {place} from token {first} on: {text} against {one}"
+        reference = low_confidence(
+            model, asked.prompts[place], threshold, asked.budgets[place], eos
+        )
+        assert min(reference.closest[: first + 1]) < NEAR, (
+            f"prompt {place} from token {first} on: {text} against {one}"
+        )
     return f"{len(other)} of {len(others)} texts differ, by a near tie each: {other}"

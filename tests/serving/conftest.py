@@ -1,4 +1,5 @@
-"""Engines that serve the embedded checkpoint on a CPU, started when a test needs one, and what they answered."""
+"""Engines that serve the embedded checkpoint on a CPU, started when a test needs one, and what they
+answered."""
 
 from collections.abc import Callable, Iterator
 from functools import cache, partial
@@ -31,9 +32,15 @@ def report() -> Report:
 
 @pytest.fixture(scope="session")
 def asked(tiny_tokenizer: Any) -> Asked:
-    chosen = [problem for family, count in asking.COUNTS.items() for problem in problems(family, "heldout", count)]
+    chosen = [
+        problem
+        for family, count in asking.COUNTS.items()
+        for problem in problems(family, "heldout", count)
+    ]
     prompts = [encode(problem, tiny_tokenizer)[0] for problem in chosen]
-    return Asked(chosen, prompts, [asking.BUDGETS[i % len(asking.BUDGETS)] for i in range(len(chosen))])
+    return Asked(
+        chosen, prompts, [asking.BUDGETS[i % len(asking.BUDGETS)] for i in range(len(chosen))]
+    )
 
 
 @pytest.fixture(scope="session")
@@ -42,9 +49,21 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Server]:
     backbone = cache(lambda: backbone_for_stock(TINY, tmp_path_factory.mktemp("stock") / "sdar"))
 
     def make(algorithm: str, threshold: float) -> Server:
-        drafted = {"decoding": "mrp_spec", "num_draft_states": asking.STATES, **target_of(threshold)}
-        model, options = (TINY, drafted) if algorithm == "MRP" else (backbone(), {"threshold": threshold})
-        return Server(model, tmp_path_factory.mktemp("server"), algorithm, options, environment=asking.ENVIRONMENT)
+        drafted = {
+            "decoding": "mrp_spec",
+            "num_draft_states": asking.STATES,
+            **target_of(threshold),
+        }
+        model, options = (
+            (TINY, drafted) if algorithm == "MRP" else (backbone(), {"threshold": threshold})
+        )
+        return Server(
+            model,
+            tmp_path_factory.mktemp("server"),
+            algorithm,
+            options,
+            environment=asking.ENVIRONMENT,
+        )
 
     return make
 
@@ -58,15 +77,23 @@ def server(serve: Callable[..., Server]) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def measured(serve: Callable[..., Server], asked: Asked, request: pytest.FixtureRequest) -> Measure:
-    """What an algorithm answers to all prompts, at a threshold; with MRP each request asks for its own."""
+    """What an algorithm answers to all prompts, at a threshold; with MRP each request asks for its
+    own."""
 
     @cache
     def ask(algorithm: str, threshold: float) -> Measured:
         measure = partial(
-            Server.measure, prompts=asked.prompts, budgets=asked.budgets, concurrency=asking.CONCURRENCY, block=asking.BLOCK
+            Server.measure,
+            prompts=asked.prompts,
+            budgets=asked.budgets,
+            concurrency=asking.CONCURRENCY,
+            block=asking.BLOCK,
         )
         if algorithm == "MRP":
-            return measure(request.getfixturevalue("server"), **({} if threshold == 0.9 else target_of(threshold)))
+            return measure(
+                request.getfixturevalue("server"),
+                **({} if threshold == 0.9 else target_of(threshold)),
+            )
         with serve(algorithm, threshold) as started:
             return measure(started)
 

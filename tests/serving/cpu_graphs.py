@@ -1,6 +1,8 @@
-"""The engine's runner of CUDA graphs on a CPU: what it would record becomes a tape of operations, repeated without its Python.
+"""The engine's runner of CUDA graphs on a CPU: what it would record becomes a tape of operations,
+repeated without its Python.
 
-A plugin of the engine, found on the path. All else of the runner is its own: buffers, padding, metadata, replays.
+A plugin of the engine, found on the path. All else of the runner is its own: buffers, padding,
+metadata, replays.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,7 +36,8 @@ def register() -> None:
     runner: Any = decode_cuda_graph_runner.DecodeCudaGraphRunner
 
     class FixedAttention(TorchNativeAttnBackend):
-        """Attention without a number that the host reads; a graph's metadata is made as it is recorded, and stays."""
+        """Attention without a number that the host reads; a graph's metadata is made as it is
+        recorded, and stays."""
 
         def __init__(self, engine: Any) -> None:
             super().__init__(engine)
@@ -44,28 +47,55 @@ def register() -> None:
             assert not self.fixed, "graphs of two networks on one backend"
 
         def init_forward_metadata(self, batch: Any) -> None:
-            self.forward_metadata = batch.req_pool_indices, batch.seq_lens, batch.extend_num_tokens // batch.batch_size
+            self.forward_metadata = (
+                batch.req_pool_indices,
+                batch.seq_lens,
+                batch.extend_num_tokens // batch.batch_size,
+            )
 
         def init_forward_metadata_out_graph(self, batch: Any, in_capture: bool = False) -> None:
             rows, lengths = batch.req_pool_indices, batch.seq_lens
             if in_capture:
-                self.fixed[len(rows)] = rows.clone(), lengths.clone(), len(batch.input_ids) // len(rows)
+                self.fixed[len(rows)] = (
+                    rows.clone(),
+                    lengths.clone(),
+                    len(batch.input_ids) // len(rows),
+                )
                 self.forward_metadata = self.fixed[len(rows)]
             self.fixed[len(rows)][0].copy_(rows)
             self.fixed[len(rows)][1].copy_(lengths)
 
-        def forward_extend(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, batch: Any, save_kv_cache: bool = True) -> Tensor:
+        def forward_extend(
+            self,
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            layer: Any,
+            batch: Any,
+            save_kv_cache: bool = True,
+        ) -> Tensor:
             rows, lengths, block = self.forward_metadata
             self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc, None), k, v)
             slots = self.req_to_token_pool.req_to_token.index_select(0, rows).long()
             keys, values = (
-                side(layer.layer_id).index_select(0, slots.flatten()).unflatten(0, slots.shape).transpose(1, 2)
-                for side in (self.token_to_kv_pool.get_key_buffer, self.token_to_kv_pool.get_value_buffer)
+                side(layer.layer_id)
+                .index_select(0, slots.flatten())
+                .unflatten(0, slots.shape)
+                .transpose(1, 2)
+                for side in (
+                    self.token_to_kv_pool.get_key_buffer,
+                    self.token_to_kv_pool.get_value_buffer,
+                )
             )
             seen = torch.arange(slots.shape[1]) < lengths[:, None]
             asks = q.view(len(rows), block, layer.tp_q_head_num, -1).transpose(1, 2)
             made = F.scaled_dot_product_attention(
-                asks, keys, values, seen[:, None, None], scale=layer.scaling, enable_gqa=asks.shape[1] != keys.shape[1]
+                asks,
+                keys,
+                values,
+                seen[:, None, None],
+                scale=layer.scaling,
+                enable_gqa=asks.shape[1] != keys.shape[1],
             )
             return made.transpose(1, 2).reshape(q.shape)
 
@@ -73,7 +103,11 @@ def register() -> None:
         """In place of a `BaseCudaGraphBackend`."""
 
         def __init__(self, of: Any) -> None:
-            self.name, self.recorder, self.graphs = type(of).__name__, TapeRecorder(torch.device("cpu")), dict[Any, Any]()
+            self.name, self.recorder, self.graphs = (
+                type(of).__name__,
+                TapeRecorder(torch.device("cpu")),
+                dict[Any, Any](),
+            )
 
         @contextmanager
         def replay_session(self) -> Iterator[None]:
@@ -106,7 +140,9 @@ def register() -> None:
     def capture_on_cpu(original: Any, *, model_runner: Any) -> Any:
         shared = SimpleNamespace(get_logits_buffer=lambda size, rows: torch.zeros(rows, size))
         model_runner.graph_shared_output = shared
-        return msgspec.structs.replace(original(model_runner=model_runner), runner=runner(model_runner))
+        return msgspec.structs.replace(
+            original(model_runner=model_runner), runner=runner(model_runner)
+        )
 
     ATTENTION_BACKENDS["torch_native"] = FixedAttention
     CHECKED_ON.add("cpu")

@@ -1,4 +1,5 @@
-"""Two thousand requests, mixed, cut, aborted, malformed: slots and memory are whole afterwards, and texts as before."""
+"""Two thousand requests, mixed, cut, aborted, malformed: slots and memory are whole afterwards, and
+texts as before."""
 
 import json
 import random
@@ -36,15 +37,26 @@ def ask(server: Server, asked: Asked, number: int) -> str:
     way = rng.choice(("whole", "whole", "long", "malformed", "leaves", "aborted"))
     if way == "malformed":
         with pytest.raises(HTTPError) as caught:
-            server.ask("/generate", {"input_ids": [5, 6], "sampling_params": {}, **rng.choice(MALFORMED)})
+            server.ask(
+                "/generate", {"input_ids": [5, 6], "sampling_params": {}, **rng.choice(MALFORMED)}
+            )
         assert caught.value.code in (400, 422), caught.value.read()
         return way
     prompt = rng.choice(asked.prompts)
     if way == "long":
         prompt = [*prompt, *rng.choices(range(10, 500), k=rng.randrange(100, 400))]
     limit = rng.choice((8, 24, 40)) if way in ("whole", "long") else 200
-    sampling = {**rng.choice(KINDS), "max_new_tokens": limit, "min_new_tokens": 0, "ignore_eos": True}
-    body: dict[str, Any] = {"input_ids": prompt, "sampling_params": sampling, "rid": f"leak-{number}"}
+    sampling = {
+        **rng.choice(KINDS),
+        "max_new_tokens": limit,
+        "min_new_tokens": 0,
+        "ignore_eos": True,
+    }
+    body: dict[str, Any] = {
+        "input_ids": prompt,
+        "sampling_params": sampling,
+        "rid": f"leak-{number}",
+    }
     body["return_logprob"] = rng.random() < 0.2
     if way in ("whole", "long"):
         assert len(server.ask("/generate", body)["output_ids"]) == limit
@@ -61,7 +73,8 @@ def ask(server: Server, asked: Asked, number: int) -> str:
 
 
 def idle(server: Server) -> None:
-    """Waits until nothing runs; then the engine counts its rows and slots, and ends itself where one is missing."""
+    """Waits until nothing runs; then the engine counts its rows and slots, and ends itself where
+    one is missing."""
     until = time.monotonic() + 60
     while server.load()["num_running_reqs"] and time.monotonic() < until:
         time.sleep(0.2)
@@ -74,7 +87,9 @@ def test_nothing_leaks(server: Server, asked: Asked, measured: Measure, report: 
         ways = list(clients.map(lambda number: ask(server, asked, number), range(REQUESTS // 4)))
         idle(server)
         before = server.resident_bytes()
-        ways += clients.map(lambda number: ask(server, asked, number), range(REQUESTS // 4, REQUESTS))
+        ways += clients.map(
+            lambda number: ask(server, asked, number), range(REQUESTS // 4, REQUESTS)
+        )
     idle(server)
     grown = server.resident_bytes() - before
     expected = measured("MRP", 0.9)
@@ -83,11 +98,14 @@ def test_nothing_leaks(server: Server, asked: Asked, measured: Measure, report: 
     assert [reply["output_ids"] for reply in again] == expected.ids[:32]
     time.sleep(1)
     pool = server.metrics()
-    free, slots = pool["kv_available_tokens"] + pool["kv_evictable_tokens"], pool["max_total_num_tokens"]
+    free, slots = (
+        pool["kv_available_tokens"] + pool["kv_evictable_tokens"],
+        pool["max_total_num_tokens"],
+    )
     shares = ", ".join(f"{ways.count(way)} {way}" for way in sorted(set(ways)))
     report(
-        f"{REQUESTS} requests ({shares}): {free:.0f} slots free of {slots:.0f}; over the last three quarters memory grew by "
-        f"{grown / 2**20:.1f} MiB"
+        f"{REQUESTS} requests ({shares}): {free:.0f} slots free of {slots:.0f}; over the last "
+        f"three quarters memory grew by {grown / 2**20:.1f} MiB"
     )
     assert (pool["kv_used_tokens"], free) == (0, slots)
     assert "leak" not in server.log.read_text().replace("leak-", "")

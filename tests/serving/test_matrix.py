@@ -1,7 +1,8 @@
-"""Weights, devices, memory and schedules, each on an engine of its own: texts are those of the embedded checkpoint.
+"""Weights, devices, memory and schedules, each on an engine of its own: texts are those of the
+embedded checkpoint.
 
-So they are after a restart, too, as each engine is one. `make test-serving TESTS=test_matrix` prints the table, with
-ENGINE=0.5.22 for that version.
+So they are after a restart, too, as each engine is one. `make test-serving TESTS=test_matrix`
+prints the table, with ENGINE=0.5.22 for that version.
 """
 
 import copy
@@ -16,7 +17,18 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from asking import BLOCK, CONCURRENCY, ENVIRONMENT, STATES, Asked, Measure, Report, explained, target_of, up_to_eos
+from asking import (
+    BLOCK,
+    CONCURRENCY,
+    ENVIRONMENT,
+    STATES,
+    Asked,
+    Measure,
+    Report,
+    explained,
+    target_of,
+    up_to_eos,
+)
 from mrp_trainer.evaluate.decoded import decode_prompts
 from published import as_published
 from safetensors.torch import load_file, save_file
@@ -38,9 +50,14 @@ def full(folder: Path) -> Path:
 def published(folder: Path) -> Path:
     """A head in the published layout with its backbone, and with code that ends whoever runs it."""
     as_published(TINY, folder / "published")
-    (folder / "published" / "modeling_sdar.py").write_text("raise SystemExit('code of a repository was run')\n")
+    (folder / "published" / "modeling_sdar.py").write_text(
+        "raise SystemExit('code of a repository was run')\n"
+    )
     config = json.loads((folder / "published" / "config.json").read_text())
-    config["auto_map"] = {"AutoConfig": "modeling_sdar.SDARConfig", "AutoModelForCausalLM": "modeling_sdar.SDARForCausalLM"}
+    config["auto_map"] = {
+        "AutoConfig": "modeling_sdar.SDARConfig",
+        "AutoModelForCausalLM": "modeling_sdar.SDARForCausalLM",
+    }
     (folder / "published" / "config.json").write_text(json.dumps(config))
     return folder / "published"
 
@@ -64,7 +81,8 @@ def bare(folder: Path) -> Path:
 
 
 def int8(folder: Path) -> Path:
-    """The embedded checkpoint with its backbone's projections as int8, a scale a row; head and lm_head are as they were."""
+    """The embedded checkpoint with its backbone's projections as int8, a scale a row; head and
+    lm_head are as they were."""
     shutil.copytree(TINY, folder / "int8")
     stored = load_file(TINY / "model.safetensors")
     for name, weight in list(stored.items()):
@@ -82,11 +100,15 @@ def meant_by(folder: Path) -> dict[str, Tensor]:
     """The weights that int8 stands for."""
     stored = load_file(folder / "model.safetensors")
     names = [name for name in stored if not name.endswith("_scale")]
-    return {name: stored[name] * stored[f"{name}_scale"] if f"{name}_scale" in stored else stored[name] for name in names}
+    return {
+        name: stored[name] * stored[f"{name}_scale"] if f"{name}_scale" in stored else stored[name]
+        for name in names
+    }
 
 
 class Case(NamedTuple):
-    """An engine: how its checkpoint is made, flags beside those of a CPU, requests at once, devices, and K."""
+    """An engine: how its checkpoint is made, flags beside those of a CPU, requests at once,
+    devices, and K."""
 
     make: Callable[[Path], Path]
     flags: tuple[str, ...] = ()
@@ -115,35 +137,61 @@ def test_texts_stay_and_no_slot_is_lost(
     tmp_path: Path,
     report: Report,
 ) -> None:
-    """Those of an int8 backbone are the texts of `generate` with the weights that int8 stands for."""
+    """Those of an int8 backbone are the texts of `generate` with the weights that int8 stands
+    for."""
     make, flags, requests, devices, states = CASES[name]
     places = range(0, len(asked.prompts), len(asked.prompts) // requests)[:requests]
-    some = Asked(*([each[place] for place in places] for each in (asked.problems, asked.prompts, asked.budgets)))
+    some = Asked(
+        *(
+            [each[place] for place in places]
+            for each in (asked.problems, asked.prompts, asked.budgets)
+        )
+    )
     options = {"decoding": "mrp_spec", "num_draft_states": states, **target_of(0.9)}
-    environment = {**ENVIRONMENT, "SGLANG_CPU_OMP_THREADS_BIND": CORES} if devices > 1 else ENVIRONMENT
+    environment = (
+        {**ENVIRONMENT, "SGLANG_CPU_OMP_THREADS_BIND": CORES} if devices > 1 else ENVIRONMENT
+    )
     folder, model = make(tmp_path), tiny_model_float64
-    with Server(folder, tmp_path / "server", "MRP", options, (*CPU_FLAGS, *flags), environment) as server:
+    with Server(
+        folder, tmp_path / "server", "MRP", options, (*CPU_FLAGS, *flags), environment
+    ) as server:
         served = server.measure(some.prompts, some.budgets, requests, BLOCK)
         again = server.measure(some.prompts[:8], some.budgets[:8], 8, BLOCK)
-        time.sleep(2)  # idle: the engine counts its rows and slots, and ends itself where one is missing or free twice
+        # idle: the engine counts its rows and slots, and ends itself where one is missing or free
+        # twice
+        time.sleep(2)
         pool = server.metrics()
     if make is int8:
         model = copy.deepcopy(model)
         model.load_state_dict(meant_by(folder))
         (budget,) = {*some.budgets}
-        expected = decode_prompts(model, tiny_tokenizer, some.prompts, None, budget, CONCURRENCY, **options).ids
+        expected = decode_prompts(
+            model, tiny_tokenizer, some.prompts, None, budget, CONCURRENCY, **options
+        ).ids
     else:
         expected = [measured("MRP", 0.9).ids[place] for place in places]
     eos = model.generation_config.eos_token_id
-    told = explained(model, some, 0.9, *([up_to_eos(ids, eos) for ids in each] for each in (served.ids, expected)), eos)
-    free, slots = pool["kv_available_tokens"] + pool["kv_evictable_tokens"], pool["max_total_num_tokens"] / devices
+    told = explained(
+        model,
+        some,
+        0.9,
+        *([up_to_eos(ids, eos) for ids in each] for each in (served.ids, expected)),
+        eos,
+    )
+    free, slots = (
+        pool["kv_available_tokens"] + pool["kv_evictable_tokens"],
+        pool["max_total_num_tokens"] / devices,
+    )
     report(
         f"sglang {sglang.__version__} | {name}: {told}; {free:.0f} of {slots:.0f} slots free; "
         f"{served.tokens_per_forward:.3f} tokens a forward"
     )
     if name == "4 requests at once":  # each has rows for its drafts, however many others wait
         roomy = [measured("MRP", 0.9).replies[place] for place in places]
-        drafted = [sum(reply["meta_info"]["mrp"]["drafted"] for reply in replies) for replies in (served.replies, roomy)]
+        drafted = [
+            sum(reply["meta_info"]["mrp"]["drafted"] for reply in replies)
+            for replies in (served.replies, roomy)
+        ]
         assert drafted[0] == pytest.approx(drafted[1], rel=0.02)
     assert again.ids == served.ids[:8]
     assert (pool["kv_used_tokens"], free) == (0, slots)
@@ -152,11 +200,17 @@ def test_texts_stay_and_no_slot_is_lost(
 @pytest.mark.parametrize(
     ("has_head", "options", "reason"),
     [
-        (True, {"num_draft_state": 4}, "num_draft_state is no option of MRP (did you mean num_draft_states?)"),
+        (
+            True,
+            {"num_draft_state": 4},
+            "num_draft_state is no option of MRP (did you mean num_draft_states?)",
+        ),
         (False, {}, "--dllm-algorithm MRP serves checkpoints with an MRP head"),
     ],
 )
-def test_a_server_that_cannot_serve_says_why(has_head: bool, options: dict[str, Any], reason: str, tmp_path: Path) -> None:
+def test_a_server_that_cannot_serve_says_why(
+    has_head: bool, options: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
     model = TINY if has_head else backbone_for_stock(TINY, tmp_path / "model")
     server = Server(model, tmp_path / "server", "MRP", options, environment=ENVIRONMENT)
     with pytest.raises(ServerDied), server:
@@ -165,8 +219,11 @@ def test_a_server_that_cannot_serve_says_why(has_head: bool, options: dict[str, 
 
 
 @pytest.mark.parametrize(("first", "then"), [(1, STATES), (STATES, 1)])
-def test_requests_share_prefixes_whatever_they_draft(first: int, then: int, server: Server, asked: Asked) -> None:
-    """Answers continue where another request, drafted otherwise, left keys and values of backbone and head."""
+def test_requests_share_prefixes_whatever_they_draft(
+    first: int, then: int, server: Server, asked: Asked
+) -> None:
+    """Answers continue where another request, drafted otherwise, left keys and values of backbone
+    and head."""
     server.open("/flush_cache?timeout=30", {}).close()
     for prompt in asked.prompts[first::60]:
 

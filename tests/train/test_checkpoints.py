@@ -1,4 +1,5 @@
-"""Runs that are killed and resumed, divided over processes (gloo, on CPUs) and sharded, and what their checkpoints hold."""
+"""Runs that are killed and resumed, divided over processes (gloo, on CPUs) and sharded, and what
+their checkpoints hold."""
 
 import logging
 import random
@@ -34,8 +35,9 @@ def checkpoints(folder: Path) -> list[str]:
 def test_a_checkpoint_is_a_head_repository(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of the size of its head; it loads with its backbone, and training goes on from it, bit for bit, without a word of
-    missing weights, unless they are of the head. An explicit `save_model` writes both; a backbone that trained is another."""
+    """Of the size of its head; it loads with its backbone, and training goes on from it, bit for
+    bit, without a word of missing weights, unless they are of the head. An explicit `save_model`
+    writes both; a backbone that trained is another."""
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     make_model().float().save_pretrained(tmp_path / "base")
     loaded, other = (MRPForCausalLM.from_pretrained(tmp_path / "base") for _ in range(2))
@@ -53,35 +55,56 @@ def test_a_checkpoint_is_a_head_repository(
     assert load_file(tmp_path / "final" / "model.safetensors").keys() == trained.keys()
     del stored["mrp_head.eh_proj.weight"]
     save_file(stored, tmp_path / "run" / "checkpoint-3" / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=r"the checkpoint lacks mrp_head\.eh_proj\.weight and 0 more: resume from another"):
+    with pytest.raises(
+        ValueError,
+        match=r"the checkpoint lacks mrp_head\.eh_proj\.weight and 0 more: resume from another",
+    ):
         again.train(resume_from_checkpoint=True)
     saving(tmp_path / "backbone", loaded.requires_grad_(True), max_steps=1).train()
-    assert load_file(tmp_path / "backbone" / "checkpoint-1" / "model.safetensors").keys() == trained.keys()
+    assert (
+        load_file(tmp_path / "backbone" / "checkpoint-1" / "model.safetensors").keys()
+        == trained.keys()
+    )
     with pytest.raises(ValueError, match=r"model\.backbone_source"):
         loaded.save_pretrained(tmp_path / "head", head_only=True)
 
 
-# Two steps an epoch, seven in all, so that runs are taken up in the middle of an epoch; lines of the log over three steps.
-KILLED = {"objective": "mrp", "unroll": 2, "logging_steps": 3, "max_steps": 7, "save_strategy": "steps", "save_steps": 2}
+# Two steps an epoch, seven in all, so that runs are taken up in the middle of an epoch; lines of
+# the log over three steps.
+KILLED = {
+    "objective": "mrp",
+    "unroll": 2,
+    "logging_steps": 3,
+    "max_steps": 7,
+    "save_strategy": "steps",
+    "save_steps": 2,
+}
 KILLED |= {"muon_learning_rate": 1e-2}
 
 
 def test_killed_and_resumed(tmp_path: Path) -> None:
-    """In a random step, and with the newest checkpoint cut off anywhere: of its files, in the order in which they were written,
-    some are whole, one is half there, and the others are missing. The one before is gone on from in another process, on other
-    weights and with another seed; bit for bit."""
+    """In a random step, and with the newest checkpoint cut off anywhere: of its files, in the order
+    in which they were written, some are whole, one is half there, and the others are missing. The
+    one before is gone on from in another process, on other weights and with another seed; bit for
+    bit."""
     whole, run = (Run(tmp_path / name, KILLED, Rows(8)) for name in ("whole", "killed"))
     assert start(whole) == [0]
     expected = result(whole)
-    assert [line["step"] for line in expected.lines] == [2, 3, 4, 6, 7]  # every checkpoint ends a line
+    # every checkpoint ends a line
+    assert [line["step"] for line in expected.lines] == [2, 3, 4, 6, 7]
     assert len({line["loss"] for line in expected.lines}) == 5
     step = random.Random(1).randrange(4, 7)
     assert start(replace(run, kill=step)) == [-signal.SIGKILL]
     newest = run.folder / f"checkpoint-{step // 2 * 2}"
     before = run.folder / f"checkpoint-{step // 2 * 2 - 2}"
     assert last_whole_checkpoint(run.folder) == newest
-    written = sorted((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_mtime_ns)
-    assert {"config.json", "model.safetensors", "optimizer.pt", "rng_state.pth"} < {path.name for path in written}
+    written = sorted(
+        (path for path in newest.rglob("*") if path.is_file()),
+        key=lambda path: path.stat().st_mtime_ns,
+    )
+    assert {"config.json", "model.safetensors", "optimizer.pt", "rng_state.pth"} < {
+        path.name for path in written
+    }
     contents = [path.read_bytes() for path in written]
     for path in written:
         path.unlink()
@@ -91,7 +114,9 @@ def test_killed_and_resumed(tmp_path: Path) -> None:
             assert last_whole_checkpoint(run.folder) == before
         if path != written[-1]:
             path.write_bytes(held)
-    assert start(replace(run, resume=True, seed=5, options={**KILLED, "save_total_limit": 1})) == [0]
+    assert start(replace(run, resume=True, seed=5, options={**KILLED, "save_total_limit": 1})) == [
+        0
+    ]
     left = result(run)
     assert left.lines == expected.lines
     loaded = MRPForCausalLM.from_pretrained(run.folder / "checkpoint-7").state_dict()
@@ -111,7 +136,10 @@ def test_a_broken_weight_ends_training_before_anything_is_saved(tmp_path: Path) 
     """With accumulated gradients, and without a limit for their norm."""
     trainer = saving(tmp_path, objective="mrp", gradient_accumulation_steps=2, max_grad_norm=0.0)
     trainer.model.get_parameter("model.layers.1.mlp.up_proj.weight").data[3, 5] = float("nan")
-    with pytest.raises(FloatingPointError, match=r"^the gradient norm of step 1 is nan, and nothing is saved: lower"):
+    with pytest.raises(
+        FloatingPointError,
+        match=r"^the gradient norm of step 1 is nan, and nothing is saved: lower",
+    ):
         trainer.train()
     assert checkpoints(tmp_path) == []
     with pytest.raises(FloatingPointError, match=r"^the held-out loss is nan"):
@@ -121,14 +149,24 @@ def test_a_broken_weight_ends_training_before_anything_is_saved(tmp_path: Path) 
 @pytest.mark.parametrize("saves", ["steps", "no"])
 def test_a_rate_that_blows_weights_up_in_the_last_step(saves: str, tmp_path: Path) -> None:
     """Behind which there is no loss."""
-    with pytest.raises(FloatingPointError, match=r"^a weight behind step 1 is nan.*learning_rate, which is 1e\+39"):
-        saving(tmp_path, objective="mrp", learning_rate=1e39, warmup_steps=0, max_steps=1, save_strategy=saves).train()
+    with pytest.raises(
+        FloatingPointError, match=r"^a weight behind step 1 is nan.*learning_rate, which is 1e\+39"
+    ):
+        saving(
+            tmp_path,
+            objective="mrp",
+            learning_rate=1e39,
+            warmup_steps=0,
+            max_steps=1,
+            save_strategy=saves,
+        ).train()
     assert checkpoints(tmp_path) == []
 
 
-# Ten rows, so that the third step goes on with those of the next round, and the fourth is in the second epoch. The rows
-# without anything to learn are the cheapest and meet in one batch, where they are all that some processes have. Of the five
-# held-out rows the processes do not get equally many.
+# Ten rows, so that the third step goes on with those of the next round, and the fourth is in the
+# second epoch. The rows without anything to learn are the cheapest and meet in one batch, where
+# they are all that some processes have. Of the five held-out rows the processes do not get equally
+# many.
 ROWS: dict[str, Any] = {"rows": Rows(10, (3, 7)), "held_out": Rows(5), "double": True}
 HEAD = {"objective": "mrp", "unroll": 2, "max_steps": 5, "eval_strategy": "steps", "eval_steps": 5}
 
@@ -136,7 +174,11 @@ HEAD = {"objective": "mrp", "unroll": 2, "max_steps": 5, "eval_strategy": "steps
 def divided(run: Run, folder: Path, at_once: int = 2, times: int = 1, **options: Any) -> Run:
     """The same run for two processes, which take so many rows at once, so many times a step."""
     sizes = {"per_device_train_batch_size": at_once, "per_device_eval_batch_size": at_once}
-    return replace(run, folder=folder, options={**run.options, **sizes, "gradient_accumulation_steps": times, **options})
+    return replace(
+        run,
+        folder=folder,
+        options={**run.options, **sizes, "gradient_accumulation_steps": times, **options},
+    )
 
 
 def assert_same(left: Result, expected: Result, atol: float) -> None:
@@ -148,7 +190,8 @@ def assert_same(left: Result, expected: Result, atol: float) -> None:
 
 
 def test_a_step_does_not_depend_on_how_it_is_divided(tmp_path: Path) -> None:
-    """Also where a process has nothing to learn in its part; all processes end with the same weights."""
+    """Also where a process has nothing to learn in its part; all processes end with the same
+    weights."""
     whole = Run(tmp_path / "whole", HEAD, **ROWS)
     assert start(whole) == [0]
     expected = result(whole)
@@ -176,13 +219,19 @@ def test_the_backbone_on_two_processes(tmp_path: Path) -> None:
 
 
 def test_sharded_training_equals_one_process(tmp_path: Path) -> None:
-    """FSDP2 on two processes, in float32, also of a run that was taken up in its second epoch. Each holds half of the model,
-    the frozen backbone included. It is saved whole at the end, though its checkpoints hold shards, and loads here and as
-    remote code."""
+    """FSDP2 on two processes, in float32, also of a run that was taken up in its second epoch. Each
+    holds half of the model, the frozen backbone included. It is saved whole at the end, though its
+    checkpoints hold shards, and loads here and as remote code."""
     one = Run(tmp_path / "one", {"objective": "mrp", "unroll": 2, "max_steps": 5})
     assert start(one) == [0]
     shards = {"fsdp": True, "fsdp_config": {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}}
-    run = divided(replace(one, sharded=True), tmp_path / "sharded", save_strategy="steps", save_steps=4, **shards)
+    run = divided(
+        replace(one, sharded=True),
+        tmp_path / "sharded",
+        save_strategy="steps",
+        save_steps=4,
+        **shards,
+    )
     assert start(run, 2) == [0, 0]
     for rank in (0, 1):
         assert_same(result(run, rank), result(one), 1e-5)
@@ -204,16 +253,26 @@ def test_sharded_training_equals_one_process(tmp_path: Path) -> None:
 
 
 def test_an_adapter_beside_a_sharded_model(tmp_path: Path) -> None:
-    """It alone trains, as in one process, of a model that names the arguments of its forward (CAUSAL_LM). lm_head, whose
-    forward nobody calls, then is a unit of its own."""
+    """It alone trains, as in one process, of a model that names the arguments of its forward
+    (CAUSAL_LM). lm_head, whose forward nobody calls, then is a unit of its own."""
     one = Run(tmp_path / "one", {"objective": "mrp", "unroll": 2}, adapter=True)
-    two = divided(replace(one, sharded=True), tmp_path / "two", fsdp=True, fsdp_config={"version": 2})
+    two = divided(
+        replace(one, sharded=True), tmp_path / "two", fsdp=True, fsdp_config={"version": 2}
+    )
     assert start(one) == [0]
     assert start(two, 2) == [0, 0]
     assert_same(result(two), result(one), 1e-5)
-    trained = {name.replace("base_model.model.", "").replace("base_layer.", ""): v for name, v in result(one).weights.items()}
-    assert all(torch.equal(trained[name], value) for name, value in make_model().float().state_dict().items())
-    saved, expected = (load_file(run.folder / "final" / "adapter_model.safetensors") for run in (two, one))
+    trained = {
+        name.replace("base_model.model.", "").replace("base_layer.", ""): v
+        for name, v in result(one).weights.items()
+    }
+    assert all(
+        torch.equal(trained[name], value)
+        for name, value in make_model().float().state_dict().items()
+    )
+    saved, expected = (
+        load_file(run.folder / "final" / "adapter_model.safetensors") for run in (two, one)
+    )
     assert saved.keys() == expected.keys()
     assert all(".lora_" in name for name in saved)
     for name, value in expected.items():
@@ -235,13 +294,24 @@ def with_a_bit_turned(path: Path) -> None:
     path.write_bytes(content)
 
 
-DAMAGES: list[Any] = [halved, zeroed, Path.unlink, lambda path: path.write_bytes(b""), lambda path: path.write_text("[" * 9)]
+DAMAGES: list[Any] = [
+    halved,
+    zeroed,
+    Path.unlink,
+    lambda path: path.write_bytes(b""),
+    lambda path: path.write_text("[" * 9),
+]
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"])
-def test_a_damaged_checkpoint_is_passed_over(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever happened to one of its files: the one before it is gone on from, to the same weights, and a warning names the
-    file. If no other is whole, the error says what to do; nothing is removed."""
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"]
+)
+def test_a_damaged_checkpoint_is_passed_over(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever happened to one of its files: the one before it is gone on from, to the same
+    weights, and a warning names the file. If no other is whole, the error says what to do; nothing
+    is removed."""
     trainer = saving(tmp_path)
     trainer.train()
     right = {key: value.clone() for key, value in trainer.model.state_dict().items()}
@@ -263,6 +333,9 @@ def test_a_damaged_checkpoint_is_passed_over(name: str, tmp_path: Path, caplog: 
     assert last_whole_checkpoint(tmp_path) == newest, "it was written anew"
     for step in (1, 2, 3):
         halved(tmp_path / f"checkpoint-{step}" / name)
-    with pytest.raises(ValueError, match=rf"checkpoint-1 is damaged: {name} .*, and no older one is whole: .* --restart"):
+    with pytest.raises(
+        ValueError,
+        match=rf"checkpoint-1 is damaged: {name} .*, and no older one is whole: .* --restart",
+    ):
         again.train(resume_from_checkpoint=True)
     assert checkpoints(tmp_path) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]

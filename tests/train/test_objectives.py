@@ -1,4 +1,5 @@
-"""The objectives against unpacked twins, the states that a training step reveals, and the attention of packed passes."""
+"""The objectives against unpacked twins, the states that a training step reveals, and the attention
+of packed passes."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,8 +25,8 @@ from tests.random_cases import make_model
 def blocks_of(
     batch: PackedBatch, rows: list[list[Sample]], sizes: dict[tuple[int, int], int] | None = None
 ) -> Iterator[tuple[int, list[int], list[int], int]]:
-    """(row, columns of a noisy block, clean tokens before it, where it starts) for every noisy block of a batch. Samples, by
-    row and place, may have block sizes of their own."""
+    """(row, columns of a noisy block, clean tokens before it, where it starts) for every noisy
+    block of a batch. Samples, by row and place, may have block sizes of their own."""
     for row, samples in enumerate(rows):
         for place, item in enumerate(samples):
             size = sizes[row, place] if sizes else BLOCK
@@ -37,14 +38,19 @@ def blocks_of(
                     yield row, at, item.ids[:start].tolist(), start
 
 
-def run_alone(model: MRPForCausalLM, ids: list[int], hidden: Tensor | None = None, size: int = BLOCK) -> Tensor:
-    """[length, hidden] of one unpacked sequence: the backbone, or the head on given hidden states."""
+def run_alone(
+    model: MRPForCausalLM, ids: list[int], hidden: Tensor | None = None, size: int = BLOCK
+) -> Tensor:
+    """[length, hidden] of one unpacked sequence: the backbone, or the head on given hidden
+    states."""
     position = torch.arange(len(ids))[None]
     mask = (position[:, None] // size <= position[:, :, None] // size)[:, None]
     tensor = torch.tensor([ids])
-    return (model.backbone(tensor, position, mask) if hidden is None else model.residual(tensor, hidden[None], position, mask))[
-        0
-    ]
+    return (
+        model.backbone(tensor, position, mask)
+        if hidden is None
+        else model.residual(tensor, hidden[None], position, mask)
+    )[0]
 
 
 SHARE = 0.6  # of blocks that reveal eagerly
@@ -59,15 +65,22 @@ ROWS: Any = [
 @pytest.mark.usefixtures("exact_norms")
 @pytest.mark.parametrize("sizes", [(), (2, BLOCK)])
 @pytest.mark.parametrize("inverse_level", [False, True])
-def test_block_diffusion_loss_equals_the_loop_over_blocks(inverse_level: bool, sizes: tuple[int, ...]) -> None:
-    """Where each sample draws a block size, its tokens see and are seen by blocks of that size alone."""
+def test_block_diffusion_loss_equals_the_loop_over_blocks(
+    inverse_level: bool, sizes: tuple[int, ...]
+) -> None:
+    """Where each sample draws a block size, its tokens see and are seen by blocks of that size
+    alone."""
     model, rows = make_model(), [*ROWS, *([sample(index, 12, 4)] for index in range(6))]
     batch = collate(rows, inverse_level=inverse_level, block_sizes=sizes)
     drawn: dict[tuple[int, int], int] = {}
     for row, samples in enumerate(rows):
         for place in range(len(samples)):
             own = (batch.sample[row] == place) & (batch.view[row] >= 0)
-            found = [size for size in sizes or (BLOCK,) if (batch.position_ids[row] // size == batch.block[row])[own].all()]
+            found = [
+                size
+                for size in sizes or (BLOCK,)
+                if (batch.position_ids[row] // size == batch.block[row])[own].all()
+            ]
             drawn[row, place] = found[0]
     assert {*drawn.values()} == {*sizes, BLOCK}
     total = 0.0
@@ -78,15 +91,23 @@ def test_block_diffusion_loss_equals_the_loop_over_blocks(inverse_level: bool, s
             if batch.weight[row, column] > 0:
                 target = int(batch.target_ids[row, column])
                 even = torch.full_like(logits[i], 1 / len(logits[i]))  # behind the end
-                wanted = even if target == BLANK else F.one_hot(torch.tensor(target), len(logits[i])).float()
-                total += batch.weight[row, column].item() * F.cross_entropy(logits[i], wanted).item()
-    assert block_diffusion(model, batch)[0].item() == pytest.approx(total, rel=1e-6)  # the weights are float32
+                wanted = (
+                    even
+                    if target == BLANK
+                    else F.one_hot(torch.tensor(target), len(logits[i])).float()
+                )
+                total += (
+                    batch.weight[row, column].item() * F.cross_entropy(logits[i], wanted).item()
+                )
+    # the weights are float32
+    assert block_diffusion(model, batch)[0].item() == pytest.approx(total, rel=1e-6)
     with pytest.raises(ValueError, match="block_sizes holds 3"):
         collate(rows, block_sizes=(BLOCK, 3))
 
 
 def confident_model(scale: float, **options: Any) -> MRPForCausalLM:
-    """Sharper logits, so that eager reveals happen: at 6 a quarter of the masked positions is above 0.95."""
+    """Sharper logits, so that eager reveals happen: at 6 a quarter of the masked positions is above
+    0.95."""
     model = make_model(**options)
     with torch.no_grad():
         model.lm_head.weight *= scale
@@ -100,7 +121,8 @@ def naive_kl(model: MRPForCausalLM, student: Tensor, teacher: Tensor) -> Tensor:
 
 
 def naive_order(model: MRPForCausalLM, student: Tensor, teacher: Tensor) -> Tensor:
-    """The divergence of which of a block's positions comes first, from hidden states [positions, hidden]."""
+    """The divergence of which of a block's positions comes first, from hidden states [positions,
+    hidden]."""
     shares = []
     tokens = []
     for hidden in (teacher, student):
@@ -116,18 +138,34 @@ def naive_order(model: MRPForCausalLM, student: Tensor, teacher: Tensor) -> Tens
 
 
 def revealed_by_hand(
-    model: MRPForCausalLM, batch: PackedBatch, row: int, at: list[int], masked: Tensor, hidden: Tensor, random: int | None
+    model: MRPForCausalLM,
+    batch: PackedBatch,
+    row: int,
+    at: list[int],
+    masked: Tensor,
+    hidden: Tensor,
+    random: int | None,
 ) -> Any:
-    """What is shown of a block, tokens by place. `on_policy`: the surest masked position with the model's own token; and in the
-    blocks that a lot below the share chooses also all above a threshold of 0.2 to 0.95; never what is behind the end. In step
-    `random` of the random rule: the position of the greatest number, with its true token."""
+    """What is shown of a block, tokens by place. `on_policy`: the surest masked position with the
+    model's own token; and in the blocks that a lot below the share chooses also all above a
+    threshold of 0.2 to 0.95; never what is behind the end. In step `random` of the random rule: the
+    position of the greatest number, with its true token."""
     logits = model.lm_head(hidden).index_fill(1, torch.tensor([MASK]), -torch.inf)
     confidence, token = logits.softmax(-1).max(-1)
-    places = [i for i, column in enumerate(at) if masked[row, column] and batch.target_ids[row, column] != BLANK]
+    places = [
+        i
+        for i, column in enumerate(at)
+        if masked[row, column] and batch.target_ids[row, column] != BLANK
+    ]
     if random is not None:
         number = uniform(batch, 16 + random, batch.position_ids)[row, at]
-        return {i: int(batch.target_ids[row, at[i]]) for i in sorted(places, key=lambda i: -number[i])[:1]}
-    lot, threshold = (uniform(batch, purpose, batch.position_ids // BLOCK)[row, at[0]] for purpose in (1, 2))
+        return {
+            i: int(batch.target_ids[row, at[i]])
+            for i in sorted(places, key=lambda i: -number[i])[:1]
+        }
+    lot, threshold = (
+        uniform(batch, purpose, batch.position_ids // BLOCK)[row, at[0]] for purpose in (1, 2)
+    )
     shown = [i for i in places if lot < SHARE and confidence[i] > 0.2 + 0.75 * threshold]
     return {i: int(token[i]) for i in [*shown, *sorted(places, key=lambda i: -confidence[i])[:1]]}
 
@@ -148,18 +186,23 @@ class Recorded(Reveals):
         return self.left_out[-1]
 
 
-@pytest.mark.parametrize(("rule", "copies", "order_weight"), [("random", 1, 0.0), ("on_policy", 2, 0.7)])
+@pytest.mark.parametrize(
+    ("rule", "copies", "order_weight"), [("random", 1, 0.0), ("on_policy", 2, 0.7)]
+)
 def test_mrp_loss_equals_the_loop_over_blocks(
     rule: Any, copies: int, order_weight: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever torch's own generator does. States, value and gradients of two unrolled steps, though the clean half is run
-    once: acc_0 = h_A, x^(k) shows what acc_{k-1} is surest of, acc_k = acc_{k-1} + Head(embed(x^(k)), acc_{k-1}) block by
-    block, each step against the backbone at x^(k)."""
-    monkeypatch.setitem(over_vocabulary.__kwdefaults__, "at_once", 5 * VOCAB)  # logits of five tokens
+    """Whatever torch's own generator does. States, value and gradients of two unrolled steps,
+    though the clean half is run once: acc_0 = h_A, x^(k) shows what acc_{k-1} is surest of, acc_k =
+    acc_{k-1} + Head(embed(x^(k)), acc_{k-1}) block by block, each step against the backbone at
+    x^(k)."""
+    # logits of five tokens
+    monkeypatch.setitem(over_vocabulary.__kwdefaults__, "at_once", 5 * VOCAB)
     model = confident_model(6)
     batch = collate(ROWS, inverse_level=True, copies=copies)
     noisy = batch.view > 0
-    assert uniform(batch, 1, batch.position_ids)[noisy].unique().numel() == noisy.sum()  # no two tokens share a number
+    # no two tokens share a number
+    assert uniform(batch, 1, batch.position_ids)[noisy].unique().numel() == noisy.sum()
     reveals = Recorded(rule, SHARE)
     objective = HeadObjective(reveals, unroll=2, order_weight=order_weight, reread_weight=0.6)
     whole, _ = objective(model, batch)  # with a vocabulary matrix that trains
@@ -172,7 +215,11 @@ def test_mrp_loss_equals_the_loop_over_blocks(
     gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
     model.zero_grad(set_to_none=True)
     states, left_out = reveals.states[2:], reveals.left_out[1:]
-    assert all(torch.equal(a, b) for x, y in zip(states, reveals.states[:2], strict=True) for a, b in zip(x, y, strict=True))
+    assert all(
+        torch.equal(a, b)
+        for x, y in zip(states, reveals.states[:2], strict=True)
+        for a, b in zip(x, y, strict=True)
+    )
     assert (len(states), len(left_out)) == (2, 1)
     names = ("step 1", "step 2", "order 1", "order 2", "reread")
     names += ("kl_head", "kl_stale", "reread_kl_head", "reread_kl_stale", "ordered")
@@ -184,8 +231,14 @@ def test_mrp_loss_equals_the_loop_over_blocks(
         for step, (ids, masked) in enumerate(states):
             by_hand, random = (model, batch, row, at, before[1]), step if rule == "random" else None
             expected = revealed_by_hand(*by_hand, acc[start:].detach(), random)
-            assert {i: int(ids[row, c]) for i, c in enumerate(at) if before[1][row, c] and not masked[row, c]} == expected
-            assert all(ids[row, c] == before[0][row, c] for i, c in enumerate(at) if i not in expected)
+            assert {
+                i: int(ids[row, c])
+                for i, c in enumerate(at)
+                if before[1][row, c] and not masked[row, c]
+            } == expected
+            assert all(
+                ids[row, c] == before[0][row, c] for i, c in enumerate(at) if i not in expected
+            )
             several += len(expected) > 1
             stale += expected != revealed_by_hand(*by_hand, h_a[start:], random)
             before = (ids, masked)
@@ -196,10 +249,14 @@ def test_mrp_loss_equals_the_loop_over_blocks(
             revealed = clean + ids[row, at].tolist()
             acc = torch.cat([h_a[:start], (acc + run_alone(model, revealed, acc))[start:]])
             h_b = run_alone(model, revealed).detach()
-            shown = [i for i, c in enumerate(at) if masked[row, c] and batch.target_ids[row, c] != BLANK]
+            shown = [
+                i for i, c in enumerate(at) if masked[row, c] and batch.target_ids[row, c] != BLANK
+            ]
             if shown:
                 places = torch.tensor(shown) + start
-                sums[f"order {step + 1}"] = sums[f"order {step + 1}"] + naive_order(model, acc[places], h_b[places])
+                sums[f"order {step + 1}"] = sums[f"order {step + 1}"] + naive_order(
+                    model, acc[places], h_b[places]
+                )
                 sums["ordered"] += step == 0
             for i, column in enumerate(at):
                 weight = batch.weight[row, column]
@@ -207,7 +264,9 @@ def test_mrp_loss_equals_the_loop_over_blocks(
                     kl = naive_kl(model, acc[start + i], h_b[start + i])
                     sums[f"step {step + 1}"] = sums[f"step {step + 1}"] + weight * kl
                     sums["kl_head"] += (step == 0) * kl.detach()
-                    sums["kl_stale"] += (step == 0) * naive_kl(model, h_a[start + i], h_b[start + i])
+                    sums["kl_stale"] += (step == 0) * naive_kl(
+                        model, h_a[start + i], h_b[start + i]
+                    )
                 if step == 0 and left_out[0][row, column]:
                     again = list(revealed)
                     again[start + i] = MASK
@@ -216,7 +275,8 @@ def test_mrp_loss_equals_the_loop_over_blocks(
                     sums["reread"] = sums["reread"] + weight * kl
                     sums["reread_kl_head"] += kl.detach()
                     sums["reread_kl_stale"] += naive_kl(model, h_a[start + i], teacher)
-    zero = {"reread_kl_stale"} if rule == "random" else set()  # without the one token of its reveal, a block is as it was
+    # without the one token of its reveal, a block is as it was
+    zero = {"reread_kl_stale"} if rule == "random" else set()
     assert {name for name, value in sums.items() if value.item() < 1e-4} == zero, sums
     assert (min(several, stale) > 0) == (rule == "on_policy")
     order = order_weight * (sums["order 1"] + sums["order 2"])
@@ -226,9 +286,14 @@ def test_mrp_loss_equals_the_loop_over_blocks(
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             assert name.startswith("mrp_head.")
-            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-3, atol=1e-6, msg=name)
+            torch.testing.assert_close(
+                gradients[name], parameter.grad, rtol=1e-3, atol=1e-6, msg=name
+            )
     totals = {name: total.item() for name, (total, _) in measured.items()}
-    expected = {name: sums[name].item() for name in ("kl_head", "kl_stale", "reread_kl_head", "reread_kl_stale")}
+    expected = {
+        name: sums[name].item()
+        for name in ("kl_head", "kl_stale", "reread_kl_head", "reread_kl_stale")
+    }
     expected |= {"kl_order": sums["order 1"].item()} if order_weight else {}
     assert {name: totals[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-6)
     counts = {name: int(count) for name, (_, count) in measured.items()}
@@ -237,13 +302,15 @@ def test_mrp_loss_equals_the_loop_over_blocks(
     assert not order_weight or counts["kl_order"] == sums["ordered"]
 
 
-# ------------------------------------------------------------------------------------------------ attention of packed passes
+# ------------------------------------------------------------------------------------------------
+# attention of packed passes
 
 
 @torch.no_grad()
 def test_flex_attention_sees_what_the_dense_mask_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For all columns as queries and for the noisy ones alone: the mask itself, and attention of 4 heads under it. What norms
-    have made float32 beside bfloat16 values is as they are, as CUDA has no backward pass of flex attention for several types.
+    """For all columns as queries and for the noisy ones alone: the mask itself, and attention of 4
+    heads under it. What norms have made float32 beside bfloat16 values is as they are, as CUDA has
+    no backward pass of flex attention for several types.
     """
     batch = collate([[sample(0, 8, 0), sample(1, 12, 5)]])
     rule, length = batch.rule(), batch.input_ids.shape[1]
@@ -252,24 +319,46 @@ def test_flex_attention_sees_what_the_dense_mask_shows(monkeypatch: pytest.Monke
     for queries in (length, 8):
         dense = batch.rule().dense()[:, :, :queries]
         assert torch.equal(create_mask(rule, 1, 1, queries, length, device="cpu"), dense)
-        expected = F.scaled_dot_product_attention(query[:, :, :queries], key, value, attn_mask=dense)
-        close(flex_attention(query[:, :, :queries], key, value, block_mask=sparse_mask(rule, queries)), expected, 1e-6)
-    monkeypatch.setattr(attention, "flex_attention_forward", lambda module, *states, **_: [state.dtype for state in states[:3]])
-    of_one_type = attention.flex_attention_of_one_type(torch.nn.Module(), query, key, value.bfloat16(), None)
+        expected = F.scaled_dot_product_attention(
+            query[:, :, :queries], key, value, attn_mask=dense
+        )
+        close(
+            flex_attention(
+                query[:, :, :queries], key, value, block_mask=sparse_mask(rule, queries)
+            ),
+            expected,
+            1e-6,
+        )
+    monkeypatch.setattr(
+        attention,
+        "flex_attention_forward",
+        lambda module, *states, **_: [state.dtype for state in states[:3]],
+    )
+    of_one_type = attention.flex_attention_of_one_type(
+        torch.nn.Module(), query, key, value.bfloat16(), None
+    )
     assert of_one_type == [torch.bfloat16] * 3
 
 
-ON_CUDA = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="flex attention has no gradients on CPUs"))
+ON_CUDA = (
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="flex attention has no gradients on CPUs"
+    ),
+)
 
 
 @pytest.mark.usefixtures("exact_norms")
 @pytest.mark.parametrize("chosen", [attention.TILES, pytest.param("flex_attention", marks=ON_CUDA)])
-@pytest.mark.parametrize("objective", [block_diffusion, HeadObjective(Reveals("on_policy", 0.5), unroll=2, order_weight=0.5)])
+@pytest.mark.parametrize(
+    "objective",
+    [block_diffusion, HeadObjective(Reveals("on_policy", 0.5), unroll=2, order_weight=0.5)],
+)
 def test_other_attention_and_chunks_give_the_same_gradients(
     chosen: str, objective: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of every parameter, the vocabulary's too; in tiles of eight queries, of rows of several samples with padding between, and
-    with few logits at once. On CUDA in float32."""
+    """Of every parameter, the vocabulary's too; in tiles of eight queries, of rows of several
+    samples with padding between, and with few logits at once. On CUDA in float32."""
     monkeypatch.setattr(attention, "_QUERIES", 8)
     flex = chosen == "flex_attention"
     batch, results = collate(ROWS), []
@@ -280,10 +369,17 @@ def test_other_attention_and_chunks_give_the_same_gradients(
         with attention.attending(model, one):
             loss, _ = objective(model, batch)
         loss.backward()
-        results.append((loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
+        results.append(
+            (
+                loss.item(),
+                {name: p.grad for name, p in model.named_parameters() if p.grad is not None},
+            )
+        )
         monkeypatch.setitem(over_vocabulary.__kwdefaults__, "at_once", 5 * VOCAB)
     (loss, gradients), (other, of_other) = results
     assert other == pytest.approx(loss, rel=1e-4 if flex else 1e-10)
     assert gradients.keys() == of_other.keys()
     for name, gradient in gradients.items():
-        torch.testing.assert_close(of_other[name], gradient, rtol=1e-3 if flex else 0, atol=1e-4 if flex else 1e-10)
+        torch.testing.assert_close(
+            of_other[name], gradient, rtol=1e-3 if flex else 0, atol=1e-4 if flex else 1e-10
+        )

@@ -1,4 +1,5 @@
-"""Training runs: settings and their errors, recipes, the folder, resuming; and texts that a model decodes itself as data."""
+"""Training runs: settings and their errors, recipes, the folder, resuming; and texts that a model
+decodes itself as data."""
 
 import json
 import shutil
@@ -36,7 +37,9 @@ QUICK = ["use_cpu=true", "disable_tqdm=true", "logging_strategy=no", "dataloader
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory, word_tokenizer: PreTrainedTokenizerFast) -> dict[str, str]:
+def files(
+    tmp_path_factory: pytest.TempPathFactory, word_tokenizer: PreTrainedTokenizerFast
+) -> dict[str, str]:
     """A checkpoint with a head, its backbone alone, an autoregressive one, and chats."""
     root = tmp_path_factory.mktemp("runs")
     model = word_model(word_tokenizer)
@@ -44,9 +47,17 @@ def files(tmp_path_factory: pytest.TempPathFactory, word_tokenizer: PreTrainedTo
     saved(model, word_tokenizer, root / "full")
     model.detach_head()
     saved(model, word_tokenizer, root / "backbone")
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "head_dim": 16,
+    }
     torch.manual_seed(0)
-    qwen = Qwen3Config(vocab_size=len(word_tokenizer), num_key_value_heads=1, pad_token_id=0, **shape)
+    qwen = Qwen3Config(
+        vocab_size=len(word_tokenizer), num_key_value_heads=1, pad_token_id=0, **shape
+    )
     saved(Qwen3ForCausalLM(qwen), word_tokenizer, root / "qwen3")
     lines = list(training_lines("math", "train", 24))
     (root / "train.jsonl").write_text("\n".join(lines[:16]))
@@ -55,21 +66,47 @@ def files(tmp_path_factory: pytest.TempPathFactory, word_tokenizer: PreTrainedTo
 
 
 def settings_of(
-    files: dict[str, str], folder: Path, objective: str = "mrp", config: str | None = None, **flags: Any
+    files: dict[str, str],
+    folder: Path,
+    objective: str = "mrp",
+    config: str | None = None,
+    **flags: Any,
 ) -> Settings:
-    given = {"model": files["backbone"], "data": [files["train"]], "output_dir": str(folder), **RUN, **flags}
+    given = {
+        "model": files["backbone"],
+        "data": [files["train"]],
+        "output_dir": str(folder),
+        **RUN,
+        **flags,
+    }
     return read_settings(objective, config, given, QUICK)
 
 
 def test_flags_win_over_yaml_and_that_over_defaults(tmp_path: Path) -> None:
     config = tmp_path / "run.yaml"
-    config.write_text("model: m\nlearning_rate: 1e-2\nmax_length: 64\nreport_to: tensorboard\ndata: [a, b]\nwarmup_steps: 3\n")
+    config.write_text(
+        "model: m\n"
+        "learning_rate: 1e-2\n"
+        "max_length: 64\n"
+        "report_to: tensorboard\n"
+        "data: [a, b]\n"
+        "warmup_steps: 3\n"
+    )
     more = ["weight_decay=0.5", "run_name=a", "max_grad_norm=2", "warmup_steps=7"]
     read = read_settings("mrp", str(config), {"max_length": 32, "output_dir": "out"}, more)
-    assert (read.options.model, read.training["max_length"], read.options.data) == ("m", 32, ["a", "b"])
+    assert (read.options.model, read.training["max_length"], read.options.data) == (
+        "m",
+        32,
+        ["a", "b"],
+    )
     assert read.options.head_layers == 3
-    assert read.training["learning_rate"] == 0.01  # a text in YAML 1.1, which has a point in its floats
-    assert (read.training["report_to"], read.training["weight_decay"], read.training["run_name"]) == ("tensorboard", 0.5, "a")
+    # a text in YAML 1.1, which has a point in its floats
+    assert read.training["learning_rate"] == 0.01
+    assert (
+        read.training["report_to"],
+        read.training["weight_decay"],
+        read.training["run_name"],
+    ) == ("tensorboard", 0.5, "a")
     assert (type(read.training["max_grad_norm"]), read.training["warmup_steps"]) == (float, 7)
     config.write_text(yaml.safe_dump(read.as_dict()))
     assert read_settings("mrp", str(config)) == read  # what is written is read again
@@ -80,8 +117,16 @@ def test_flags_win_over_yaml_and_that_over_defaults(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "assignments", "message"),
     [
-        ("learning_rat: 1", [], r"bad\.yaml: nothing is called 'learning_rat' here: did you mean learning_rate"),
-        ("objective: block_diffusion", [], "is for another objective than 'mrp': use the other command"),
+        (
+            "learning_rat: 1",
+            [],
+            r"bad\.yaml: nothing is called 'learning_rat' here: did you mean learning_rate",
+        ),
+        (
+            "objective: block_diffusion",
+            [],
+            "is for another objective than 'mrp': use the other command",
+        ),
         ("- a", [], r"bad\.yaml holds list: needed are lines of 'name: value'"),
         ("seed: 1", ["unroll"], "--set unroll: write it as NAME=VALUE"),
         ("seed: 1", [], "no model: give --model"),
@@ -93,7 +138,10 @@ def test_bad_settings(text: str, assignments: list[str], message: str, tmp_path:
     (tmp_path / "bad.yaml").write_text(text)
     with pytest.raises(ValueError, match=message):
         read_settings("mrp", str(tmp_path / "bad.yaml"), {"output_dir": "out"}, assignments)
-    with pytest.raises(ValueError, match=r"nowhere\.yaml is neither a file nor one of the recipes packages, packages-head, "):
+    with pytest.raises(
+        ValueError,
+        match=r"nowhere\.yaml is neither a file nor one of the recipes packages, packages-head, ",
+    ):
         read_settings("mrp", "nowhere.yaml")
 
 
@@ -105,40 +153,71 @@ def test_a_value_of_another_type_is_refused_for_every_name(objective: str) -> No
             read_settings(objective, None, {"model": "m", "output_dir": "o", name: (1, "a")})
 
 
-def test_a_model_that_is_nowhere_is_named_as_the_model(files: dict[str, str], tmp_path: Path) -> None:
+def test_a_model_that_is_nowhere_is_named_as_the_model(
+    files: dict[str, str], tmp_path: Path
+) -> None:
     """Not as a tokenizer; also by a dry run, which connects to nothing."""
     settings = settings_of(files, tmp_path / "o", model="org/none")
     for call in (open_run, dry_run):
-        with pytest.raises(OSError, match=r"^'org/none' is no folder here, and could not be read as a repository"):
+        with pytest.raises(
+            OSError, match=r"^'org/none' is no folder here, and could not be read as a repository"
+        ):
             call(settings)
     assert not (tmp_path / "o").exists()
 
 
-def test_a_run_with_other_settings_or_records_is_not_taken_up(files: dict[str, str], tmp_path: Path) -> None:
+def test_a_run_with_other_settings_or_records_is_not_taken_up(
+    files: dict[str, str], tmp_path: Path
+) -> None:
     """Nor one that goes on."""
     data, folder = Path(shutil.copy(files["train"], tmp_path / "data.jsonl")), tmp_path / "run"
     files = {**files, "train": str(data)}
     first = settings_of(files, folder, max_steps=2)
     open_run(first).train()
-    other = settings_of(files, folder, max_steps=2, learning_rate=0.5, head_init="published", eval_data=[files["held"]])
-    message = r"head_init was 'identity' and is 'published'; learning_rate was 0\.001 and is 0\.5\. Name another folder"
-    message += rf".*--restart\. To train its head further, give --head {folder} and another --output-dir$"
+    other = settings_of(
+        files,
+        folder,
+        max_steps=2,
+        learning_rate=0.5,
+        head_init="published",
+        eval_data=[files["held"]],
+    )
+    message = (
+        r"head_init was 'identity' and is 'published'; learning_rate was 0\.001 and is 0\.5\. Name "
+        r"another folder"
+    )
+    message += (
+        rf".*--restart\. To train its head further, give --head {folder} and another --output-dir$"
+    )
     with pytest.raises(ValueError, match=message):
         open_run(other)
     weight_decay = read_settings("mrp", str(folder / "run.yaml"), None, ["weight_decay=0.5"])
     with pytest.raises(ValueError, match=r"other settings: weight_decay was 0\.0 and is 0\.5\. "):
         open_run(weight_decay)
     written = yaml.safe_load((folder / "run.yaml").read_text())
-    assert written.items() >= {**first.as_dict(), "learning_rate": 1e-3, "lr_scheduler_type": "cosine_with_min_lr"}.items()
+    assert (
+        written.items()
+        >= {
+            **first.as_dict(),
+            "learning_rate": 1e-3,
+            "lr_scheduler_type": "cosine_with_min_lr",
+        }.items()
+    )
     assert written["lr_scheduler_kwargs"] == {"min_lr_rate": 0.1}
     data.write_text(data.read_text())
     run = open_run(first)
     for restart in (False, True):
-        with pytest.raises(ValueError, match="is held by a run that goes on: wait for it, end it, or name another folder"):
+        with pytest.raises(
+            ValueError,
+            match="is held by a run that goes on: wait for it, end it, or name another folder",
+        ):
             open_run(first, restart)
     run.lock.release()
     data.write_text("\n".join(reversed(data.read_text().splitlines())))
-    with pytest.raises(ValueError, match=r"other settings: data_digest was '\w{32}' and is '\w{32}'\. Name another folder"):
+    with pytest.raises(
+        ValueError,
+        match=r"other settings: data_digest was '\w{32}' and is '\w{32}'\. Name another folder",
+    ):
         open_run(first)
     bad = settings_of({**files, "train": "nowhere.jsonl"}, folder, max_steps=2)
     with pytest.raises(ValueError, match=r"nowhere\.jsonl"):
@@ -152,18 +231,35 @@ def test_a_run_with_other_settings_or_records_is_not_taken_up(files: dict[str, s
     with pytest.raises(ValueError, match=r"run\.yaml is not YAML"):
         open_run(first)
     (folder / "run.yaml").unlink()
-    with pytest.raises(ValueError, match=r"holds checkpoints and no run\.yaml\. Name another folder, or begin again"):
+    with pytest.raises(
+        ValueError,
+        match=r"holds checkpoints and no run\.yaml\. Name another folder, or begin again",
+    ):
         open_run(first)
 
 
 def test_a_run_ends_early_with_the_best_weights(files: dict[str, str], tmp_path: Path) -> None:
-    """ "Best" is here the highest loss: training lowers it, so that this is step 1 and patience ends at step 3."""
-    flags = {"eval_steps": 1, "max_steps": 9, "eval_data": [files["held"]], "metric_for_best_model": "eval_loss"}
-    flags |= {"save_steps": 1, "save_total_limit": 5, "greater_is_better": True, "lr_scheduler_type": "constant"}
+    """ "Best" is here the highest loss: training lowers it, so that this is step 1 and patience
+    ends at step 3."""
+    flags = {
+        "eval_steps": 1,
+        "max_steps": 9,
+        "eval_data": [files["held"]],
+        "metric_for_best_model": "eval_loss",
+    }
+    flags |= {
+        "save_steps": 1,
+        "save_total_limit": 5,
+        "greater_is_better": True,
+        "lr_scheduler_type": "constant",
+    }
     run = open_run(settings_of(files, tmp_path, early_stopping_patience=2, **flags))
     run.train()
     assert run.trainer.state.global_step == 3
-    best, last, final = (load_file(tmp_path / name / "model.safetensors") for name in ("checkpoint-1", "checkpoint-3", ""))
+    best, last, final = (
+        load_file(tmp_path / name / "model.safetensors")
+        for name in ("checkpoint-1", "checkpoint-3", "")
+    )
     assert all(torch.equal(final[name], value) for name, value in best.items())
     assert any(not torch.equal(final[name], value) for name, value in last.items())
 
@@ -187,12 +283,26 @@ def test_a_head_to_go_on_from(files: dict[str, str], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="head"):
         open_run(settings_of(files, tmp_path, head=files["backbone"]))
     assert not list(tmp_path.iterdir())
-    flags = {"bf16": True, "save": "full", "max_steps": 2, "eval_data": [files["held"]], "eval_prompts": 1}
+    flags = {
+        "bf16": True,
+        "save": "full",
+        "max_steps": 2,
+        "eval_data": [files["held"]],
+        "eval_prompts": 1,
+    }
     given = settings_of(files, tmp_path, head=files["full"], **flags)
     run = open_run(given)
-    model, head = run.trainer.model, MRPForCausalLM.from_pretrained(files["full"]).mrp_head.state_dict()
-    assert meta_model(given).num_parameters(only_trainable=True) == sum(value.numel() for value in head.values())
-    assert all(torch.equal(value, head[name].bfloat16().float()) for name, value in model.mrp_head.state_dict().items())
+    model, head = (
+        run.trainer.model,
+        MRPForCausalLM.from_pretrained(files["full"]).mrp_head.state_dict(),
+    )
+    assert meta_model(given).num_parameters(only_trainable=True) == sum(
+        value.numel() for value in head.values()
+    )
+    assert all(
+        torch.equal(value, head[name].bfloat16().float())
+        for name, value in model.mrp_head.state_dict().items()
+    )
     assert {parameter.dtype for parameter in model.model.parameters()} == {torch.bfloat16}
     run.train()
     written = load_file(tmp_path / "model.safetensors")
@@ -216,12 +326,18 @@ def test_recipes() -> None:
     """The published ones have the options of the published recipe."""
     assert {*recipe_names()} > RECIPES.keys()
     for name, (folder, trained, objective) in RECIPES.items():
-        settings = read_settings("mrp", name, {"model": str(ROOT / "hub_configs" / folder), "output_dir": "unused"})
+        settings = read_settings(
+            "mrp", name, {"model": str(ROOT / "hub_configs" / folder), "output_dir": "unused"}
+        )
         model, said = meta_model(settings), dry_run(settings)
         assert model.num_parameters(only_trainable=True) == trained
         frozen = model.num_parameters() - trained
         assert f"\nweights: {(2 * frozen + 6 * trained) / 2**30:.4g} GiB\n" in said
-        assert f"\ngradients: {4 * trained / 2**30:.4g} GiB\noptimizer: {8 * trained / 2**30:.4g} GiB\n" in said
+        assert (
+            "\n"
+            f"gradients: {4 * trained / 2**30:.4g} GiB\n"
+            f"optimizer: {8 * trained / 2**30:.4g} GiB\n" in said
+        )
         assert said.endswith("\nrows per step: 16")
         arguments = settings.arguments(bf16=False, use_cpu=True)
         assert arguments.head_objective() == objective
@@ -230,7 +346,11 @@ def test_recipes() -> None:
 
 
 def test_muon_keeps_one_number_of_a_matrix_where_adam_keeps_two() -> None:
-    options = {"model": str(ROOT / "hub_configs/sdar-1.7b-mrp"), "output_dir": "unused", "muon_learning_rate": 0.01}
+    options = {
+        "model": str(ROOT / "hub_configs/sdar-1.7b-mrp"),
+        "output_dir": "unused",
+        "muon_learning_rate": 0.01,
+    }
     settings = read_settings("mrp", "sdar-1.7b-mrp", options)
     sizes = [(p.numel(), p.dim() == 2) for p in meta_model(settings).mrp_head.layers.parameters()]
     matrices = sum(size for size, matrix in sizes if matrix)
@@ -244,13 +364,18 @@ COUNT = 5
 
 
 @pytest.fixture(scope="module")
-def decoded(tmp_path_factory: pytest.TempPathFactory, word_tokenizer: PreTrainedTokenizerFast) -> dict[str, str]:
-    """A model whose greedy texts end now and then, the chats that it is asked, and what it wrote."""
+def decoded(
+    tmp_path_factory: pytest.TempPathFactory, word_tokenizer: PreTrainedTokenizerFast
+) -> dict[str, str]:
+    """A model whose greedy texts end now and then, the chats that it is asked, and what it
+    wrote."""
     root = tmp_path_factory.mktemp("decode")
     model = word_model(word_tokenizer, head_layers=0)
     often = 312
     with torch.no_grad():
-        model.lm_head.weight[[often, word_tokenizer.eos_token_id]] = model.lm_head.weight[[word_tokenizer.eos_token_id, often]]
+        model.lm_head.weight[[often, word_tokenizer.eos_token_id]] = model.lm_head.weight[
+            [word_tokenizer.eos_token_id, often]
+        ]
     saved(model, word_tokenizer, root / "backbone")
     (root / "train.jsonl").write_text("\n".join(training_lines("math", "train", COUNT)))
     found = {path.stem: str(path) for path in root.iterdir()} | {"wrote": str(root / "wrote.jsonl")}
@@ -268,20 +393,39 @@ def lines_of(path: str | Path) -> list[dict[str, Any]]:
 
 
 def short(decoded: dict[str, str], path: Path, **others: Any) -> DecodeOptions:
-    given = {"model": decoded["backbone"], "data": [decoded["train"]], "max_new_tokens": 8, "batch_size": 2, "device": "cpu"}
+    given = {
+        "model": decoded["backbone"],
+        "data": [decoded["train"]],
+        "max_new_tokens": 8,
+        "batch_size": 2,
+        "device": "cpu",
+    }
     return DecodeOptions(output=str(path), **{**given, **others})
 
 
 def decode_as(rank: int, options: DecodeOptions) -> None:
     """One of two processes, of which each makes one batch, and the first tells of the file."""
-    with mock.patch.object(MRPForCausalLM, "generate", autospec=True, side_effect=MRPForCausalLM.generate) as made:
+    with mock.patch.object(
+        MRPForCausalLM, "generate", autospec=True, side_effect=MRPForCausalLM.generate
+    ) as made:
         assert (decode(options) is None) == (rank > 0)
     assert made.call_count == 1
 
 
-def test_a_head_trains_on_decoded_texts_among_chats(decoded: dict[str, str], tmp_path: Path) -> None:
-    flags = {"data": [decoded["wrote"], decoded["train"]], "eval_data": [decoded["wrote"]], "packed": False, "head_layers": 1}
-    run = open_run(settings_of(decoded, tmp_path, **flags, max_steps=2, logging_strategy="steps", logging_steps=1))
+def test_a_head_trains_on_decoded_texts_among_chats(
+    decoded: dict[str, str], tmp_path: Path
+) -> None:
+    flags = {
+        "data": [decoded["wrote"], decoded["train"]],
+        "eval_data": [decoded["wrote"]],
+        "packed": False,
+        "head_layers": 1,
+    }
+    run = open_run(
+        settings_of(
+            decoded, tmp_path, **flags, max_steps=2, logging_strategy="steps", logging_steps=1
+        )
+    )
     assert sum(sample.reveal_step is not None for (sample,) in run.trainer.train_dataset) == COUNT
     assert len(run.trainer.train_dataset) == 2 * COUNT
     run.train()
@@ -291,13 +435,18 @@ def test_a_head_trains_on_decoded_texts_among_chats(decoded: dict[str, str], tmp
     assert MRPForCausalLM.from_pretrained(tmp_path).mrp_head.norm.weight.abs().max() > 0
 
 
-def test_a_digest_is_of_the_backbone(decoded: dict[str, str], word_tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """Neither the type nor the head nor an adapter changes it; one number of the last layer does, and it is told, once, that
-    another backbone than the one that trains wrote texts."""
+def test_a_digest_is_of_the_backbone(
+    decoded: dict[str, str], word_tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither the type nor the head nor an adapter changes it; one number of the last layer does,
+    and it is told, once, that another backbone than the one that trains wrote texts."""
     model = MRPForCausalLM.from_pretrained(decoded["backbone"], dtype=torch.bfloat16)
     with_head = with_new_head(MRPForCausalLM.from_pretrained(decoded["backbone"]), 1)
     get_peft_model(with_head, LoraConfig(r=2, target_modules=r".*layers\.0\.self_attn\.q_proj"))
-    line, told = lines_of(decoded["wrote"])[0], f"{decoded['backbone']!r} wrote texts of the data, and another backbone trains"
+    line, told = (
+        lines_of(decoded["wrote"])[0],
+        f"{decoded['backbone']!r} wrote texts of the data, and another backbone trains",
+    )
     assert digest(with_head) == digest(model) == line["decoded_by"]["digest"]
     encoder_of(model, word_tokenizer, 64).sample(line)
     assert told not in caplog.text
@@ -308,13 +457,22 @@ def test_a_digest_is_of_the_backbone(decoded: dict[str, str], word_tokenizer: An
     assert caplog.text.count(told) == 1
 
 
-def test_what_is_there_is_kept_and_the_rest_is_made(decoded: dict[str, str], tmp_path: Path) -> None:
-    """Of calls that were stopped behind a batch the one with the same prompts and options is taken up, whatever the checkpoint
-    is called, by two processes, of which each makes its own; a file that is done is refused."""
-    whole, part, generate = tmp_path / "whole.jsonl", tmp_path / "whole.jsonl.part", MRPForCausalLM.generate
+def test_what_is_there_is_kept_and_the_rest_is_made(
+    decoded: dict[str, str], tmp_path: Path
+) -> None:
+    """Of calls that were stopped behind a batch the one with the same prompts and options is taken
+    up, whatever the checkpoint is called, by two processes, of which each makes its own; a file
+    that is done is refused."""
+    whole, part, generate = (
+        tmp_path / "whole.jsonl",
+        tmp_path / "whole.jsonl.part",
+        MRPForCausalLM.generate,
+    )
     for change in ({}, {"max_new_tokens": 16}, {"limit": 4}):
         outcomes = mock.Mock(side_effect=[None, KeyboardInterrupt])
-        once = mock.patch.object(MRPForCausalLM, "generate", lambda *a, o=outcomes, **k: o() or generate(*a, **k))
+        once = mock.patch.object(
+            MRPForCausalLM, "generate", lambda *a, o=outcomes, **k: o() or generate(*a, **k)
+        )
         with once, pytest.raises(KeyboardInterrupt):
             decode(short(decoded, whole, **change))
     first = sorted(part.glob("*-0.jsonl"))
@@ -322,14 +480,25 @@ def test_what_is_there_is_kept_and_the_rest_is_made(decoded: dict[str, str], tmp
     for path in first:
         path.write_text(path.read_text().replace("}", ', "kept": 1}', 1))
     first[0].with_suffix(".partial").write_text("{")
-    assert start(partial(decode_as, options=short(decoded, whole, model=decoded["backbone"] + "/")), 2) == [0, 0]
-    assert [line["decoded_by"].get("kept") for line in lines_of(whole)] == [1, *[None] * (COUNT - 1)]
+    assert start(
+        partial(decode_as, options=short(decoded, whole, model=decoded["backbone"] + "/")), 2
+    ) == [0, 0]
+    assert [line["decoded_by"].get("kept") for line in lines_of(whole)] == [
+        1,
+        *[None] * (COUNT - 1),
+    ]
     decode(short(decoded, tmp_path / "again.jsonl"))
-    assert [line["ids"] for line in lines_of(tmp_path / "again.jsonl")] == [line["ids"] for line in lines_of(whole)]
+    assert [line["ids"] for line in lines_of(tmp_path / "again.jsonl")] == [
+        line["ids"] for line in lines_of(whole)
+    ]
     assert not part.exists()
     for path, change, message in (
         (whole, {}, r"whole\.jsonl is there already: name another file, or remove it"),
-        (tmp_path / "new.jsonl", {"max_new_tokens": 7}, "max_new_tokens is 7: training takes whole blocks, give at least 8"),
+        (
+            tmp_path / "new.jsonl",
+            {"max_new_tokens": 7},
+            "max_new_tokens is 7: training takes whole blocks, give at least 8",
+        ),
         (
             tmp_path / "new.jsonl",
             {"max_new_tokens": 240},

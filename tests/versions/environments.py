@@ -1,4 +1,5 @@
-"""Environments of this project's dependencies, each made once for what pip resolves. The standard library is enough."""
+"""Environments of this project's dependencies, each made once for what pip resolves. The standard
+library is enough."""
 
 import contextlib
 import fcntl
@@ -21,7 +22,8 @@ CONSTRAINTS = ROOT / "constraints.txt"
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 # What a pip without configuration keeps: how it reaches the registry, not which or what beside it.
 NEUTRAL = {"PIP_CERT", "PIP_PROXY", "PIP_DEFAULT_TIMEOUT"}
-# Requirements of extras that the registry has as sources alone; a foreign Python's resolution needs them as wheels.
+# Requirements of extras that the registry has as sources alone; a foreign Python's resolution needs
+# them as wheels.
 SOURCES_ONLY = ("rouge-score", "sqlitedict", "word2number")
 
 
@@ -36,19 +38,33 @@ def cache() -> Path:
 
 
 def variables(isolated: bool) -> dict[str, str]:
-    """Return variables for a command; pip's are left out if `isolated`, so that it knows the registry alone."""
-    env = {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "VIRTUAL_ENV"}}
+    """Return variables for a command; pip's are left out if `isolated`, so that it knows the
+    registry alone."""
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in {"PYTHONPATH", "VIRTUAL_ENV"}
+    }
     if isolated:
-        env = {name: value for name, value in env.items() if not name.startswith("PIP_") or name in NEUTRAL}
+        env = {
+            name: value
+            for name, value in env.items()
+            if not name.startswith("PIP_") or name in NEUTRAL
+        }
         env["PIP_CONFIG_FILE"] = os.devnull
     return {**env, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
 
 
-def run(command: Sequence[str | Path], env: dict[str, str], folder: Path = ROOT, timeout: float = 3000) -> str:
-    """Run a command in a folder and return what it prints; `Failed` if it ends in an error or does not end."""
+def run(
+    command: Sequence[str | Path], env: dict[str, str], folder: Path = ROOT, timeout: float = 3000
+) -> str:
+    """Run a command in a folder and return what it prints; `Failed` if it ends in an error or does
+    not end."""
     words = [str(word) for word in command]
     try:
-        done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=timeout)
+        done = subprocess.run(
+            words, cwd=folder, env=env, capture_output=True, text=True, timeout=timeout
+        )
     except subprocess.TimeoutExpired as error:
         raise Failed(f"{' '.join(words)}: not done after {timeout} s") from error
     if done.returncode:
@@ -58,11 +74,16 @@ def run(command: Sequence[str | Path], env: dict[str, str], folder: Path = ROOT,
 
 @functools.cache
 def interpreters() -> dict[str, str]:
-    """Return the Pythons on this machine that can make environments, by version: this one, on PATH, or pyenv's."""
+    """Return the Pythons on this machine that can make environments, by version: this one, on PATH,
+    or pyenv's."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     works = {}
     for version in PYTHONS:
-        paths = [sys.executable, shutil.which(f"python{version}"), *sorted(map(str, pyenv.glob(f"{version}.*/bin/python")))]
+        paths = [
+            sys.executable,
+            shutil.which(f"python{version}"),
+            *sorted(map(str, pyenv.glob(f"{version}.*/bin/python"))),
+        ]
         asks = "import ensurepip, sys, venv; print('%d.%d' % sys.version_info[:2])"
         for path in filter(None, paths):
             done = subprocess.run([path, "-c", asks], capture_output=True, text=True)
@@ -81,8 +102,11 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def made(folder: Path, version: str, packages: Sequence[str], isolated: bool, *options: str) -> Path:
-    """Make an environment of a Python with these packages unless it is there whole; return its Python."""
+def made(
+    folder: Path, version: str, packages: Sequence[str], isolated: bool, *options: str
+) -> Path:
+    """Make an environment of a Python with these packages unless it is there whole; return its
+    Python."""
     python, whole = folder / "bin" / "python", folder / ".whole"
     with locked(folder):
         if not whole.exists():
@@ -119,23 +143,50 @@ class Resolution:
 
 
 def foreign(version: str, isolated: bool) -> list[str]:
-    """Return pip's options to resolve for a Python that is not here: wheels alone, those of sources made for it."""
+    """Return pip's options to resolve for a Python that is not here: wheels alone, those of sources
+    made for it."""
     if version in interpreters():
         return []
     wheels = cache() / "wheels"
     if not wheels.exists():
-        command = [installer(version, isolated), "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", wheels]
+        command = [
+            installer(version, isolated),
+            "-m",
+            "pip",
+            "wheel",
+            "--quiet",
+            "--no-deps",
+            "--wheel-dir",
+            wheels,
+        ]
         run([*command, *SOURCES_ONLY], variables(isolated))
-    return ["--python-version", version, "--only-binary=:all:", "--target", str(cache() / "none"), "--find-links", str(wheels)]
+    return [
+        "--python-version",
+        version,
+        "--only-binary=:all:",
+        "--target",
+        str(cache() / "none"),
+        "--find-links",
+        str(wheels),
+    ]
 
 
 def resolve(version: str, requirements: Sequence[str], isolated: bool, *options: str) -> Resolution:
     """Ask pip what it would install for a Python, downloading nothing; `Failed` if nothing fits.
 
-    For a Python that is not on this machine pip takes its wheels, and reads markers as of the nearest Python that is.
+    For a Python that is not on this machine pip takes its wheels, and reads markers as of the
+    nearest Python that is.
     """
     report = cache() / f"report-{os.getpid()}.json"
-    pip = [installer(version, isolated), "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
+    pip = [
+        installer(version, isolated),
+        "-m",
+        "pip",
+        "install",
+        "--dry-run",
+        "--ignore-installed",
+        "--quiet",
+    ]
     command = [*pip, "--report", report, *foreign(version, isolated), *options, *requirements]
     try:
         run(command, variables(isolated))
@@ -143,28 +194,51 @@ def resolve(version: str, requirements: Sequence[str], isolated: bool, *options:
     finally:
         report.unlink(missing_ok=True)
     ours = re.sub(r"[-_.]+", "-", PROJECT["name"])
-    versions = {re.sub(r"[-_.]+", "-", item["metadata"]["name"]).lower(): item["metadata"]["version"] for item in items}
-    disk = {item["metadata"]["name"].lower() for item in items if item["download_info"]["url"].startswith("file:")}
+    versions = {
+        re.sub(r"[-_.]+", "-", item["metadata"]["name"]).lower(): item["metadata"]["version"]
+        for item in items
+    }
+    disk = {
+        item["metadata"]["name"].lower()
+        for item in items
+        if item["download_info"]["url"].startswith("file:")
+    }
     versions.pop(ours, None)
     return Resolution(versions, frozenset(disk & versions.keys()))
 
 
 def pinned(name: str) -> str:
     """Return the requirement of a package in constraints.txt, such as `torch==2.13.0`."""
-    (line,) = (line for line in CONSTRAINTS.read_text().splitlines() if line.startswith(f"{name}=="))
+    (line,) = (
+        line for line in CONSTRAINTS.read_text().splitlines() if line.startswith(f"{name}==")
+    )
     return line
 
 
 def lowest(requirements: Sequence[str]) -> list[str]:
-    """Return the requirements with each lower bound as the version; those without one are left out."""
-    bounds = (re.match(r"([\w-]+)(?:\[[^]]*\])?>=([\w.]+)", requirement) for requirement in requirements)
+    """Return the requirements with each lower bound as the version; those without one are left
+    out."""
+    bounds = (
+        re.match(r"([\w-]+)(?:\[[^]]*\])?>=([\w.]+)", requirement) for requirement in requirements
+    )
     return [f"{bound[1]}=={bound[2]}" for bound in bounds if bound]
 
 
 def wheel(folder: Path) -> Path:
     """Build the project's wheel into a folder; return its path."""
-    shutil.rmtree(ROOT / "build" / "lib", ignore_errors=True)  # files of an earlier build would come along
+    # files of an earlier build would come along
+    shutil.rmtree(ROOT / "build" / "lib", ignore_errors=True)
     version = max(interpreters(), key=PYTHONS.index)
-    command = [installer(version, False), "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, ROOT]
+    command = [
+        installer(version, False),
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--wheel-dir",
+        folder,
+        ROOT,
+    ]
     run(command, variables(False))
     return next(folder.glob("*.whl"))

@@ -1,6 +1,8 @@
-"""README's commands on a fresh machine: an empty home, no pip configuration, no local wheels, from a clone and from a wheel.
+"""README's commands on a fresh machine: an empty home, no pip configuration, no local wheels, from
+a clone and from a wheel.
 
-`make fresh` prints minutes and megabytes, as Markdown, for each Python that is here; README's Python runs from the wheel, too.
+`make fresh` prints minutes and megabytes, as Markdown, for each Python that is here; README's
+Python runs from the wheel, too.
 """
 
 import argparse
@@ -26,7 +28,11 @@ class Home:
     def __init__(self, folder: Path, version: str, title: str) -> None:
         self.work, self.version, self.title = folder / "work", version, title
         self.work.mkdir(parents=True)
-        kept = {name: value for name, value in variables(True).items() if name.startswith("PIP_") or name == "SSL_CERT_FILE"}
+        kept = {
+            name: value
+            for name, value in variables(True).items()
+            if name.startswith("PIP_") or name == "SSL_CERT_FILE"
+        }
         home = folder / "home"
         home.mkdir()
         path = f"{folder / 'shims'}:/usr/local/bin:/usr/bin:/bin"
@@ -49,7 +55,9 @@ def from_clone(folder: Path, version: str) -> None:
     """Run `make demo` in a clone, and README's Python."""
     home = Home(folder, version, "clone")
     shutil.rmtree(home.work)
-    subprocess.run(["git", "clone", "--quiet", "--depth", "1", f"file://{ROOT}", home.work], check=True)
+    subprocess.run(
+        ["git", "clone", "--quiet", "--depth", "1", f"file://{ROOT}", home.work], check=True
+    )
     home.step("`make demo`", ["make", "demo"])
     (code,), (expected,) = blocks("Decode", "python"), blocks("Decode", "text")
     assert home.step("README's Python", [".venv/bin/python", "-c", code]) == expected
@@ -60,10 +68,16 @@ def from_wheel(folder: Path, version: str, package: Path) -> None:
     home = Home(folder, version, "wheel")
     python = str(home.home / "venv" / "bin" / "python")
     home.step("`python3 -m venv`", ["python3", "-m", "venv", str(home.home / "venv")])
-    home.step("`pip install` of the wheel", [python, "-m", "pip", "install", "--quiet", str(package)])
+    home.step(
+        "`pip install` of the wheel", [python, "-m", "pip", "install", "--quiet", str(package)]
+    )
     mrp = str(Path(python).with_name("mrp"))
     for command in main_commands():
-        words = [word for word in command.split()[1:] if word not in ("--model", "./hub_configs/sdar-tiny-mrp")]
+        words = [
+            word
+            for word in command.split()[1:]
+            if word not in ("--model", "./hub_configs/sdar-tiny-mrp")
+        ]
         home.step(f"`mrp {words[0]}`", [mrp, *words])
     (code,), (expected,) = blocks("Decode", "python"), blocks("Decode", "text")
     assert home.step("README's Python", [python, "-c", code]) == expected
@@ -71,10 +85,21 @@ def from_wheel(folder: Path, version: str, package: Path) -> None:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", nargs="*", default=[], choices=PYTHONS, help="Pythons; all that are here without it")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--python",
+        nargs="*",
+        default=[],
+        choices=PYTHONS,
+        help="Pythons; all that are here without it",
+    )
     asked = parser.parse_args().python
-    print("| Python | from a | step | minutes | MB in the folder | MB in the home |\n| --- | --- | --- | --- | --- | --- |")
+    print(
+        "| Python | from a | step | minutes | MB in the folder | MB in the home |\n"
+        "| --- | --- | --- | --- | --- | --- |"
+    )
     for version in interpreters():
         if asked and version not in asked:
             continue

@@ -1,8 +1,10 @@
-"""What users do, in environments of the lowest, the pinned and the newest versions: `make versions`.
+"""What users do, in environments of the lowest, the pinned and the newest versions: `make
+versions`.
 
-Prints one table, environments by exact versions and checks, and writes it to build/versions/table.md; failures are in
-build/versions/NAME.log. It ends in an error if a check fails. Environments are kept in the user's cache folder, and made
-anew when what pip resolves changes.
+Prints one table, environments by exact versions and checks, and writes it to
+build/versions/table.md; failures are in build/versions/NAME.log. It ends in an error if a check
+fails. Environments are kept in the user's cache folder, and made anew when what pip resolves
+changes.
 """
 
 import argparse
@@ -41,9 +43,23 @@ from environments import (
 
 KINDS = ("floor", "pinned", "newest", "pre")
 EXTRAS = PROJECT["optional-dependencies"]
-REQUIREMENTS = [*PROJECT["dependencies"], *EXTRAS["serve"], *EXTRAS["gpu"], "pytest>=8", "pytest-xdist>=3"]
+REQUIREMENTS = [
+    *PROJECT["dependencies"],
+    *EXTRAS["serve"],
+    *EXTRAS["gpu"],
+    "pytest>=8",
+    "pytest-xdist>=3",
+]
 SHOWN = (
-    *("torch", "transformers", "tokenizers", "huggingface-hub", "safetensors", "accelerate", "peft"),
+    *(
+        "torch",
+        "transformers",
+        "tokenizers",
+        "huggingface-hub",
+        "safetensors",
+        "accelerate",
+        "peft",
+    ),
     *("numpy", "triton", "typer", "fastapi"),
 )
 BUILD = ROOT / "build" / "versions"
@@ -54,7 +70,8 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 @dataclass(frozen=True)
 class Environment:
-    """An environment with the project's wheel beside it, and a folder like the root of a clone to work in."""
+    """An environment with the project's wheel beside it, and a folder like the root of a clone to
+    work in."""
 
     python: Path
     site: Path
@@ -64,7 +81,8 @@ class Environment:
 
     @property
     def stand_in(self) -> Path:
-        """Return a folder for Python's path that renames what MRP_RENAMED names, for trials of this check."""
+        """Return a folder for Python's path that renames what MRP_RENAMED names, for trials of this
+        check."""
         folder = self.folder.parent / "stand_in"
         if not folder.exists():
             folder.mkdir()
@@ -72,9 +90,14 @@ class Environment:
         return folder
 
     def variables(self) -> dict[str, str]:
-        """Return variables by which commands take the wheel, one thread, and nothing from the network."""
+        """Return variables by which commands take the wheel, one thread, and nothing from the
+        network."""
         path = f"{self.site / 'bin'}:{self.python.parent}:{os.environ['PATH']}"
-        offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(self.folder / "hf"), "TOKENIZERS_PARALLELISM": "false"}
+        offline = {
+            "HF_HUB_OFFLINE": "1",
+            "HF_HOME": str(self.folder / "hf"),
+            "TOKENIZERS_PARALLELISM": "false",
+        }
         python = {"PYTHONPATH": f"{self.site}:{self.stand_in}", "OMP_NUM_THREADS": "1"}
         return {**variables(False), **offline, **python, "PATH": path}
 
@@ -91,7 +114,12 @@ def blocks(heading: str, kind: str) -> list[str]:
 
 def main_commands() -> list[str]:
     """Return README's two commands."""
-    return [line for block in blocks("Install", "") for line in block.splitlines() if line.startswith("mrp ")]
+    return [
+        line
+        for block in blocks("Install", "")
+        for line in block.splitlines()
+        if line.startswith("mrp ")
+    ]
 
 
 def readme_commands(env: Environment) -> None:
@@ -120,7 +148,10 @@ def inner_loop(env: Environment) -> None:
 def training(env: Environment) -> None:
     """Train a head for ten steps."""
     env.run("mrp tasks --family math --count 40 --output math.jsonl")
-    env.run(f"mrp train head --model {TINY} --data math.jsonl --output-dir head --max-length 128 --steps 10")
+    env.run(
+        f"mrp train head --model {TINY} --data math.jsonl --output-dir head --max-length 128 "
+        "--steps 10"
+    )
 
 
 def push(env: Environment) -> None:
@@ -130,9 +161,13 @@ def push(env: Environment) -> None:
         raise Failed(f"mrp push --dry-run prints\n{printed}")
 
 
-def ask(url: str, body: dict[str, object] | None = None) -> dict[str, list[dict[str, dict[str, str]]]]:
+def ask(
+    url: str, body: dict[str, object] | None = None
+) -> dict[str, list[dict[str, dict[str, str]]]]:
     """Get the JSON of a server's answer, to a body if there is one."""
-    data, headers = (json.dumps(body).encode(), {"Content-Type": "application/json"}) if body else (None, {})
+    data, headers = (
+        (json.dumps(body).encode(), {"Content-Type": "application/json"}) if body else (None, {})
+    )
     with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=300) as answer:
         return json.load(answer)  # type: ignore[no-any-return]
 
@@ -141,7 +176,12 @@ def server(env: Environment) -> None:
     """Start the server, ask it for its models and for one text, and stop it."""
     command = f"mrp serve {TINY} --decoding mrp_spec --target sequential --port 0".split()
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=env.folder, env=env.variables()
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=env.folder,
+        env=env.variables(),
     ) as process:
         late = threading.Timer(600, process.kill)
         late.start()
@@ -154,9 +194,14 @@ def server(env: Environment) -> None:
             else:
                 raise Failed(f"mrp serve ends with\n{''.join(lines[-40:])}")
             threading.Thread(target=process.communicate, daemon=True).start()
-            chat = [{"role": "user", "content": "Sum the numbers of a list that are even, each plus 5."}]
+            chat = [
+                {"role": "user", "content": "Sum the numbers of a list that are even, each plus 5."}
+            ]
             models = ask(f"{address[1]}/v1/models")["data"]
-            answer = ask(f"{address[1]}/v1/chat/completions", {"messages": chat, "max_tokens": 32, "temperature": 0})
+            answer = ask(
+                f"{address[1]}/v1/chat/completions",
+                {"messages": chat, "max_tokens": 32, "temperature": 0},
+            )
             if not models or not answer["choices"][0]["message"]["content"]:
                 raise Failed(f"the server answers {models} and {answer}")
         finally:
@@ -166,7 +211,9 @@ def server(env: Environment) -> None:
 
 def whole_tests(env: Environment) -> None:
     """Run the tests of `make test`."""
-    path = os.pathsep.join(str(part) for part in (ROOT, ROOT / "trainer", ROOT / "serving", env.stand_in))
+    path = os.pathsep.join(
+        str(part) for part in (ROOT, ROOT / "trainer", ROOT / "serving", env.stand_in)
+    )
     settings = {**variables(False), "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     words = [env.python, "-m", "pytest", "-n", "2", "--dist", "worksteal", "-p", "no:cacheprovider"]
     run([*words, "--ignore=tests/kernels/test_compiled.py"], settings)
@@ -178,11 +225,25 @@ def peers(env: Environment) -> None:
     folder = cache() / "-".join(["peers", *(env.versions[project] for project in projects)])
     if not (folder / ".whole").exists():
         requirements = [f"{project}=={env.versions[project]}" for project in projects]
-        run([sys.executable, ROOT / "tests" / "peers" / "unpack.py", folder, *requirements], variables(False))
+        run(
+            [sys.executable, ROOT / "tests" / "peers" / "unpack.py", folder, *requirements],
+            variables(False),
+        )
         (folder / ".whole").touch()
-    path = os.pathsep.join(str(part) for part in (ROOT, ROOT / "trainer", ROOT / "serving", env.stand_in))
-    settings = {**variables(False), "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "MRP_PEERS": str(folder), "HF_HUB_OFFLINE": "1"}
-    run([env.python, "-m", "pytest", "-n", "2", "-o", "addopts=-q", "--tb=line", "tests/peers"], settings)
+    path = os.pathsep.join(
+        str(part) for part in (ROOT, ROOT / "trainer", ROOT / "serving", env.stand_in)
+    )
+    settings = {
+        **variables(False),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": path,
+        "MRP_PEERS": str(folder),
+        "HF_HUB_OFFLINE": "1",
+    }
+    run(
+        [env.python, "-m", "pytest", "-n", "2", "-o", "addopts=-q", "--tb=line", "tests/peers"],
+        settings,
+    )
 
 
 WHOLE: dict[str, Callable[[Environment], None]] = {"make test": whole_tests, "make peers": peers}
@@ -197,8 +258,8 @@ CHECKS: dict[str, Callable[[Environment], None]] = {
 
 
 def torch_choice(choice: str, version: str) -> list[str]:
-    """Return the requirement of torch beside the project's: a version, `local`: that of constraints.txt if pip's configuration
-    knows a wheel of it on this machine; `own`: none."""
+    """Return the requirement of torch beside the project's: a version, `local`: that of
+    constraints.txt if pip's configuration knows a wheel of it on this machine; `own`: none."""
     if choice == "own":
         return []
     if choice != "local":
@@ -210,12 +271,21 @@ def torch_choice(choice: str, version: str) -> list[str]:
     return [pinned("torch")] if "torch" in found.local else []
 
 
-def resolution(kind: str, version: str, torch: list[str], isolated: bool, whole: bool) -> Resolution:
+def resolution(
+    kind: str, version: str, torch: list[str], isolated: bool, whole: bool
+) -> Resolution:
     """Ask pip for the versions of an environment."""
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
-        requirements, options = [*REQUIREMENTS, *(EXTRAS["dev"] + ["parameterized>=0.9"] if whole else []), *torch], []
+        requirements, options = (
+            [*REQUIREMENTS, *(EXTRAS["dev"] + ["parameterized>=0.9"] if whole else []), *torch],
+            [],
+        )
         if kind == "floor":
-            bounds = [bound for bound in lowest(PROJECT["dependencies"]) if not (torch and bound.startswith("torch=="))]
+            bounds = [
+                bound
+                for bound in lowest(PROJECT["dependencies"])
+                if not (torch and bound.startswith("torch=="))
+            ]
             file.write("\n".join(bounds))
             file.flush()
             options = ["-c", file.name]
@@ -225,7 +295,11 @@ def resolution(kind: str, version: str, torch: list[str], isolated: bool, whole:
             file.flush()
             options = ["-c", file.name]
         elif kind == "pre":
-            (bound,) = (bound for bound in lowest(PROJECT["dependencies"]) if bound.startswith("transformers=="))
+            (bound,) = (
+                bound
+                for bound in lowest(PROJECT["dependencies"])
+                if bound.startswith("transformers==")
+            )
             requirements.append(f"{bound.replace('==', '>=')}.dev0")
         return resolve(version, requirements, isolated, *options)
 
@@ -249,11 +323,25 @@ def check(
     checks: dict[str, Callable[[Environment], None]],
     log: Path,
 ) -> dict[str, str]:
-    """Run the checks in an environment of packages by version; return a cell of the table for each."""
+    """Run the checks in an environment of packages by version; return a cell of the table for
+    each."""
     cells = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        run([python, "-m", "pip", "install", "--quiet", "--no-deps", "--target", folder / "site", package], variables(False))
+        run(
+            [
+                python,
+                "-m",
+                "pip",
+                "install",
+                "--quiet",
+                "--no-deps",
+                "--target",
+                folder / "site",
+                package,
+            ],
+            variables(False),
+        )
         (folder / "clone").mkdir()
         (folder / "clone" / "hub_configs").symlink_to(ROOT / "hub_configs")
         env = Environment(python, folder / "site", folder / "clone", tests, versions)
@@ -271,7 +359,8 @@ def check(
 
 
 def table(columns: dict[str, dict[str, str]]) -> str:
-    """Return the Markdown table with a column an environment, and rows in the order of the fullest column."""
+    """Return the Markdown table with a column an environment, and rows in the order of the fullest
+    column."""
     rows = list(dict.fromkeys(row for cells in columns.values() for row in cells))
     lines = [["", *columns], ["---"] * (1 + len(columns))]
     lines += [[row, *(cells.get(row, "none") for cells in columns.values())] for row in rows]
@@ -279,25 +368,55 @@ def table(columns: dict[str, dict[str, str]]) -> str:
 
 
 def wanted(only: list[str], pythons: list[str]) -> list[tuple[str, str]]:
-    """Return the environments as kinds and Pythons: all kinds on the lowest Python, the newest versions on the others."""
-    here = [version for version in PYTHONS if version in interpreters() and (not pythons or version in pythons)]
-    pairs = [(kind, version) for version in here for kind in KINDS if version == here[0] or kind == "newest"]
+    """Return the environments as kinds and Pythons: all kinds on the lowest Python, the newest
+    versions on the others."""
+    here = [
+        version
+        for version in PYTHONS
+        if version in interpreters() and (not pythons or version in pythons)
+    ]
+    pairs = [
+        (kind, version)
+        for version in here
+        for kind in KINDS
+        if version == here[0] or kind == "newest"
+    ]
     return [(kind, version) for kind, version in pairs if not only or kind in only]
 
 
 def main() -> int:
     """Print the table; return 1 if a check fails."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", default=[], choices=KINDS, help="kinds of environments; all without it")
-    parser.add_argument("--python", nargs="*", default=[], choices=PYTHONS, help="Pythons; all that are here without it")
-    parser.add_argument(
-        "--torch", default="own", help="a version for all; local: the pinned one if its wheel is on this machine"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--isolated", action="store_true", help="without pip's configuration and local wheels")
+    parser.add_argument(
+        "--only", nargs="*", default=[], choices=KINDS, help="kinds of environments; all without it"
+    )
+    parser.add_argument(
+        "--python",
+        nargs="*",
+        default=[],
+        choices=PYTHONS,
+        help="Pythons; all that are here without it",
+    )
+    parser.add_argument(
+        "--torch",
+        default="own",
+        help="a version for all; local: the pinned one if its wheel is on this machine",
+    )
+    parser.add_argument(
+        "--isolated", action="store_true", help="without pip's configuration and local wheels"
+    )
     parser.add_argument("--tests", nargs="+", required=True, help="the test files of make check")
-    parser.add_argument("--whole", action="store_true", help="all tests, and those of transformers and PEFT")
+    parser.add_argument(
+        "--whole", action="store_true", help="all tests, and those of transformers and PEFT"
+    )
     asked = parser.parse_args()
-    checks = {name: check for name, check in CHECKS.items() if name != "make check"} | WHOLE if asked.whole else CHECKS
+    checks = (
+        {name: check for name, check in CHECKS.items() if name != "make check"} | WHOLE
+        if asked.whole
+        else CHECKS
+    )
     shutil.rmtree(BUILD, ignore_errors=True)
     BUILD.mkdir(parents=True)
     package, columns = wheel(BUILD), {}
@@ -309,21 +428,32 @@ def main() -> int:
         name = f"{kind}, Python {version}"
         log = BUILD / f"{kind}-{version}.log"
         try:
-            resolved = resolution(kind, version, torch_choice(asked.torch, version), asked.isolated, asked.whole)
+            resolved = resolution(
+                kind, version, torch_choice(asked.torch, version), asked.isolated, asked.whole
+            )
             if kind == "pre" and version in newest and newest[version] == resolved:
                 print("The registry has no pre-release of transformers that fits.", file=sys.stderr)
                 continue
             newest |= {version: resolved} if kind == "newest" else {}
             python = environment(kind, version, resolved, asked.isolated)
-            shown = {package: resolved.versions[package] for package in SHOWN if package in resolved.versions}
-            columns[name] = {**shown, **check(python, package, tuple(asked.tests), resolved.versions, checks, log)}
+            shown = {
+                package: resolved.versions[package]
+                for package in SHOWN
+                if package in resolved.versions
+            }
+            columns[name] = {
+                **shown,
+                **check(python, package, tuple(asked.tests), resolved.versions, checks, log),
+            }
         except Failed as error:
             log.write_text(str(error))
             columns[name] = dict.fromkeys(CHECKS, "FAILS: not installed")
             print(f"{name}: {error}", file=sys.stderr, flush=True)
         (BUILD / "table.md").write_text(table(columns))
     print(table(columns), end="")
-    return int(any(cell.startswith("FAILS") for cells in columns.values() for cell in cells.values()))
+    return int(
+        any(cell.startswith("FAILS") for cells in columns.values() for cell in cells.values())
+    )
 
 
 if __name__ == "__main__":

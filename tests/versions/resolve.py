@@ -1,6 +1,8 @@
-"""Whether the registry alone resolves the project for each Python, within constraints.txt and without: `make resolve`.
+"""Whether the registry alone resolves the project for each Python, within constraints.txt and
+without: `make resolve`.
 
-It reads no pip configuration and no local wheels, downloads no package, and ends in an error if one cannot be resolved.
+It reads no pip configuration and no local wheels, downloads no package, and ends in an error if one
+cannot be resolved.
 """
 
 import sys
@@ -9,7 +11,8 @@ from pathlib import Path
 
 from environments import CONSTRAINTS, PROJECT, PYTHONS, Failed, interpreters, resolve, wheel
 
-# An engine's wheels bring versions of their own, which constraints.txt is not for; it has none for the newest Python.
+# An engine's wheels bring versions of their own, which constraints.txt is not for; it has none for
+# the newest Python.
 ENGINE = "sglang"
 NO_ENGINE = {"3.14"}
 EVERY = ",".join(extra for extra in PROJECT["optional-dependencies"] if extra != ENGINE)
@@ -31,7 +34,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         package = wheel(Path(folder))
         for version in PYTHONS:
-            asked = version if version in interpreters() else f"{max(interpreters(), key=PYTHONS.index)}, wheels of {version}"
+            asked = (
+                version
+                if version in interpreters()
+                else f"{max(interpreters(), key=PYTHONS.index)}, wheels of {version}"
+            )
             for extras, constraints in CASES:
                 requirement = f"{package}[{extras}]" if extras else str(package)
                 if extras == ENGINE and version in NO_ENGINE:
@@ -42,7 +49,9 @@ def main() -> int:
                     versions = resolve(version, [requirement], True, *options).versions
                     result = " | ".join(versions.get(name, "no") for name in SHOWN)
                 except Failed as error:
-                    failures.append(f"Python {version}, extras {named}, constraints {constraints}:\n{error}")
+                    failures.append(
+                        f"Python {version}, extras {named}, constraints {constraints}:\n{error}"
+                    )
                     result = "cannot be resolved"
                 print(f"| {version} | {asked} | {named} | {constraints} | {result} |", flush=True)
     print("\n".join(["", *failures]), file=sys.stderr)

@@ -1,7 +1,9 @@
-"""A stand-in for a release of a library to come: a name that this project rests on is called otherwise there.
+"""A stand-in for a release of a library to come: a name that this project rests on is called
+otherwise there.
 
-As `sitecustomize.py` on Python's path it renames what MRP_RENAMED names, such as `transformers.masking_utils.eager_mask`, just
-before this project's code is first imported, from the package or from a repository; the library says to be version 99.
+As `sitecustomize.py` on Python's path it renames what MRP_RENAMED names, such as
+`transformers.masking_utils.eager_mask`, just before this project's code is first imported, from the
+package or from a repository; the library says to be version 99.
 """
 
 import importlib
@@ -15,7 +17,8 @@ OURS = ("modeling_mrp", "mrp_trainer", "transformers_modules")
 
 
 def rename(path: str) -> None:
-    """Rename a function or class where it is defined and where the path finds it; `AttributeError` if there is none such."""
+    """Rename a function or class where it is defined and where the path finds it; `AttributeError`
+    if there is none such."""
     *parents, name = path.split(".")
     library = owner = importlib.import_module(parents[0])
     for position, parent in enumerate(parents[1:], start=2):
@@ -24,7 +27,8 @@ def rename(path: str) -> None:
         except ModuleNotFoundError:
             owner = getattr(owner, parent)
     value = getattr(owner, name)
-    home = sys.modules.get(getattr(value, "__module__", ""), owner)  # a package loads a name from there when it is first asked
+    # a package loads a name from there when it is first asked
+    home = sys.modules.get(getattr(value, "__module__", ""), owner)
     for place in (owner, home):
         if name in vars(place):
             delattr(place, name)
@@ -33,12 +37,15 @@ def rename(path: str) -> None:
 
 
 class Renaming:
-    """A finder that renames once, when code of this project is looked for, and finds nothing itself."""
+    """A finder that renames once, when code of this project is looked for, and finds nothing
+    itself."""
 
     def __init__(self, paths: list[str]) -> None:
         self.paths = paths
 
-    def find_spec(self, name: str, _: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, _: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         """Rename before the first import of ours."""
         if name.split(".")[0] in OURS:
             while self.paths:

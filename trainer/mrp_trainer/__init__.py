@@ -10,11 +10,16 @@ if TYPE_CHECKING:
     from .train.arguments import MRPTrainingArguments
     from .train.trainer import MRPTrainer
 
-_HOMES = {"MRPTrainer": ".train.trainer", "MRPTrainingArguments": ".train.arguments", "__version__": "modeling_mrp"}
+_HOMES = {
+    "MRPTrainer": ".train.trainer",
+    "MRPTrainingArguments": ".train.arguments",
+    "__version__": "modeling_mrp",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """Import an exported name when it is used: torch and transformers take seconds, and `mrp --help` needs neither."""
+    """Import an exported name when it is used: torch and transformers take seconds, and `mrp
+    --help` needs neither."""
     from importlib import import_module
 
     if name not in _HOMES:

@@ -1,24 +1,39 @@
-"""The small checkpoint that comes with the package: in its wheel, in a Space's folder, and in a clone of the project."""
+"""The small checkpoint that comes with the package: in its wheel, in a Space's folder, and in a
+clone of the project."""
 
 import os
 from pathlib import Path
 
 EMBEDDED = "sdar-tiny-mrp"
 _HERE = Path(__file__).parent
-TINY = str(next((at for at in (_HERE / EMBEDDED, _HERE.parents[1] / "hub_configs" / EMBEDDED) if at.is_dir()), EMBEDDED))
+TINY = str(
+    next(
+        (
+            at
+            for at in (_HERE / EMBEDDED, _HERE.parents[1] / "hub_configs" / EMBEDDED)
+            if at.is_dir()
+        ),
+        EMBEDDED,
+    )
+)
 
 
 def embedded_checkpoint() -> str:
-    """Return the folder of the small checkpoint that comes with the package, which `AutoModel` and `AutoTokenizer` load.
+    """Return the folder of the small checkpoint that comes with the package, which `AutoModel` and
+    `AutoTokenizer` load.
 
     Raises:
         FileNotFoundError: if the package was copied without it.
     """
     if not os.path.isdir(TINY):
-        raise FileNotFoundError(f"{EMBEDDED} is not beside {_HERE}: install the package again, from its wheel or a clone")
+        raise FileNotFoundError(
+            f"{EMBEDDED} is not beside {_HERE}: install the package again, from its wheel or a "
+            "clone"
+        )
     return TINY
 
 
 def located(source: str) -> str:
-    """Resolve the name of the embedded checkpoint to its folder; return any other folder or Hub id as it is."""
+    """Resolve the name of the embedded checkpoint to its folder; return any other folder or Hub id
+    as it is."""
     return TINY if source == EMBEDDED and not os.path.isdir(source) else source

@@ -1,4 +1,5 @@
-"""Command-line flags declared as fields of a dataclass, with help and range beside type and default.
+"""Command-line flags declared as fields of a dataclass, with help and range beside type and
+default.
 
 Nothing here imports torch, so that help appears at once.
 """
@@ -21,7 +22,8 @@ from typer.core import TyperGroup
 
 
 class _Yaml(yaml.SafeLoader):
-    """A loader with the scalars of YAML 1.2: 1e-3 is a number, and `no` a text, which `save_strategy` may be."""
+    """A loader with the scalars of YAML 1.2: 1e-3 is a number, and `no` a text, which
+    `save_strategy` may be."""
 
     yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in known if not tag.endswith(":bool")]
@@ -29,8 +31,12 @@ class _Yaml(yaml.SafeLoader):
     }
 
 
-_Yaml.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789"))
-_Yaml.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"(true|false)$", re.IGNORECASE), list("tTfF"))
+_Yaml.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+_Yaml.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"(true|false)$", re.IGNORECASE), list("tTfF")
+)
 
 
 # What stands for a flag's value in help, by its type.
@@ -56,13 +62,21 @@ def flag(
         default: The field's default, copied if it is a list; without one the field is required.
         panel: The heading of the flag in help.
         shown: The default in words, if its value says little.
-        name: The flag, if it is not named like the field: "--x/--no-x" for a switch that can be off, "--x --y" for two names.
+        name: The flag, if it is not named like the field: "--x/--no-x" for a switch that can be
+            off, "--x --y" for two names.
         kind: The flag's type, if narrower than the field's, such as a literal of its choices.
         only: The only command that has the flag; None for all.
         positional: Whether it is a positional argument.
         more: For `typer.Option`: `metavar`, `min`, `max`.
     """
-    declared = {"help": help, "panel": panel, "shown": shown, "name": name, "kind": kind, "positional": positional}
+    declared = {
+        "help": help,
+        "panel": panel,
+        "shown": shown,
+        "name": name,
+        "kind": kind,
+        "positional": positional,
+    }
     metadata = {"flag": {**declared, "more": more}, "only": only}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
@@ -72,8 +86,9 @@ def flag(
 def takes_flags(
     *groups: type, only: str | None = None, required: Sequence[str] = ()
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that turns a function of keyword arguments into a typer command whose flags are fields of dataclasses:
-    those of all commands, and those of `only` this one. Fields in `required` must be given, even if they have a default.
+    """Return a decorator that turns a function of keyword arguments into a typer command whose
+    flags are fields of dataclasses: those of all commands, and those of `only` this one. Fields in
+    `required` must be given, even if they have a default.
 
     The function gets an argument for each flag that was given; choices are plain strings.
     """
@@ -88,11 +103,15 @@ def takes_flags(
         @wraps(function)
         def command(**given: Any) -> Any:
             plain = {
-                name: [getattr(one, "value", one) for one in value] if isinstance(value, list | tuple) else value
+                name: [getattr(one, "value", one) for one in value]
+                if isinstance(value, list | tuple)
+                else value
                 for name, value in given.items()
             }
             with reported_errors():
-                return function(**{name: value for name, value in plain.items() if value not in (None, [])})
+                return function(
+                    **{name: value for name, value in plain.items() if value not in (None, [])}
+                )
 
         described: Any = command
         described.__signature__ = inspect.Signature(parameters)
@@ -111,9 +130,17 @@ def _parameter(one: Field[Any], hint: Any, required: bool) -> inspect.Parameter:
     several = get_origin(kind) is list
     plain = get_args(kind)[0] if several else kind
     choices = get_args(plain)
-    described = f"{declared['help'].rstrip('.')}: {', '.join(choices)}." if choices else declared["help"]
+    described = (
+        f"{declared['help'].rstrip('.')}: {', '.join(choices)}." if choices else declared["help"]
+    )
     metavar = one.name.upper() if choices else _METAVARS.get(plain)
-    names = declared["name"].split() if declared["name"] else [f"--{one.name.replace('_', '-')}"] if kind is bool else []
+    names = (
+        declared["name"].split()
+        if declared["name"]
+        else [f"--{one.name.replace('_', '-')}"]
+        if kind is bool
+        else []
+    )
     option = (typer.Argument if declared["positional"] else partial(typer.Option, *names))(
         rich_help_panel=declared["panel"],
         help=f"{described} Repeatable." if several else described,
@@ -122,7 +149,12 @@ def _parameter(one: Field[Any], hint: Any, required: bool) -> inspect.Parameter:
     )
     default = inspect.Parameter.empty if required else None
     kind = for_typer(kind) if required else for_typer(kind) | None
-    return inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
+    return inspect.Parameter(
+        one.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=default,
+        annotation=Annotated[kind, option],
+    )
 
 
 def shown_default(one: Field[Any]) -> str | None:
@@ -142,7 +174,9 @@ def for_typer(kind: Any) -> Any:
     """Convert a type for typer, which takes lists of enums, but not of literals."""
     inner = get_args(kind)
     if get_origin(kind) is list and get_origin(inner[0]) is Literal:
-        return list[StrEnum("Choice", {value: value for value in get_args(inner[0])})]  # type: ignore[misc]
+        return list[  # type: ignore[misc]
+            StrEnum("Choice", {value: value for value in get_args(inner[0])})
+        ]
     return kind
 
 
@@ -164,8 +198,9 @@ class Commands(TyperGroup):
 
 
 def meant_flags(unknown: str, parameters: Sequence[Any]) -> list[str]:
-    """List the flags that an unknown one may stand for: its field's other name, its initials or beginning, or a similar one.
-    Where nothing is similar, a command with `--set` may take it there."""
+    """List the flags that an unknown one may stand for: its field's other name, its initials or
+    beginning, or a similar one. Where nothing is similar, a command with `--set` may take it
+    there."""
     words = unknown.lstrip("-").replace("_", "-")
     flags = {name: each for each in parameters for name in each.opts if name.startswith("--")}
     names = [name for name, each in flags.items() if each.name.replace("_", "-") == words]
@@ -179,38 +214,49 @@ def meant_flags(unknown: str, parameters: Sequence[Any]) -> list[str]:
 
 @contextmanager
 def reported_errors() -> Iterator[None]:
-    """Turn errors that name a value and the remedy into one red line and exit code 1, without a traceback."""
+    """Turn errors that name a value and the remedy into one red line and exit code 1, without a
+    traceback."""
     try:
         yield
     except (ValueError, ImportError, OSError, FloatingPointError) as error:
         full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
         full = full and "free some space" not in str(error)
-        remedy = ": free some space, and repeat the command. What was there before is as it was" if full else ""
+        remedy = (
+            ": free some space, and repeat the command. What was there before is as it was"
+            if full
+            else ""
+        )
         lines = [f"Error: {error}{remedy}", *getattr(error, "__notes__", ())]
         typer.secho("\n".join(lines), fg="red", err=True)
         raise typer.Exit(1) from error
     except Exception as error:
         if not _of_network(error):
             raise
-        typer.secho(f"Error: the Hub cannot be reached: check the network ({error})", fg="red", err=True)
+        typer.secho(
+            f"Error: the Hub cannot be reached: check the network ({error})", fg="red", err=True
+        )
         raise typer.Exit(1) from error
 
 
 def _of_network(error: Exception) -> bool:
-    """Tell if an error comes from the library for HTTP that huggingface_hub calls: its errors are no `OSError`s."""
+    """Tell if an error comes from the library for HTTP that huggingface_hub calls: its errors are
+    no `OSError`s."""
     from huggingface_hub.errors import HfHubHTTPError
 
     return isinstance(error, HfHubHTTPError.__bases__)
 
 
 def assigned(
-    assignments: Sequence[str], flags: Mapping[str, str] = MappingProxyType({}), fixed: Collection[str] = ()
+    assignments: Sequence[str],
+    flags: Mapping[str, str] = MappingProxyType({}),
+    fixed: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Parse the assignments NAME=VALUE of `--set`, whose values are YAML; return the values by name.
+    """Parse the assignments NAME=VALUE of `--set`, whose values are YAML; return the values by
+    name.
 
     Raises:
-        ValueError: for an assignment without a name or value, a name that is given twice, one that has a flag (`flags`), or one
-            that the command decides on (`fixed`).
+        ValueError: for an assignment without a name or value, a name that is given twice, one that
+            has a flag (`flags`), or one that the command decides on (`fixed`).
     """
     found: dict[str, Any] = {}
     for assignment in assignments:

@@ -16,26 +16,29 @@ _PUBLISHED_STD = 0.2  # in the published recipe
 
 
 def with_new_head(model: Any, layers: int = 3, how: str = "identity") -> Any:
-    """Give a model a new head, in place of its own if any, and return the model; arguments and errors as in `new_head`."""
+    """Give a model a new head, in place of its own if any, and return the model; arguments and
+    errors as in `new_head`."""
     model.attach_head(new_head(model, layers, how))
     return model
 
 
 @torch.no_grad()
 def new_head(model: Any, layers: int = 3, how: str = "identity") -> MRPHead:
-    """Make a head for a model's backbone, on its device and in its dtype; torch's generator draws the random part.
+    """Make a head for a model's backbone, on its device and in its dtype; torch's generator draws
+    the random part.
 
     Args:
         model: The model.
         layers: Decoder layers of the head (published: 3).
-        how: `identity`: matrices from a normal distribution with the backbone's std, under a last norm of weight zero, so that
-            the head adds nothing. `backbone`: the layers are copies of the backbone's last ones and read the hidden states h_A
-            through an identity, under the same norm. `published`: as in the published recipe, with std 0.2 and norms one; such
-            a head adds noise until it is trained.
+        how: `identity`: matrices from a normal distribution with the backbone's std, under a last
+            norm of weight zero, so that the head adds nothing. `backbone`: the layers are copies of
+            the backbone's last ones and read the hidden states h_A through an identity, under the
+            same norm. `published`: as in the published recipe, with std 0.2 and norms one; such a
+            head adds noise until it is trained.
 
     Raises:
-        ValueError: if `layers` is not a positive int, `how` is something else, or `backbone` cannot copy its layers: too few,
-            offloaded, quantized, or of another kind than a head's.
+        ValueError: if `layers` is not a positive int, `how` is something else, or `backbone` cannot
+            copy its layers: too few, offloaded, quantized, or of another kind than a head's.
     """
     if not isinstance(layers, int) or isinstance(layers, bool) or layers < 1:
         raise ValueError(f"head_layers is {layers!r}: a head has 1 layer or more (3 are published)")
@@ -47,7 +50,10 @@ def new_head(model: Any, layers: int = 3, how: str = "identity") -> MRPHead:
         head = MRPHead(config).to(model.lm_head.weight.dtype)
     for module in head.modules():
         if isinstance(module, nn.Linear):
-            nn.init.normal_(module.weight, std=_PUBLISHED_STD if how == "published" else config.initializer_range)
+            nn.init.normal_(
+                module.weight,
+                std=_PUBLISHED_STD if how == "published" else config.initializer_range,
+            )
     if how == "published":
         nn.init.ones_(head.norm.weight)
     if how == "backbone":
@@ -59,18 +65,23 @@ def _copy_last_layers(head: MRPHead, layers: list[nn.Module]) -> None:
     depth, hidden = len(head.layers), head.eh_proj.out_features
     if depth > len(layers):
         raise ValueError(
-            f"head_init is 'backbone', but the head has {depth} layers and the backbone {len(layers)}: use fewer head_layers"
+            f"head_init is 'backbone', but the head has {depth} layers and the backbone "
+            f"{len(layers)}: use fewer head_layers"
         )
     sources = layers[-depth:]
     if type(sources[0]) is not type(head.layers[0]):
         raise ValueError(
-            f"head_init is 'backbone', but the backbone's layers are {type(sources[0]).__name__}s and a head's "
-            f"{type(head.layers[0]).__name__}s: use 'identity'"
+            f"head_init is 'backbone', but the backbone's layers are {type(sources[0]).__name__}s "
+            f"and a head's {type(head.layers[0]).__name__}s: use 'identity'"
         )
-    if any(type(weight) is not nn.Parameter or weight.is_meta for source in sources for weight in source.parameters()):
+    if any(
+        type(weight) is not nn.Parameter or weight.is_meta
+        for source in sources
+        for weight in source.parameters()
+    ):
         raise ValueError(
-            "head_init is 'backbone', but its last layers are offloaded or quantized: load them into memory as they are, or "
-            "use 'identity'"
+            "head_init is 'backbone', but its last layers are offloaded or quantized: load them "
+            "into memory as they are, or use 'identity'"
         )
     head.eh_proj.weight.zero_()
     head.eh_proj.weight[:, hidden:].fill_diagonal_(1.0)

@@ -17,17 +17,24 @@ from modeling_mrp.modeling import MRPForCausalLM
 from .embedded import located
 
 
-def load_tokenizer(source: str, revision: str | None = None, local_files_only: bool = False) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a folder, or of a Hub id and its revision; `ValueError` if it cannot be loaded."""
+def load_tokenizer(
+    source: str, revision: str | None = None, local_files_only: bool = False
+) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a folder, or of a Hub id and its revision; `ValueError` if it cannot be
+    loaded."""
     source = located(source)
     config = MRPConfig()  # else transformers would read the checkpoint's, which it may not know
     where: dict[str, Any] = {"revision": revision, "local_files_only": local_files_only}
     try:
-        return AutoTokenizer.from_pretrained(source, config=config, trust_remote_code=False, **where)
+        return AutoTokenizer.from_pretrained(
+            source, config=config, trust_remote_code=False, **where
+        )
     except Exception as error:  # libraries that check little raise anything for damaged files
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         remedy = "check the name, save one in the folder, or name another with --tokenizer"
-        raise ValueError(f"the tokenizer of {source!r} cannot be loaded: {remedy} ({first_line})") from error
+        raise ValueError(
+            f"the tokenizer of {source!r} cannot be loaded: {remedy} ({first_line})"
+        ) from error
 
 
 def tokenizer_of(options: Any) -> PreTrainedTokenizerBase:
@@ -42,18 +49,22 @@ def tokenizer_of(options: Any) -> PreTrainedTokenizerBase:
     """
     base, revision, _ = _base_and_adapter(options.model, options.revision)
     stored_json(base, revision=revision)
-    return load_tokenizer(options.tokenizer or options.model, None if options.tokenizer else options.revision)
+    return load_tokenizer(
+        options.tokenizer or options.model, None if options.tokenizer else options.revision
+    )
 
 
 def load_config(source: str, revision: str | None = None) -> MRPConfig:
-    """Load only the config of the model that `load_model` loads from `source`; errors are those of `load_model`."""
+    """Load only the config of the model that `load_model` loads from `source`; errors are those of
+    `load_model`."""
     base, revision, _ = _base_and_adapter(source, revision)
     stored_json(base, revision=revision)  # transformers' own error does not say what it looked for
     return MRPConfig.from_pretrained(base, revision=revision or "main")
 
 
 def load_generation_fields(source: str, revision: str | None = None) -> dict[str, Any]:
-    """Read the generation config of the model that `load_model` loads from `source`, as a mapping; empty if there is none."""
+    """Read the generation config of the model that `load_model` loads from `source`, as a mapping;
+    empty if there is none."""
     with suppress(OSError):
         base, revision, _ = _base_and_adapter(source, revision)
         return stored_json(base, GENERATION_CONFIG_NAME, revision=revision)[0]
@@ -70,20 +81,27 @@ def load_model(
     """Load an `MRPForCausalLM` in evaluation mode.
 
     Args:
-        source: A folder or a Hub id, of any kind that `MRPForCausalLM.from_pretrained` takes, or of a peft adapter, which is
-            loaded with its base.
+        source: A folder or a Hub id, of any kind that `MRPForCausalLM.from_pretrained` takes, or of
+            a peft adapter, which is loaded with its base.
         dtype: Dtype of the weights; that of the checkpoint if None.
         device: None stands for the first GPU of any maker, or the CPU.
         revision: Commit, branch or tag of a Hub id.
-        backbone: A folder or a Hub id of the backbone, in place of the one that a head or an adapter names.
+        backbone: A folder or a Hub id of the backbone, in place of the one that a head or an
+            adapter names.
 
     Raises:
-        ValueError: if checkpoint or adapter is damaged or of another kind, an adapter on the Hub has its base elsewhere, or
-            there is no such device, or the dtype is float64 on an Apple GPU, which has none.
+        ValueError: if checkpoint or adapter is damaged or of another kind, an adapter on the Hub
+            has its base elsewhere, or there is no such device, or the dtype is float64 on an Apple
+            GPU, which has none.
         OSError: if there is no such folder or repository.
     """
-    if dtype == "float64" and (default_device().type if device is None else device.partition(":")[0]) == "mps":
-        raise ValueError("dtype is float64, which an Apple GPU (mps) has not: use float32, or the device cpu")
+    if (
+        dtype == "float64"
+        and (default_device().type if device is None else device.partition(":")[0]) == "mps"
+    ):
+        raise ValueError(
+            "dtype is float64, which an Apple GPU (mps) has not: use float32, or the device cpu"
+        )
     checked = checked_device(device)
     base, of_base, adapter = _base_and_adapter(source, revision, backbone)
     weights: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
@@ -96,7 +114,9 @@ def load_model(
         if fields := load_generation_fields(base, of_base):
             model.generation_config = MRPGenerationConfig.from_dict(fields)
     if adapter is not None:
-        model.load_adapter(adapter, adapter_kwargs={} if revision is None else {"revision": revision})
+        model.load_adapter(
+            adapter, adapter_kwargs={} if revision is None else {"revision": revision}
+        )
     return model.eval().to(checked)
 
 
@@ -106,7 +126,8 @@ def default_device() -> torch.device:
 
 
 def checked_device(name: str | None) -> torch.device:
-    """Return a device that exists: for None the first GPU of any maker, or the CPU; `ValueError` for one that is not here."""
+    """Return a device that exists: for None the first GPU of any maker, or the CPU; `ValueError`
+    for one that is not here."""
     if name is None:
         return default_device()
     try:
@@ -114,18 +135,22 @@ def checked_device(name: str | None) -> torch.device:
         torch.zeros(1, device=device).item()  # from the device meta nothing is read
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         why = str(error).strip().splitlines()[0]
-        raise ValueError(f"device is {name!r}, which is not here: use cpu, or leave it out ({why})") from error
+        raise ValueError(
+            f"device is {name!r}, which is not here: use cpu, or leave it out ({why})"
+        ) from error
     return device
 
 
 def _base_and_adapter(
     source: str, revision: str | None = None, backbone: str | None = None
 ) -> tuple[str, str | None, str | None]:
-    """Return the source of the model, its revision, and the source of the adapter on it or None. A folder that holds both is
-    loaded as a model; `backbone` replaces the model that an adapter names."""
+    """Return the source of the model, its revision, and the source of the adapter on it or None. A
+    folder that holds both is loaded as a model; `backbone` replaces the model that an adapter
+    names."""
     source, found = located(source), None
     if not (Path(source) / "config.json").is_file():
-        with suppress(OSError, ValueError):  # the error is raised when the model's config is not found either
+        # the error is raised when the model's config is not found either
+        with suppress(OSError, ValueError):
             found = find_adapter_config_file(source, revision=revision)
     if found is None:
         return source, revision, None
@@ -133,12 +158,19 @@ def _base_and_adapter(
         return located(backbone), None, source
     named = json_object(Path(found)).get("base_model_name_or_path")
     if not isinstance(named, str):
-        raise ValueError(f"the adapter in {source} names no base_model_name_or_path: write the model's into {found}")
+        raise ValueError(
+            f"the adapter in {source} names no base_model_name_or_path: write the model's into "
+            f"{found}"
+        )
     if not os.path.isdir(source) and (not is_hub_id(named) or os.path.exists(named)):
         raise ValueError(
-            f"the adapter {source} on the Hub names the model {named!r}, which is not followed: it must be an id on the Hub, "
-            "and no path here. Download the adapter, and correct its adapter_config.json, or name the model with --backbone"
+            f"the adapter {source} on the Hub names the model {named!r}, which is not followed: it "
+            "must be an id on the Hub, and no path here. Download the adapter, and correct its "
+            "adapter_config.json, or name the model with --backbone"
         )
     if os.path.isabs(named) and not os.path.isdir(named):
-        raise ValueError(f"the folder {named} of the model of the adapter {source} is gone: name its new place with --backbone")
+        raise ValueError(
+            f"the folder {named} of the model of the adapter {source} is gone: name its new place "
+            "with --backbone"
+        )
     return named, None, source

@@ -1,8 +1,8 @@
 """Outputs of commands: nothing is overwritten or removed that the command did not write itself.
 
-A file is written whole or not at all, in place of nothing, of the same content, or of what is recognised as an earlier output.
-A folder is written to if it was empty or missing, or carries a *listing*: a file that names what was written there, and so what
-may be removed again.
+A file is written whole or not at all, in place of nothing, of the same content, or of what is
+recognised as an earlier output. A folder is written to if it was empty or missing, or carries a
+*listing*: a file that names what was written there, and so what may be removed again.
 """
 
 import errno
@@ -16,14 +16,17 @@ from safetensors import SafetensorError
 
 LISTING = ".mrp-files"
 _HEADING = "# What mrp wrote into this folder, and may remove from it."
-_SAVING = ".saving"  # in a folder, where results are written before they take the places of earlier ones
+_SAVING = (
+    ".saving"  # in a folder, where results are written before they take the places of earlier ones
+)
 _WRITABLE = 0o222
 # What a full disk is called where it is not told by an OSError: by safetensors, and by torch.save.
 _FULL = ("No space left", "os error 28", "PytorchStreamWriter failed writing", "unexpected pos")
 
 
 def check_output(path: Path | str) -> None:
-    """Raise `ValueError` if no file can be written at `path`: a folder or a read-only file is there, or no folder above."""
+    """Raise `ValueError` if no file can be written at `path`: a folder or a read-only file is
+    there, or no folder above."""
     path = Path(path)
     if path.is_dir():
         raise ValueError(f"{path} is a folder: name a file")
@@ -33,7 +36,11 @@ def check_output(path: Path | str) -> None:
 
 
 def write_output(
-    path: Path | str, content: str | bytes, *, overwrite: bool = False, is_own: Callable[[bytes], bool] = lambda _: False
+    path: Path | str,
+    content: str | bytes,
+    *,
+    overwrite: bool = False,
+    is_own: Callable[[bytes], bool] = lambda _: False,
 ) -> None:
     """Write a command's output file, and the folders above it; a symbolic link is followed.
 
@@ -41,7 +48,8 @@ def write_output(
         path: The file.
         content: All of it; a text is written in UTF-8.
         overwrite: Whether any file there is replaced.
-        is_own: Tells by its content if a file is an output of the command that nobody has changed since, and so is replaced.
+        is_own: Tells by its content if a file is an output of the command that nobody has changed
+            since, and so is replaced.
 
     Raises:
         ValueError: if `check_output` does, or another file is there; that file is left as it is.
@@ -53,8 +61,15 @@ def write_output(
         path.write_bytes(content)
         return
     target = Path(os.path.realpath(path))
-    if target.exists() and (before := target.read_bytes()) != content and not (overwrite or is_own(before)):
-        raise ValueError(f"{path} is there already, and holds something else: name another file, or pass --overwrite")
+    if (
+        target.exists()
+        and (before := target.read_bytes()) != content
+        and not (overwrite or is_own(before))
+    ):
+        raise ValueError(
+            f"{path} is there already, and holds something else: name another file, or pass "
+            "--overwrite"
+        )
     target.parent.mkdir(parents=True, exist_ok=True)
     replace_file(target, content)
 
@@ -87,37 +102,54 @@ class OwnFolder:
         return self.listing.is_file()
 
     def check(self) -> None:
-        """Raise `ValueError` if the folder may not be written to: it holds something and has no listing, it is read-only, a
-        file is in its place or above it, or a symbolic link leads nowhere."""
+        """Raise `ValueError` if the folder may not be written to: it holds something and has no
+        listing, it is read-only, a file is in its place or above it, or a symbolic link leads
+        nowhere."""
         if not self.path.is_dir():
             if self.path.exists() or self.path.is_symlink():
-                raise ValueError(f"{self.path} is a file, or a link that leads nowhere: name a folder")
+                raise ValueError(
+                    f"{self.path} is a file, or a link that leads nowhere: name a folder"
+                )
             _check_above(self.path)
             return
-        others = sorted(path.name for path in self.path.iterdir() if not path.name.lstrip(".").startswith(LISTING[1:]))
+        others = sorted(
+            path.name
+            for path in self.path.iterdir()
+            if not path.name.lstrip(".").startswith(LISTING[1:])
+        )
         if others and not self.claimed:
             several = f" and {len(others) - 1} more" if others[1:] else ""
             raise ValueError(
-                f"{self.path} holds {others[0]}{several}, which this command did not write: name a folder that is empty or not "
-                "there yet"
+                f"{self.path} holds {others[0]}{several}, which this command did not write: name a "
+                "folder that is empty or not there yet"
             )
         if not self.path.stat().st_mode & _WRITABLE:
             raise ValueError(f"{self.path} is read-only: name another folder")
 
     def names(self) -> list[str]:
-        """Read the paths in the listing, relative to the folder; lines that lead out of it are left out."""
+        """Read the paths in the listing, relative to the folder; lines that lead out of it are left
+        out."""
         lines = self.listing.read_text(encoding="utf-8").splitlines() if self.claimed else []
-        inside = [line for line in lines if not Path(line).is_absolute() and ".." not in Path(line).parts]
+        inside = [
+            line for line in lines if not Path(line).is_absolute() and ".." not in Path(line).parts
+        ]
         return [line for line in inside if line not in ("", ".", _HEADING)]
 
     def check_free(self, *names: str) -> None:
-        """Raise `ValueError` if something in the folder has one of these names and is not listed."""
+        """Raise `ValueError` if something in the folder has one of these names and is not
+        listed."""
         listed = self.names()
-        if foreign := [name for name in names if (self.path / name).exists() and name not in listed]:
-            raise ValueError(f"{self.path / foreign[0]} was not written by this command: move it elsewhere, and run it again")
+        if foreign := [
+            name for name in names if (self.path / name).exists() and name not in listed
+        ]:
+            raise ValueError(
+                f"{self.path / foreign[0]} was not written by this command: move it elsewhere, and "
+                "run it again"
+            )
 
     def claim(self, *names: str) -> None:
-        """Make the folder if it is missing, and add paths to its listing, before they are written; `ValueError` as `check`."""
+        """Make the folder if it is missing, and add paths to its listing, before they are written;
+        `ValueError` as `check`."""
         self.check()
         self.path.mkdir(parents=True, exist_ok=True)
         known = self.names()
@@ -125,7 +157,8 @@ class OwnFolder:
             self._list([*known, *names])
 
     def remove(self, *names: str) -> None:
-        """Remove listed files and folders; others are left as they are. Of a symbolic link only the link is removed."""
+        """Remove listed files and folders; others are left as they are. Of a symbolic link only the
+        link is removed."""
         listed = self.names()
         for name in set(names) & set(listed):
             path = self.path / name
@@ -145,16 +178,23 @@ class OwnFolder:
 
     @contextmanager
     def saving(self) -> Iterator[Path]:
-        """Yield a folder for results, which replace those of earlier runs when the context ends; at an error, none does."""
+        """Yield a folder for results, which replace those of earlier runs when the context ends; at
+        an error, none does."""
         partial = self.path / _SAVING
         self.claim(_SAVING)
         shutil.rmtree(partial, ignore_errors=True)
         try:
             partial.mkdir()
             yield partial
-            files = [path.relative_to(partial) for path in sorted(partial.rglob("*")) if path.is_file()]
+            files = [
+                path.relative_to(partial) for path in sorted(partial.rglob("*")) if path.is_file()
+            ]
             self.check_free(*(file.as_posix() for file in files))
-            stale = {name for name in self.names() if name.endswith((".safetensors", ".safetensors.index.json"))}
+            stale = {
+                name
+                for name in self.names()
+                if name.endswith((".safetensors", ".safetensors.index.json"))
+            }
             self.claim(*(file.as_posix() for file in files))
             for file in files:
                 (self.path / file).parent.mkdir(parents=True, exist_ok=True)
@@ -164,11 +204,15 @@ class OwnFolder:
             self.remove(_SAVING)
 
     def _list(self, names: list[str]) -> None:
-        replace_file(self.listing, "".join(f"{line}\n" for line in dict.fromkeys([_HEADING, *names])).encode())
+        replace_file(
+            self.listing,
+            "".join(f"{line}\n" for line in dict.fromkeys([_HEADING, *names])).encode(),
+        )
 
 
 def _check_above(path: Path) -> None:
-    """Raise `ValueError` if a file, or a folder that is read-only, is where the folder of a path should be."""
+    """Raise `ValueError` if a file, or a folder that is read-only, is where the folder of a path
+    should be."""
     above = next(parent for parent in Path(os.path.abspath(path)).parents if parent.exists())
     if not above.is_dir():
         raise ValueError(f"{path}: {above} is a file, and not a folder: name another")
@@ -178,11 +222,16 @@ def _check_above(path: Path) -> None:
 
 @contextmanager
 def told_if_full(place: Path | str, remedy: str) -> Iterator[None]:
-    """Turn the errors by which libraries tell of a full disk into an `OSError` that names the place and the remedy."""
+    """Turn the errors by which libraries tell of a full disk into an `OSError` that names the place
+    and the remedy."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
-        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or any(sign in str(error) for sign in _FULL)
+        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or any(
+            sign in str(error) for sign in _FULL
+        )
         if not full or (isinstance(error, OSError) and remedy in str(error)):
             raise
-        raise OSError(errno.ENOSPC, f"the disk is full, or your quota is used up: {remedy}", str(place)) from error
+        raise OSError(
+            errno.ENOSPC, f"the disk is full, or your quota is used up: {remedy}", str(place)
+        ) from error

@@ -1,4 +1,5 @@
-"""The base class of backbones with other layers than Qwen3's; each family is a subclass that sets what differs."""
+"""The base class of backbones with other layers than Qwen3's; each family is a subclass that sets
+what differs."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -13,9 +14,11 @@ from .sdar import FAMILIES, MRPBackbone
 
 
 class FamilyBackbone(MRPBackbone):
-    """A backbone of transformers' decoder layers other than Qwen3's: a subclass names its layers, and registers its `family`.
+    """A backbone of transformers' decoder layers other than Qwen3's: a subclass names its layers,
+    and registers its `family`.
 
-    Each layer must have a `self_attn.k_proj`, and write keys of `num_key_value_heads` heads of `head_dim` to the cache.
+    Each layer must have a `self_attn.k_proj`, and write keys of `num_key_value_heads` heads of
+    `head_dim` to the cache.
 
     Attributes:
         unsaid: Fields that its published configs leave out, with their values.
@@ -32,7 +35,8 @@ class FamilyBackbone(MRPBackbone):
     conversions: ClassVar[Sequence[Any]] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Register the family, and tell transformers its tensor conversions, unsplittable modules and recordable outputs."""
+        """Register the family, and tell transformers its tensor conversions, unsplittable modules
+        and recordable outputs."""
         super().__init_subclass__(**kwargs)
         if "family" not in vars(cls):  # such as the class that FSDP makes of a family's
             return
@@ -41,11 +45,14 @@ class FamilyBackbone(MRPBackbone):
         cls._no_split_modules = [cls.layer.__name__]
         cls._can_record_outputs = {"hidden_states": cls.layer, "attentions": cls.attention}
         if cls.conversions:
-            register_checkpoint_conversion_mapping(cls.__name__, list(cls.conversions), overwrite=True)
+            register_checkpoint_conversion_mapping(
+                cls.__name__, list(cls.conversions), overwrite=True
+            )
 
     @classmethod
     def translated(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        """Translate a published config's fields, none of them null, into those of `MRPConfig`; add `family` and `unsaid`."""
+        """Translate a published config's fields, none of them null, into those of `MRPConfig`; add
+        `family` and `unsaid`."""
         if "hidden_size" in fields and "num_attention_heads" in fields:
             fields = {"head_dim": fields["hidden_size"] // fields["num_attention_heads"], **fields}
         ours = {cls.renamed.get(name, name): value for name, value in fields.items()}
@@ -53,23 +60,34 @@ class FamilyBackbone(MRPBackbone):
 
     def __init__(self, config: Any) -> None:
         if getattr(config, "distributed_config", None) is not None:
-            raise ValueError(f"a model of the family {self.family!r} is not divided over processes: use device_map")
+            raise ValueError(
+                f"a model of the family {self.family!r} is not divided over processes: use "
+                "device_map"
+            )
         super(Qwen3Model, self).__init__(config)  # its own __init__ would make Qwen3's layers
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
-        self.layers = nn.ModuleList([self.layer(config, index) for index in range(config.num_hidden_layers)])
+        self.layers = nn.ModuleList(
+            [self.layer(config, index) for index in range(config.num_hidden_layers)]
+        )
         self.norm = self.norm_kind(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = self.rotary(config=config)
         self.has_sliding_layers = False
         self.post_init()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run `MRPBackbone.forward`; in float64 loop over experts, since torch's grouped products lack that dtype."""
-        if "num_experts" in self.fields and self.dtype == torch.float64 and self.config._experts_implementation == "grouped_mm":
+        """Run `MRPBackbone.forward`; in float64 loop over experts, since torch's grouped products
+        lack that dtype."""
+        if (
+            "num_experts" in self.fields
+            and self.dtype == torch.float64
+            and self.config._experts_implementation == "grouped_mm"
+        ):
             self.set_experts_implementation("eager")
         return super().forward(*args, **kwargs)
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if "Experts" in type(module).__name__ or "Router" in type(module).__name__:  # which are no layers of torch
+        # which are no layers of torch
+        if "Experts" in type(module).__name__ or "Router" in type(module).__name__:
             for weight in module.parameters(recurse=False):
                 init.normal_(weight, mean=0.0, std=self.config.initializer_range)

@@ -1,16 +1,24 @@
-"""Fast-dLLM v2 (`Fast_dLLM_Qwen`, arXiv 2509.26328): Qwen2.5 layers, with the shift of autoregressive models.
+"""Fast-dLLM v2 (`Fast_dLLM_Qwen`, arXiv 2509.26328): Qwen2.5 layers, with the shift of
+autoregressive models.
 
-The hidden state at position i predicts the token at i + 1. So a block's first token is predicted by the last hidden state of
-the block before, once that block is clean, which does not see the token's own block.
+The hidden state at position i predicts the token at i + 1. So a block's first token is predicted by
+the last hidden state of the block before, once that block is clean, which does not see the token's
+own block.
 """
 
-from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2DecoderLayer, Qwen2RMSNorm, Qwen2RotaryEmbedding
+from transformers.models.qwen2.modeling_qwen2 import (
+    Qwen2Attention,
+    Qwen2DecoderLayer,
+    Qwen2RMSNorm,
+    Qwen2RotaryEmbedding,
+)
 
 from .backbone import FamilyBackbone
 
 
 class FastDLLMBackbone(FamilyBackbone):
-    """A backbone of transformers' Qwen2 layers, whose queries, keys and values have a bias and no norm."""
+    """A backbone of transformers' Qwen2 layers, whose queries, keys and values have a bias and no
+    norm."""
 
     family, models, paper = "fast_dllm_v2", "Fast-dLLM v2", "2509.26328"
     shifted = True

@@ -1,7 +1,9 @@
-"""LLaDA2.0-mini and -flash (`llada2_moe`, arXiv 2512.15745): transformers' GLM-4-MoE layers, under other names.
+"""LLaDA2.0-mini and -flash (`llada2_moe`, arXiv 2512.15745): transformers' GLM-4-MoE layers, under
+other names.
 
-256 experts, chosen among the best groups of experts by a sigmoid router with a correction bias; one shared expert; rotary
-embedding of a part of each head. Checkpoints hold queries', keys' and values' projections in one matrix, but each expert apart.
+256 experts, chosen among the best groups of experts by a sigmoid router with a correction bias; one
+shared expert; rotary embedding of a part of each head. Checkpoints hold queries', keys' and values'
+projections in one matrix, but each expert apart.
 """
 
 import re
@@ -15,8 +17,15 @@ from transformers.utils import logging as transformers_logging
 
 from .backbone import FamilyBackbone
 
-# Fields of published configs that choose between variants of a part, with the one value supported here.
-_FIXED = {"use_bias": False, "use_qkv_bias": False, "use_qk_norm": True, "norm_head": False, "score_function": "sigmoid"}
+# Fields of published configs that choose between variants of a part, with the one value supported
+# here.
+_FIXED = {
+    "use_bias": False,
+    "use_qkv_bias": False,
+    "use_qk_norm": True,
+    "norm_head": False,
+    "score_function": "sigmoid",
+}
 _FIXED |= {"moe_router_enable_expert_bias": True, "use_sliding_window": False}
 # Published names of modules, and ours.
 _NAMES = {
@@ -31,10 +40,17 @@ logger = transformers_logging.get_logger(__name__)
 
 
 class _SplitHeads(ConversionOps):
-    """Conversion that splits a fused projection's rows into those of queries, keys and values, by the numbers of heads."""
+    """Conversion that splits a fused projection's rows into those of queries, keys and values, by
+    the numbers of heads."""
 
     @torch.no_grad()
-    def convert(self, input_dict: dict[str, Any], source_patterns: Any, target_patterns: list[str], **kwargs: Any) -> Any:
+    def convert(
+        self,
+        input_dict: dict[str, Any],
+        source_patterns: Any,
+        target_patterns: list[str],
+        **kwargs: Any,
+    ) -> Any:
         (given,) = input_dict.values()
         config, tensor = kwargs["config"], given[0] if isinstance(given, list) else given
         sizes = [config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads]
@@ -80,13 +96,20 @@ class LLaDA2Backbone(FamilyBackbone):
         super().__init__(config)
         if re.search(r"llada-?2\.[1-9]", config.name_or_path, re.IGNORECASE):
             logger.warning(
-                f"{config.name_or_path} was trained to edit tokens that are already there. It decodes here with editing off: "
-                "each token is final once it is revealed, as in LLaDA2.0"
+                f"{config.name_or_path} was trained to edit tokens that are already there. It "
+                "decodes here with editing off: each token is final once it is revealed, as in "
+                "LLaDA2.0"
             )
 
     @classmethod
     def translated(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        """Translate as the base class does; `ValueError` for variants of layers that no published model has."""
-        if wrong := {name: fields[name] for name, value in _FIXED.items() if fields.get(name, value) != value}:
-            raise ValueError(f"the config has {wrong}: published models of the family 'llada2_moe' do not, nor does this")
+        """Translate as the base class does; `ValueError` for variants of layers that no published
+        model has."""
+        if wrong := {
+            name: fields[name] for name, value in _FIXED.items() if fields.get(name, value) != value
+        }:
+            raise ValueError(
+                f"the config has {wrong}: published models of the family 'llada2_moe' do not, nor "
+                "does this"
+            )
         return super().translated({**fields, "num_nextn_predict_layers": 0})  # theirs are no head

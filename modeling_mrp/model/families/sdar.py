@@ -1,4 +1,5 @@
-"""SDAR's backbone (`sdar`): Qwen3 under a mask that callers pass; the base class of all families, and their registry."""
+"""SDAR's backbone (`sdar`): Qwen3 under a mask that callers pass; the base class of all families,
+and their registry."""
 
 from importlib import import_module
 from pathlib import Path
@@ -14,17 +15,21 @@ FAMILIES: dict[str, Any] = {}  # classes of backbones, which register themselves
 
 
 class MRPBackbone(Qwen3Model):
-    """The backbone of dense SDAR: transformers' `Qwen3Model`, but callers must pass the mask, as the default one is causal.
+    """The backbone of dense SDAR: transformers' `Qwen3Model`, but callers must pass the mask, as
+    the default one is causal.
 
     Attributes:
         family: The family's name, the value of `MRPConfig.family`.
         models, paper: The name of its published models, and their paper's arXiv id, or None.
-        published: Fields that identify its published configs; `model_type` is the family's name unless set here.
+        published: Fields that identify its published configs; `model_type` is the family's name
+            unless set here.
         fields: Fields of the config beyond those of `MRPConfig`, with their defaults.
-        shifted: Whether the hidden state at position i gives the logits of the token at i + 1, instead of the one at i.
+        shifted: Whether the hidden state at position i gives the logits of the token at i + 1,
+            instead of the one at i.
     """
 
-    _tp_plan: ClassVar[Any] = {"embed_tokens": "replicate"}  # rows of lm_head, with which it may be tied, are read
+    # rows of lm_head, with which it may be tied, are read
+    _tp_plan: ClassVar[Any] = {"embed_tokens": "replicate"}
     family: ClassVar[str] = DENSE
     models: ClassVar[str] = "SDAR"
     paper: ClassVar[str | None] = "2510.06303"
@@ -37,18 +42,23 @@ class MRPBackbone(Qwen3Model):
         return True
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute as torch does; embeddings that get an adapter are untied first (`untie`)."""
+        """Set an attribute as torch does; embeddings that get an adapter are untied first
+        (`untie`)."""
         untie(self, name, value)
         super().__setattr__(name, value)
 
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
-        """Move or cast as torch does (`to`, `half`, ...), but keep the dtype of the rotary frequencies, as loading does:
-        rounded to bfloat16 they turn queries of late positions by wrong angles. Where `to_empty` gives memory to a model of
-        the meta device, they are computed anew, since no checkpoint holds them."""
+        """Move or cast as torch does (`to`, `half`, ...), but keep the dtype of the rotary
+        frequencies, as loading does: rounded to bfloat16 they turn queries of late positions by
+        wrong angles. Where `to_empty` gives memory to a model of the meta device, they are computed
+        anew, since no checkpoint holds them."""
         rotary: Any = self.rotary_emb
         kept = dict(rotary.named_buffers())
         super()._apply(fn, *args, **kwargs)
-        emptied = any(kept[name].is_meta and not frequencies.is_meta for name, frequencies in rotary.named_buffers())
+        emptied = any(
+            kept[name].is_meta and not frequencies.is_meta
+            for name, frequencies in rotary.named_buffers()
+        )
         if emptied:
             kept = dict(type(rotary)(config=self.config).named_buffers())
         for name, frequencies in list(rotary.named_buffers()):
@@ -57,12 +67,14 @@ class MRPBackbone(Qwen3Model):
         return self
 
     def forward(self, *args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
-        """Run `Qwen3Model.forward`; `ValueError` if the mask is no dictionary, as when a trainer computes a next-token loss."""
+        """Run `Qwen3Model.forward`; `ValueError` if the mask is no dictionary, as when a trainer
+        computes a next-token loss."""
         if not isinstance(attention_mask, dict):
             raise ValueError(
-                "the backbone was called without the model around it, and would see a causal mask instead of its own. "
-                "TRL's trainers do so for a next-token loss, which ruins the model: train with mrp_trainer.MRPTrainer, which "
-                "takes the same records, or with transformers' Trainer and labels. For logits or hidden states call the model"
+                "the backbone was called without the model around it, and would see a causal mask "
+                "instead of its own. TRL's trainers do so for a next-token loss, which ruins the "
+                "model: train with mrp_trainer.MRPTrainer, which takes the same records, or with "
+                "transformers' Trainer and labels. For logits or hidden states call the model"
             )
         return super().forward(*args, attention_mask=attention_mask, **kwargs)
 
@@ -71,20 +83,25 @@ FAMILIES[DENSE] = MRPBackbone
 
 
 def untie(parent: Any, name: str, layer: Any) -> None:
-    """Give a tied `lm_head` or `embed_tokens` that an adapter (of peft) takes the place of a weight of its own.
+    """Give a tied `lm_head` or `embed_tokens` that an adapter (of peft) takes the place of a weight
+    of its own.
 
-    Merged into the weight that both share, an adapter of the one would change the other. Nothing is computed otherwise before.
-    Where peft gives both the same rows or the same copy (`ensure_weight_tying`), they stay tied.
+    Merged into the weight that both share, an adapter of the one would change the other. Nothing is
+    computed otherwise before. Where peft gives both the same rows or the same copy
+    (`ensure_weight_tying`), they stay tied.
     """
     config: Any = getattr(parent, "config", None)
     if name not in ("lm_head", "embed_tokens"):
         return
     rows = getattr(layer, "token_adapter", None)
-    if rows is not None and (name == "embed_tokens" or rows.tied_adapter is not None):  # peft ties lm_head's to the embedding's
+    # peft ties lm_head's to the embedding's
+    if rows is not None and (name == "embed_tokens" or rows.tied_adapter is not None):
         return
     if name == "lm_head" and (copies := getattr(layer, "modules_to_save", None)) is not None:
         of_embedding = getattr(parent.model.embed_tokens, "modules_to_save", {})
-        if any(copies[key].weight is of_embedding[key].weight for key in copies if key in of_embedding):
+        if any(
+            copies[key].weight is of_embedding[key].weight for key in copies if key in of_embedding
+        ):
             config.tie_word_embeddings = True
             return
     base: Any = getattr(layer, "base_layer", getattr(layer, "original_module", None))
@@ -96,7 +113,8 @@ def untie(parent: Any, name: str, layer: Any) -> None:
 
 @tested_versions()
 def families() -> dict[str, Any]:
-    """Import all families of this folder; return all registered backbone classes by name (remote code has only its own)."""
+    """Import all families of this folder; return all registered backbone classes by name (remote
+    code has only its own)."""
     here = Path(__file__)
     for file in sorted(here.parent.glob("[a-z]*.py")) if here.stem == DENSE else ():
         import_module(f"{__package__}.{file.stem}")
@@ -107,7 +125,7 @@ def backbone_of(name: str) -> Any:
     """Find the backbone class of a family; `ValueError` if there is none of that name."""
     if not isinstance(name, str) or (name not in FAMILIES and name not in families()):
         raise ValueError(
-            f"family is {name!r}: the families here are {', '.join(sorted(FAMILIES))}. The code of a repository has that of "
-            "its own checkpoint only: for others install this package"
+            f"family is {name!r}: the families here are {', '.join(sorted(FAMILIES))}. The code of "
+            "a repository has that of its own checkpoint only: for others install this package"
         )
     return FAMILIES[name]

@@ -1,8 +1,14 @@
-"""Stable-DiffCoder-8B (ByteDance Seed): Llama layers. Configs have the model type `llama`, and `architectures` of their own."""
+"""Stable-DiffCoder-8B (ByteDance Seed): Llama layers. Configs have the model type `llama`, and
+`architectures` of their own."""
 
 from typing import Any, ClassVar
 
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+)
 
 from .backbone import FamilyBackbone
 

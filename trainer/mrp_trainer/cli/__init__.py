@@ -1,6 +1,8 @@
-"""The console script `mrp`: train, decode, evaluate, show, serve, check a machine, make tasks, publish.
+"""The console script `mrp`: train, decode, evaluate, show, serve, check a machine, make tasks,
+publish.
 
-``python -m mrp_trainer.cli`` is the same. Commands import what they need when they run, so that help appears at once.
+``python -m mrp_trainer.cli`` is the same. Commands import what they need when they run, so that
+help appears at once.
 """
 
 import shlex
@@ -44,7 +46,10 @@ def _print_version(asked: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the package's version.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the package's version."
+        ),
     ] = False,
 ) -> None:
     """Handle the options of `mrp` itself, which precede a command."""
@@ -71,8 +76,11 @@ def train_backbone(**given: Any) -> None:
 
 
 def _train(objective: str, given: dict[str, Any]) -> None:
-    """Train a model, or with `--dry-run` only print the parameters and memory that the run would need."""
-    command = TrainCommand(**{one.name: given.pop(one.name) for one in fields(TrainCommand) if one.name in given})
+    """Train a model, or with `--dry-run` only print the parameters and memory that the run would
+    need."""
+    command = TrainCommand(
+        **{one.name: given.pop(one.name) for one in fields(TrainCommand) if one.name in given}
+    )
     from ..train.runs import dry_run, open_run
     from ..train.settings import read_settings
 
@@ -88,17 +96,21 @@ def _train(objective: str, given: dict[str, Any]) -> None:
 
 
 def _next_command(objective: str, options: RunOptions, folder: str) -> str:
-    """Return the next command to suggest after a run: train a head for a new backbone, or show the decode of a new head."""
+    """Return the next command to suggest after a run: train a head for a new backbone, or show the
+    decode of a new head."""
     if objective == "mrp":
         return shlex.join(["mrp", "show", "--model", folder])
     data = [word for path in options.data for word in ("--data", path)]
-    return shlex.join(["mrp", "train", "head", "--model", folder, *data, "--output-dir", f"{folder}-head"])
+    return shlex.join(
+        ["mrp", "train", "head", "--model", folder, *data, "--output-dir", f"{folder}-head"]
+    )
 
 
 @app.command()
 @takes_flags(EvaluateOptions)
 def evaluate(**given: Any) -> None:
-    """Measure accuracy, tokens per forward and acceptance with 95 % intervals; print a table row per problem set and mode."""
+    """Measure accuracy, tokens per forward and acceptance with 95 % intervals; print a table row
+    per problem set and mode."""
     options = EvaluateOptions(**given)
     from ..evaluate.command import evaluate as evaluate_model
 
@@ -108,7 +120,8 @@ def evaluate(**given: Any) -> None:
 @app.command()
 @takes_flags(DecodeOptions, required=["model", "data", "output"])
 def decode(**given: Any) -> None:
-    """Decode prompts in mode static to make training data for the model's head; a repeated call resumes."""
+    """Decode prompts in mode static to make training data for the model's head; a repeated call
+    resumes."""
     options = DecodeOptions(**given)
     from ..train.decode import decode as decode_prompts
 
@@ -129,7 +142,8 @@ def serve(**given: Any) -> None:
 @app.command()
 @takes_flags(ShowOptions)
 def show(**given: Any) -> None:
-    """Decode a prompt in several modes, and draw them side by side in one picture that shows the forward of each token."""
+    """Decode a prompt in several modes, and draw them side by side in one picture that shows the
+    forward of each token."""
     options = ShowOptions(**given)
     from ..picture.modes import show_model
 
@@ -139,7 +153,8 @@ def show(**given: Any) -> None:
 @app.command()
 @takes_flags(DoctorOptions)
 def doctor(**given: Any) -> None:
-    """Check kernels, graphs and drafts on this machine, time a round, and print a report; exit status 1 if a check fails."""
+    """Check kernels, graphs and drafts on this machine, time a round, and print a report; exit
+    status 1 if a check fails."""
     options = DoctorOptions(**given)
     from ..doctor.page import examine
 
@@ -151,14 +166,23 @@ def doctor(**given: Any) -> None:
 
 @app.command()
 def tasks(
-    family: Annotated[for_typer(list[Family]), typer.Option(help="Family of problems. Repeatable.")],  # type: ignore[valid-type]
+    family: Annotated[
+        for_typer(list[Family]),  # type: ignore[valid-type]
+        typer.Option(help="Family of problems. Repeatable."),
+    ],
     split: Annotated[Split, typer.Option(help="Split; splits share no prompt.")] = "train",
     count: Annotated[int, typer.Option(min=1, help="Problems of each family.")] = 1000,
     seed: Annotated[int, typer.Option(help="Seed of the problems.")] = 0,
-    output: Annotated[str | None, typer.Option(metavar="FILE", show_default="standard output", help="File to write.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace another file there.")] = False,
+    output: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", show_default="standard output", help="File to write."),
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace another file there.")
+    ] = False,
 ) -> None:
-    """Make synthetic problems as JSON lines for mrp train: chats, or for the family source texts and their continuations."""
+    """Make synthetic problems as JSON lines for mrp train: chats, or for the family source texts
+    and their continuations."""
     with reported_errors():
         from ..data.tasks import training_lines
 
@@ -169,7 +193,8 @@ def tasks(
 
 
 def _written(text: str, output: str | None, overwrite: bool) -> None:
-    """Write a text to a file, creating the file's folder, or print the text if there is no `output`; see `write_output`."""
+    """Write a text to a file, creating the file's folder, or print the text if there is no
+    `output`; see `write_output`."""
     if output is None:
         typer.echo(text, nl=False)
     else:
@@ -179,7 +204,8 @@ def _written(text: str, output: str | None, overwrite: bool) -> None:
 @app.command()
 @takes_flags(PushOptions, required=["folder", "repo_id"])
 def push(**given: Any) -> None:
-    """Push a full model, a head or an adapter to the Hub in one commit; a new repository is private unless --public."""
+    """Push a full model, a head or an adapter to the Hub in one commit; a new repository is private
+    unless --public."""
     from ..publish import push as push_checkpoint
 
     typer.echo(push_checkpoint(located(given.pop("folder")), **given))

@@ -1,4 +1,5 @@
-"""Flags of `mrp push` and `mrp card`, named like the arguments of `publish.push` and `publish.command.card`."""
+"""Flags of `mrp push` and `mrp card`, named like the arguments of `publish.push` and
+`publish.command.card`."""
 
 from dataclasses import dataclass
 
@@ -12,21 +13,33 @@ class _Rendered:
     """Options that `mrp push` and `mrp card` share; each field is a flag."""
 
     folder: str = flag("Folder that training saved.", metavar="FOLDER", positional=True)
-    results: list[str] = flag("Results of mrp evaluate for the card, JSON lines.", [], panel=_CARD, metavar="FILE")
-    about: str | None = flag("Markdown about the checkpoint, for the card.", None, panel=_CARD, metavar="FILE")
+    results: list[str] = flag(
+        "Results of mrp evaluate for the card, JSON lines.", [], panel=_CARD, metavar="FILE"
+    )
+    about: str | None = flag(
+        "Markdown about the checkpoint, for the card.", None, panel=_CARD, metavar="FILE"
+    )
 
 
 @dataclass(kw_only=True)
 class PushOptions(_Rendered):
     """Options of `mrp push`."""
 
-    repo_id: str = flag("Repository: org/name, or a name among your own.", metavar="REPO", positional=True)
+    repo_id: str = flag(
+        "Repository: org/name, or a name among your own.", metavar="REPO", positional=True
+    )
     dry_run: bool = flag("Only list files and sizes; no connection is made.", False)
-    base_model: str | None = flag("Base of a head or an adapter on the Hub.", None, panel=_KIND, metavar="ID")
+    base_model: str | None = flag(
+        "Base of a head or an adapter on the Hub.", None, panel=_KIND, metavar="ID"
+    )
     base_revision: str | None = flag("The base's commit, branch or tag.", None, panel=_KIND)
-    private: bool = flag("Visibility of a new repository.", True, panel=_TARGET, name="--private/--public")
+    private: bool = flag(
+        "Visibility of a new repository.", True, panel=_TARGET, name="--private/--public"
+    )
     revision: str | None = flag("Push to this branch.", None, panel=_TARGET, name="--branch")
-    create_pr: bool = flag("Open a pull request, leave main alone.", False, panel=_TARGET, name="--pull-request")
+    create_pr: bool = flag(
+        "Open a pull request, leave main alone.", False, panel=_TARGET, name="--pull-request"
+    )
     commit_message: str | None = flag("The commit's title.", None, panel=_TARGET, name="--message")
     new_card: bool = flag("Render the card even where a person wrote one.", False, panel=_CARD)
 

@@ -1,4 +1,5 @@
-"""Encoding of records, such as chats, as training samples: token ids, and which of them are learned (have a loss)."""
+"""Encoding of records, such as chats, as training samples: token ids, and which of them are learned
+(have a loss)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,18 +23,21 @@ Piece = tuple[str, bool]  # part of a text, and whether its tokens are learned
 class RecordEncoder:
     """An encoder of records into training samples of whole blocks.
 
-    In a chat the learned tokens are those of all assistant turns, each with the token that ends it. Published templates do not
-    mark assistant turns, so a turn is found by rendering the conversation up to it: this works with any chat template that
-    renders earlier turns the same whatever follows.
+    In a chat the learned tokens are those of all assistant turns, each with the token that ends it.
+    Published templates do not mark assistant turns, so a turn is found by rendering the
+    conversation up to it: this works with any chat template that renders earlier turns the same
+    whatever follows.
 
     Args:
-        max_length: The most tokens of a sample; longer ones are cut to whole blocks. `ValueError` if it is less than a block.
+        max_length: The most tokens of a sample; longer ones are cut to whole blocks. `ValueError`
+            if it is less than a block.
         mask_token_id: Id of the model's mask token, which clean text must not hold.
-        end_token_ids: Ids that end a turn; the first is appended to a text without one at its end. By default the tokenizer's
-            eos token; better, a model's `generation_config.eos_token_id`. `ValueError` without an end token or a pad token.
+        end_token_ids: Ids that end a turn; the first is appended to a text without one at its end.
+            By default the tokenizer's eos token; better, a model's
+            `generation_config.eos_token_id`. `ValueError` without an end token or a pad token.
         vocab_size: Number of ids that a trajectory may hold; the tokenizer's size if None.
-        digest: Digest (`train.inputs.digest`) of the backbone in training, compared with that of the backbone that decoded a
-            trajectory; None if unknown.
+        digest: Digest (`train.inputs.digest`) of the backbone in training, compared with that of
+            the backbone that decoded a trajectory; None if unknown.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -46,12 +50,17 @@ class RecordEncoder:
 
     def __post_init__(self) -> None:
         if self.max_length < self.block_size:
-            raise ValueError(f"max_length is {self.max_length}: at least one block of {self.block_size} tokens must fit")
+            raise ValueError(
+                f"max_length is {self.max_length}: at least one block of {self.block_size} tokens "
+                "must fit"
+            )
         if self.tokenizer.pad_token_id is None:
             raise ValueError("the tokenizer has no pad token: set tokenizer.pad_token")
         if not self.end_token_ids:
             if self.tokenizer.eos_token_id is None:
-                raise ValueError("the tokenizer has no eos token: set tokenizer.eos_token or give end_token_ids")
+                raise ValueError(
+                    "the tokenizer has no eos token: set tokenizer.eos_token or give end_token_ids"
+                )
             object.__setattr__(self, "end_token_ids", (self.tokenizer.eos_token_id,))
 
     @property
@@ -60,8 +69,9 @@ class RecordEncoder:
         return self.max_length // self.block_size * self.block_size
 
     def prompt(self, row: Any) -> list[int]:
-        """Encode the prompt of a record as ids: its chat without a final assistant turn, or its `prompt`. `FieldError` if the
-        record is malformed, its prompt is empty or holds the mask token, or the chat template refuses it."""
+        """Encode the prompt of a record as ids: its chat without a final assistant turn, or its
+        `prompt`. `FieldError` if the record is malformed, its prompt is empty or holds the mask
+        token, or the chat template refuses it."""
         record = parse_prompt(row)
         if isinstance(record, Chat):
             begin, text = [], self._render(record, len(record.messages), add_generation_prompt=True)
@@ -72,10 +82,12 @@ class RecordEncoder:
         return self._without_mask([*begin, *ids])
 
     def sample(self, row: Any) -> Sample | None:
-        """Make the sample of a record, with index 0; return None if no learned token lies within `max_length`.
+        """Make the sample of a record, with index 0; return None if no learned token lies within
+        `max_length`.
 
-        The sample of a text that was cut has `length` None. `FieldError` if the record is malformed or holds the mask token, or
-        if assistant turns cannot be found in what the chat template renders.
+        The sample of a text that was cut has `length` None. `FieldError` if the record is malformed
+        or holds the mask token, or if assistant turns cannot be found in what the chat template
+        renders.
         """
         record = parse(row)
         if isinstance(record, Trajectory):
@@ -86,17 +98,21 @@ class RecordEncoder:
         else:
             (ids, learned), ended, steps = self._encode(record), True, None
         pad = self.tokenizer.pad_token_id
-        return make_sample(self._without_mask(ids), learned, self.block_size, pad, ended, self.capacity, steps)
+        return make_sample(
+            self._without_mask(ids), learned, self.block_size, pad, ended, self.capacity, steps
+        )
 
     @cached_property
     def _end_tokens(self) -> list[str]:
-        """List the texts of those end tokens that are added tokens, which a tokenizer encodes alike in every context."""
+        """List the texts of those end tokens that are added tokens, which a tokenizer encodes alike
+        in every context."""
         added = self.tokenizer.added_tokens_decoder
         return [added[token].content for token in self.end_token_ids if token in added]
 
     @cached_property
     def _begin_ids(self) -> list[int]:
-        """List the ids that begin a plain text or prompt: the bos token if the tokenizer prepends one, else no ids."""
+        """List the ids that begin a plain text or prompt: the bos token if the tokenizer prepends
+        one, else no ids."""
         begin = self.tokenizer.bos_token_id
         return [begin] if begin is not None and self.tokenizer("a")["input_ids"][0] == begin else []
 
@@ -105,11 +121,14 @@ class RecordEncoder:
 
     def _without_mask(self, ids: list[int]) -> list[int]:
         if self.mask_token_id in ids:
-            raise FieldError(None, f"its text holds the mask token, id {self.mask_token_id}: remove it")
+            raise FieldError(
+                None, f"its text holds the mask token, id {self.mask_token_id}: remove it"
+            )
         return ids
 
     def _check_decoder(self, record: Trajectory) -> None:
-        """Raise `FieldError` if a trajectory's ids, block size or mask do not fit the model; warn if its backbone does not."""
+        """Raise `FieldError` if a trajectory's ids, block size or mask do not fit the model; warn
+        if its backbone does not."""
         vocab_size, decoder = self.vocab_size or len(self.tokenizer), record.decoded_by
         if wrong := [token for token in record.ids if not 0 <= token < vocab_size]:
             raise FieldError("ids", f"found {wrong[0]}: needed are ids from 0 to {vocab_size - 1}")
@@ -117,26 +136,37 @@ class RecordEncoder:
             if decoder.get(name, getattr(self, name)) != getattr(self, name):
                 raise FieldError(
                     f"decoded_by.{name}",
-                    f"found {decoder[name]}, and the model that trains has {getattr(self, name)}: decode with that model",
+                    f"found {decoder[name]}, and the model that trains has {getattr(self, name)}: "
+                    "decode with that model",
                 )
         if None not in (self.digest, decoder.get("digest")) and decoder["digest"] != self.digest:
             logger.warning_once(
-                f"{decoder.get('model')!r} wrote texts of the data, and another backbone trains: a head learns most from what "
-                "its own backbone wrote, decode the prompts with that one"
+                f"{decoder.get('model')!r} wrote texts of the data, and another backbone trains: a "
+                "head learns most from what its own backbone wrote, decode the prompts with that "
+                "one"
             )
 
     def _encode(self, record: Chat | Text) -> tuple[list[int], list[bool]]:
-        pieces = self._pieces(record) if isinstance(record, Chat) else [(record.prompt, False), (record.completion, True)]
+        pieces = (
+            self._pieces(record)
+            if isinstance(record, Chat)
+            else [(record.prompt, False), (record.completion, True)]
+        )
         encoded = self._ids([text for text, _ in pieces])
         begin = [] if isinstance(record, Chat) else self._begin_ids
         ids = [*begin, *chain.from_iterable(encoded)]
         learned = [False] * len(begin)
         for part, (_, wanted) in zip(encoded, pieces, strict=True):
             learned += [wanted] * len(part)
-        return (ids, learned) if ids and ids[-1] in self.end_token_ids else ([*ids, self.end_token_ids[0]], [*learned, True])
+        return (
+            (ids, learned)
+            if ids and ids[-1] in self.end_token_ids
+            else ([*ids, self.end_token_ids[0]], [*learned, True])
+        )
 
     def _pieces(self, record: Chat) -> list[Piece]:
-        """Cut a chat's text into learned turns and what lies between; each is tokenized alone, as a prompt is in decoding."""
+        """Cut a chat's text into learned turns and what lies between; each is tokenized alone, as a
+        prompt is in decoding."""
         whole = self._render(record, len(record.messages))
         pieces: list[Piece] = []
         done = 0
@@ -151,30 +181,39 @@ class RecordEncoder:
             if span is None or span[0] < done:
                 raise FieldError(
                     "messages",
-                    f"the chat template renders what precedes message {turn + 1} differently once later messages follow, so "
-                    "that its turns cannot be told apart: give each turn as a record of its own that ends with it",
+                    f"the chat template renders what precedes message {turn + 1} differently once "
+                    "later messages follow, so that its turns cannot be told apart: give each turn "
+                    "as a record of its own that ends with it",
                 )
             pieces += [(whole[done : span[0]], False), (whole[slice(*span)], True)]
             done = span[1]
         return pieces
 
     def _span(self, record: Chat, turn: int, whole: str) -> tuple[int, int] | None:
-        """Find an assistant turn in the whole text; return its begin and its end behind the end token, or None if not found."""
+        """Find an assistant turn in the whole text; return its begin and its end behind the end
+        token, or None if not found."""
         before = self._render(record, turn, add_generation_prompt=True)
         after = whole if turn == len(record.messages) - 1 else self._render(record, turn + 1)
         if not whole.startswith(before) or not after.startswith(before):
             return None
         begin = len(before)
-        # No turn's content holds an end token, so the next one ends this turn, even where later messages change how this one is
-        # rendered (some templates drop an earlier turn's reasoning).
+        # No turn's content holds an end token, so the next one ends this turn, even where later
+        # messages change how this one is rendered (some templates drop an earlier turn's
+        # reasoning).
         if any(token in after[begin:] for token in self._end_tokens):
-            ends = [at + len(token) for token in self._end_tokens if (at := whole.find(token, begin)) >= 0]
+            ends = [
+                at + len(token)
+                for token in self._end_tokens
+                if (at := whole.find(token, begin)) >= 0
+            ]
             return (begin, min(ends)) if ends else None
         return (begin, len(after)) if whole.startswith(after) else None
 
     def _render(self, record: Chat, count: int, **options: Any) -> str:
         """Render the first `count` messages of a chat by the tokenizer's template."""
         try:
-            return self.tokenizer.apply_chat_template(record.messages[:count], tools=record.tools, tokenize=False, **options)
+            return self.tokenizer.apply_chat_template(
+                record.messages[:count], tools=record.tools, tokenize=False, **options
+            )
         except (TemplateError, TypeError, ValueError) as error:  # ValueError: there is no template
             raise FieldError("messages", f"the chat template refuses it: {error}") from error

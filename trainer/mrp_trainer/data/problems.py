@@ -6,7 +6,8 @@ from .tasks import Problem
 
 
 def encode(problem: Problem, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Encode a problem as a chat; return the ids of the prompt, and those of the response with the eos token.
+    """Encode a problem as a chat; return the ids of the prompt, and those of the response with the
+    eos token.
 
     Problems of the family `source` are plain text, without a chat and without eos.
     """
@@ -14,6 +15,8 @@ def encode(problem: Problem, tokenizer: PreTrainedTokenizerBase) -> tuple[list[i
         return tokenizer.encode(problem.prompt, add_special_tokens=False), tokenizer.encode(
             problem.answer, add_special_tokens=False
         )
-    prompt = tokenizer.apply_chat_template(problem.messages(), add_generation_prompt=True, tokenize=False)
+    prompt = tokenizer.apply_chat_template(
+        problem.messages(), add_generation_prompt=True, tokenize=False
+    )
     answer = tokenizer.encode(problem.answer, add_special_tokens=False)
     return tokenizer.encode(prompt, add_special_tokens=False), [*answer, tokenizer.eos_token_id]

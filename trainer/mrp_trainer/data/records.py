@@ -1,17 +1,21 @@
 """Records that users train on: their layouts, and errors that name what is wrong and where.
 
-A record is an object of one of four layouts: `messages`, a chat; `prompt` and `completion`, both texts or both lists of
-messages; `text`, which is learned as a whole; and what `mrp decode` writes, a text that a model wrote itself:
+A record is an object of one of four layouts: `messages`, a chat; `prompt` and `completion`, both
+texts or both lists of messages; `text`, which is learned as a whole; and what `mrp decode` writes,
+a text that a model wrote itself:
 
-    {"ids": [5, 8, 2, 9, 1], "response_start": 2, "reveal_step": [1, 0, 2], "decoded_by": {"model": "org/name", ...}}
+    {"ids": [5, 8, 2, 9, 1], "response_start": 2, "reveal_step": [1, 0, 2], "decoded_by": {"model":
+    "org/name", ...}}
 
-ShareGPT's `conversations` (of `from` and `value`) are read as `messages`, and Alpaca's `instruction`, `input` and `output` as a
-chat of two turns, even if there is a `text` that repeats them.
+ShareGPT's `conversations` (of `from` and `value`) are read as `messages`, and Alpaca's
+`instruction`, `input` and `output` as a chat of two turns, even if there is a `text` that repeats
+them.
 
-`ids` are the token ids of prompt and response, `response_start` is the length of the prompt, and `reveal_step` is the decoding
-step, from 0 on, that revealed each token of the response; later blocks have later steps. `decoded_by` may be missing. Its
-`block_size` and `mask_token_id` must be those of the model that trains. A `digest` of another backbone causes a warning, since
-a head learns best from the states of its own backbone.
+`ids` are the token ids of prompt and response, `response_start` is the length of the prompt, and
+`reveal_step` is the decoding step, from 0 on, that revealed each token of the response; later
+blocks have later steps. `decoded_by` may be missing. Its `block_size` and `mask_token_id` must be
+those of the model that trains. A `digest` of another backbone causes a warning, since a head learns
+best from the states of its own backbone.
 """
 
 import json
@@ -21,8 +25,9 @@ from typing import Any
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _LAYOUTS = (
-    "a record has one layout: 'messages', or 'prompt' and 'completion', or 'text', or what mrp decode writes; ShareGPT's "
-    "'conversations' and Alpaca's 'instruction' and 'output' are read, too"
+    "a record has one layout: 'messages', or 'prompt' and 'completion', or 'text', or what mrp "
+    "decode writes; ShareGPT's 'conversations' and Alpaca's 'instruction' and 'output' are read, "
+    "too"
 )
 _MOST = 2**31 - 1  # of a step, which samples hold in 32 bits
 _FIELDS: tuple[set[str], ...] = ({"messages"}, {"prompt", "completion"}, {"text"}, {"reveal_step"})
@@ -37,7 +42,8 @@ class Chat:
 
     Attributes:
         messages: {role, content, ...}, with any other fields that the chat template reads.
-        learned_from: Index of the first message that may be learned; earlier ones belong to the prompt.
+        learned_from: Index of the first message that may be learned; earlier ones belong to the
+            prompt.
         tools: Descriptions of tools, for the chat template.
     """
 
@@ -56,7 +62,8 @@ class Text:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """A text that a model decoded, and the step that revealed each token; the fields are those that `mrp decode` writes."""
+    """A text that a model decoded, and the step that revealed each token; the fields are those that
+    `mrp decode` writes."""
 
     ids: list[int]
     response_start: int
@@ -76,12 +83,16 @@ class RecordError(ValueError):
     """An error that lists malformed records, each with its file, line and field."""
 
     def __init__(self, problems: Sequence[str], more: bool = False) -> None:
-        head = f"{'the first ' * more}{len(problems)} malformed records{' (there may be more)' * more}:"
+        head = (
+            f"{'the first ' * more}{len(problems)} malformed "
+            f"records{' (there may be more)' * more}:"
+        )
         super().__init__("\n  ".join(problems if len(problems) == 1 else [head, *problems]))
 
 
 def parse(row: Any) -> Chat | Text | Trajectory:
-    """Parse a row of a dataset, or the JSON object of a line, into a record; `FieldError` if it is malformed."""
+    """Parse a row of a dataset, or the JSON object of a line, into a record; `FieldError` if it is
+    malformed."""
     given = _given(row)
     layouts = [names for names in _FIELDS if names & given.keys()]
     if len(layouts) != 1:
@@ -95,28 +106,37 @@ def parse(row: Any) -> Chat | Text | Trajectory:
         return Text(_string("prompt", prompt), _learned("completion", completion))
     learned_from = 0 if "messages" in given else len(prompt or [])
     messages = _messages(given.get("messages", [*(prompt or []), *(completion or [])]))
-    replies = [turn for turn, message in enumerate(messages) if message["role"] == "assistant" and turn >= learned_from]
+    replies = [
+        turn
+        for turn, message in enumerate(messages)
+        if message["role"] == "assistant" and turn >= learned_from
+    ]
     if not replies:
         raise FieldError("messages", "found no assistant turn: there is nothing to learn")
     return Chat(messages[: replies[-1] + 1], learned_from, given.get("tools"))
 
 
 def parse_prompt(row: Any) -> Chat | Text:
-    """Parse the prompt of a row: its `messages` without a final assistant turn, or its `prompt`, a text or a list of messages.
-    `FieldError` if the row is malformed or has no prompt."""
+    """Parse the prompt of a row: its `messages` without a final assistant turn, or its `prompt`, a
+    text or a list of messages. `FieldError` if the row is malformed or has no prompt."""
     given = _given(row)
     names = [name for name in ("messages", "prompt") if name in given]
     if len(names) != 1:
-        raise FieldError(None, f"found the fields {sorted(given)}: needed is 'messages', or 'prompt'")
+        raise FieldError(
+            None, f"found the fields {sorted(given)}: needed is 'messages', or 'prompt'"
+        )
     value = given[names[0]]
     if names == ["prompt"] and not isinstance(value, list):
         return Text(_string("prompt", value), "")
     messages = _messages(value)
-    return Chat(messages[:-1] if messages[-1]["role"] == "assistant" else messages, 0, given.get("tools"))
+    return Chat(
+        messages[:-1] if messages[-1]["role"] == "assistant" else messages, 0, given.get("tools")
+    )
 
 
 def _given(row: Any) -> dict[str, Any]:
-    """Collect a row's fields that are not null; return those of ShareGPT and Alpaca as `messages`."""
+    """Collect a row's fields that are not null; return those of ShareGPT and Alpaca as
+    `messages`."""
     if not isinstance(row, Mapping):
         raise FieldError(None, f"found {_found(row)}: a record is an object; {_LAYOUTS}")
     given = {str(name): value for name, value in row.items() if value is not None}
@@ -125,7 +145,10 @@ def _given(row: Any) -> dict[str, Any]:
     if "instruction" in given and ("output" in given or "text" not in given):
         asked = [_string(name, given[name]) for name in ("instruction", "input") if name in given]
         answered = [{"role": "assistant", "content": given["output"]}] if "output" in given else []
-        given["messages"] = [{"role": "user", "content": "\n\n".join(filter(None, asked))}, *answered]
+        given["messages"] = [
+            {"role": "user", "content": "\n\n".join(filter(None, asked))},
+            *answered,
+        ]
         given.pop("text", None)  # it repeats the other fields
     elif isinstance(given.get("conversations"), list) and "text" not in given:
         given["messages"] = [_of_sharegpt(message) for message in given["conversations"]]
@@ -140,45 +163,61 @@ def _of_sharegpt(message: Any) -> Any:
 
 
 def _trajectory(given: Mapping[str, Any]) -> Trajectory:
-    """Make a trajectory of a row's fields; `FieldError` unless each id of the response has a step."""
+    """Make a trajectory of a row's fields; `FieldError` unless each id of the response has a
+    step."""
     found: Any = [given.get(name) for name in ("ids", "response_start", "reveal_step")]
     ids, start, steps = found
-    whole = all(isinstance(one, list) and one and {type(number) for number in one} == {int} for one in (ids, [start], steps))
+    whole = all(
+        isinstance(one, list) and one and {type(number) for number in one} == {int}
+        for one in (ids, [start], steps)
+    )
     if not whole or not 0 <= start < len(ids) or len(steps) != len(ids) - start or min(steps) < 0:
         raise FieldError(
             "reveal_step",
-            "needed are ids, response_start, the index of the response's first id, and a step from 0 on for each response id: "
-            "give what mrp decode writes",
+            "needed are ids, response_start, the index of the response's first id, and a step from "
+            "0 on for each response id: give what mrp decode writes",
         )
     if max(steps) > _MOST:
         raise FieldError("reveal_step", f"found {max(steps)}: a step is at most {_MOST}")
     decoder = given.get("decoded_by", {})
     if not isinstance(decoder, Mapping):
         raise FieldError(
-            "decoded_by", f"found {_found(decoder)}: an object is needed, as mrp decode writes it, or no such field"
+            "decoded_by",
+            f"found {_found(decoder)}: an object is needed, as mrp decode writes it, or no such "
+            "field",
         )
     return Trajectory(ids, start, steps, decoder)
 
 
 def _messages(messages: Any) -> list[dict[str, Any]]:
-    """Check the messages of a conversation, prompt and completion joined; return them without fields that are null."""
+    """Check the messages of a conversation, prompt and completion joined; return them without
+    fields that are null."""
     if not isinstance(messages, list) or not messages:
         raise FieldError("messages", f"found {_found(messages)}: a list of messages is needed")
     made = []
     for number, message in enumerate(messages):
         at = f"messages[{number}]"
         if not isinstance(message, Mapping):
-            raise FieldError(at, f"found {_found(message)}: an object with 'role' and 'content' is needed")
+            raise FieldError(
+                at, f"found {_found(message)}: an object with 'role' and 'content' is needed"
+            )
         # Tables fill missing fields with null, which templates would print.
         message = {key: value for key, value in message.items() if value is not None}
         role, calls = message.get("role"), message.get("tool_calls")
         if role not in ROLES:
-            raise FieldError(f"{at}.role", f"found {_found(role)}: one of {', '.join(ROLES)} is needed")
+            raise FieldError(
+                f"{at}.role", f"found {_found(role)}: one of {', '.join(ROLES)} is needed"
+            )
         if not calls or "content" in message:
-            (_learned if role == "assistant" and not calls else _string)(f"{at}.content", message.get("content"))
+            (_learned if role == "assistant" and not calls else _string)(
+                f"{at}.content", message.get("content")
+            )
         made.append(message)
     if made[0]["role"] == "assistant":
-        raise FieldError("messages[0].role", "found 'assistant' in the first message: a turn that it answers must come before")
+        raise FieldError(
+            "messages[0].role",
+            "found 'assistant' in the first message: a turn that it answers must come before",
+        )
     return made
 
 
@@ -200,12 +239,16 @@ def check_utf8(text: str, name: str | None = None) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        found = f"{'found ' * (name is not None)}half a surrogate pair, {text[error.start]!a}, at character {error.start}"
+        found = (
+            f"{'found ' * (name is not None)}half a surrogate pair, {text[error.start]!a}, at "
+            f"character {error.start}"
+        )
         raise FieldError(name, f"{found}: text that UTF-8 can hold is needed") from error
 
 
 def decoded_line(line: bytes) -> Any:
-    """Parse a line of JSON in UTF-8, with or without a byte order mark; `FieldError` if it is malformed."""
+    """Parse a line of JSON in UTF-8, with or without a byte order mark; `FieldError` if it is
+    malformed."""
     try:
         return json.loads(line.decode("utf-8-sig").strip())
     except (ValueError, RecursionError) as error:

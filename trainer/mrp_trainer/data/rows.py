@@ -19,29 +19,40 @@ _WINDOW = 4096  # number of samples among which rows are packed
 
 
 class RecordRows(Dataset[list[Sample]]):
-    """A dataset of rows that hold the samples of a user's records: one sample each or, if `packed`, several with at most the
-    encoder's capacity of tokens.
+    """A dataset of rows that hold the samples of a user's records: one sample each or, if `packed`,
+    several with at most the encoder's capacity of tokens.
 
-    Every record is checked and encoded once; its ids stay in memory, five bytes a token. All epochs have the same rows, and
-    item i is a row of epoch `i // len`. With `shuffle` the order of rows depends on seed and epoch; otherwise it is the order
-    of records. A sample's `index` is epoch * number of samples + its number.
+    Every record is checked and encoded once; its ids stay in memory, five bytes a token. All epochs
+    have the same rows, and item i is a row of epoch `i // len`. With `shuffle` the order of rows
+    depends on seed and epoch; otherwise it is the order of records. A sample's `index` is epoch *
+    number of samples + its number.
 
     Raises:
         RecordError: if records are malformed, or there is none.
-        ValueError: if every record was cut, or left out because its prompt alone fills `max_length`.
+        ValueError: if every record was cut, or left out because its prompt alone fills
+            `max_length`.
     """
 
     def __init__(
-        self, source: Source, encoder: RecordEncoder, packed: bool = True, seed: int = 0, shuffle: bool = True
+        self,
+        source: Source,
+        encoder: RecordEncoder,
+        packed: bool = True,
+        seed: int = 0,
+        shuffle: bool = True,
     ) -> None:
         self.seed, self.shuffle = seed, shuffle
         made = [sample for _, sample in checked(source, encoder.sample)]
         self._samples = [sample for sample in made if sample is not None]
-        count, whole = len(self._samples), sum(sample.length is not None for sample in self._samples)
+        count, whole = (
+            len(self._samples),
+            sum(sample.length is not None for sample in self._samples),
+        )
         if whole < len(made):
             found = (
-                f"{', '.join(source.tables)}: of {len(made)} records {count - whole} lose their end to max_length "
-                f"{encoder.max_length}, and {len(made) - count} all that is learned"
+                f"{', '.join(source.tables)}: of {len(made)} records {count - whole} lose their "
+                f"end to max_length {encoder.max_length}, and {len(made) - count} all that is "
+                "learned"
             )
             if not whole:
                 raise ValueError(f"{found}: raise max_length, or shorten the records")
@@ -50,7 +61,11 @@ class RecordRows(Dataset[list[Sample]]):
             lengths = np.asarray([len(sample.ids) for sample in self._samples])
             order = _order(count, seed, 0) if shuffle else np.arange(count)
             windows = [order[begin : begin + _WINDOW] for begin in range(0, count, _WINDOW)]
-            self._rows = [numbers[row] for numbers in windows for row in pack(lengths[numbers], encoder.capacity)]
+            self._rows = [
+                numbers[row]
+                for numbers in windows
+                for row in pack(lengths[numbers], encoder.capacity)
+            ]
         else:
             self._rows = list(np.arange(count)[:, None])
 
@@ -65,11 +80,15 @@ class RecordRows(Dataset[list[Sample]]):
         if self.shuffle:
             row = int(_order(len(self), self.seed, epoch)[row])
         first = epoch * len(self._samples)
-        return [replace(self._samples[number], index=first + number) for number in self._rows[row].tolist()]
+        return [
+            replace(self._samples[number], index=first + number)
+            for number in self._rows[row].tolist()
+        ]
 
 
 def pack(lengths: np.ndarray, max_length: int) -> list[np.ndarray]:
-    """Pack samples into rows: the longest first, each into the first row with room (first-fit decreasing).
+    """Pack samples into rows: the longest first, each into the first row with room (first-fit
+    decreasing).
 
     Args:
         lengths: [n] int64, the tokens of each sample, none above `max_length`.

@@ -1,4 +1,5 @@
-"""A sampler that batches rows of similar length, and a dataset that fills up evaluation rows for several processes."""
+"""A sampler that batches rows of similar length, and a dataset that fills up evaluation rows for
+several processes."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -12,19 +13,21 @@ from .samples import Sample, samples_of
 
 
 class LengthBucketSampler(Sampler[int]):
-    """A sampler that goes through the dataset in windows of 16 batches, and batches rows of similar length within a window.
+    """A sampler that goes through the dataset in windows of 16 batches, and batches rows of similar
+    length within a window.
 
-    Indices go on over epochs: row i is yielded as i, len + i, 2 * len + i and so on, so that its samples have another index,
-    and with it other noise, at every visit. The last step of an epoch is filled up with the first rows of the next one;
-    accelerate would fill it with rows that depend on the number of processes. The order depends only on the window's number, so
-    that a resumed run sees the same batches, and on `batch_size`, not on how a step is divided among processes and accumulation
-    steps.
+    Indices go on over epochs: row i is yielded as i, len + i, 2 * len + i and so on, so that its
+    samples have another index, and with it other noise, at every visit. The last step of an epoch
+    is filled up with the first rows of the next one; accelerate would fill it with rows that depend
+    on the number of processes. The order depends only on the window's number, so that a resumed run
+    sees the same batches, and on `batch_size`, not on how a step is divided among processes and
+    accumulation steps.
 
     Args:
         dataset: A map-style dataset of rows; each is a sample, or several samples.
         batch_size: Rows of one step, over all processes and accumulation steps.
-        epoch: A function that returns the epoch when an iteration begins: in a resumed run over several processes, accelerate's
-            wrappers would not pass the epoch on.
+        epoch: A function that returns the epoch when an iteration begins: in a resumed run over
+            several processes, accelerate's wrappers would not pass the epoch on.
     """
 
     def __init__(self, dataset: Any, batch_size: int, epoch: Callable[[], int]) -> None:
@@ -39,22 +42,29 @@ class LengthBucketSampler(Sampler[int]):
         end = first + len(self)
         for begin in range(first, end, window):
             order = sorted(range(begin, min(begin + window, end)), key=self._cost)
-            batches = [order[i : i + self.batch_size] for i in range(0, len(order), self.batch_size)]
+            batches = [
+                order[i : i + self.batch_size] for i in range(0, len(order), self.batch_size)
+            ]
             random.Random(begin).shuffle(batches)
             for batch in batches:
                 yield from batch
 
     def _cost(self, visit: int) -> int:
-        """Estimate the length of a row in a packed pass: its clean tokens, plus its response tokens twice."""
-        return sum(len(sample.ids) + 2 * int(sample.response.sum()) for sample in samples_of(self.dataset[visit]))
+        """Estimate the length of a row in a packed pass: its clean tokens, plus its response tokens
+        twice."""
+        return sum(
+            len(sample.ids) + 2 * int(sample.response.sum())
+            for sample in samples_of(self.dataset[visit])
+        )
 
 
 Row = Sample | Sequence[Sample]
 
 
 class FilledUp(Dataset[Row]):
-    """A dataset with further rows, which have no loss, up to a multiple of the rows that all processes take at once: accelerate
-    would repeat the first rows instead, which would then count twice."""
+    """A dataset with further rows, which have no loss, up to a multiple of the rows that all
+    processes take at once: accelerate would repeat the first rows instead, which would then count
+    twice."""
 
     def __init__(self, rows: Any, multiple: int) -> None:
         self.rows = rows

@@ -13,9 +13,12 @@ class Sample:
     Attributes:
         index: Number of the visit, another in every epoch; seed and index decide the noise.
         ids: [tokens] int32, a whole number of blocks.
-        response: [tokens] bool, whether a token is learned: assistant turns, and the padding after the end of the text.
-        length: Number of tokens before the padding; None for a text that was cut, as its end is missing.
-        reveal_step: [tokens] int32, the decoding step that revealed each token, -1 in prompt and padding; None for other texts.
+        response: [tokens] bool, whether a token is learned: assistant turns, and the padding after
+            the end of the text.
+        length: Number of tokens before the padding; None for a text that was cut, as its end is
+            missing.
+        reveal_step: [tokens] int32, the decoding step that revealed each token, -1 in prompt and
+            padding; None for other texts.
     """
 
     index: int
@@ -25,7 +28,8 @@ class Sample:
     reveal_step: np.ndarray | None = None
 
     def response_blocks(self, block_size: int) -> np.ndarray:
-        """Return the indices [n] of the blocks with learned tokens, which are those that noisy copies repeat."""
+        """Return the indices [n] of the blocks with learned tokens, which are those that noisy
+        copies repeat."""
         return np.flatnonzero(self.response.reshape(-1, block_size).any(1))
 
 
@@ -38,12 +42,14 @@ def make_sample(
     capacity: int,
     reveal_step: Sequence[int] | None = None,
 ) -> Sample | None:
-    """Make a text's sample, with index 0, from its ids [n], whether each is learned [n], and the step that revealed it [n].
+    """Make a text's sample, with index 0, from its ids [n], whether each is learned [n], and the
+    step that revealed it [n].
 
-    The last block of a text that `ended` is filled with `pad_token_id`, which is learned, too. A text without an end is cut to
-    whole blocks, as the rest of its last block is unknown. A text longer than `capacity`, a number of tokens in whole blocks,
-    is cut after the last block within capacity that has learned tokens; its sample has `length` None. Return None if no learned
-    token is left.
+    The last block of a text that `ended` is filled with `pad_token_id`, which is learned, too. A
+    text without an end is cut to whole blocks, as the rest of its last block is unknown. A text
+    longer than `capacity`, a number of tokens in whole blocks, is cut after the last block within
+    capacity that has learned tokens; its sample has `length` None. Return None if no learned token
+    is left.
     """
     is_cut, length = len(ids) > capacity, min(len(ids), capacity)
     if is_cut or not ended:
@@ -59,7 +65,9 @@ def make_sample(
         np.asarray([*ids[:length], *[pad_token_id] * padding], dtype=np.int32),
         np.asarray([*response[:length], *[True] * padding], dtype=bool),
         None if is_cut else length,
-        None if reveal_step is None else np.asarray([*reveal_step[:length], *[-1] * padding], dtype=np.int32),
+        None
+        if reveal_step is None
+        else np.asarray([*reveal_step[:length], *[-1] * padding], dtype=np.int32),
     )
 
 

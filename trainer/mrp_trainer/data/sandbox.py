@@ -1,15 +1,18 @@
 """A sandbox for small Python functions that a model wrote: each is called in a process of its own.
 
-`run_functions` starts one bare interpreter (``python -I -S``: no environment, no installed packages, an empty working folder),
-which forks a child for every program. The child checks the syntax tree against a list of what is allowed, calls the function
-under the limits of the operating system, and writes its results to a pipe.
+`run_functions` starts one bare interpreter (``python -I -S``: no environment, no installed
+packages, an empty working folder), which forks a child for every program. The child checks the
+syntax tree against a list of what is allowed, calls the function under the limits of the operating
+system, and writes its results to a pipe.
 
-A hostile program **cannot** name anything but its own variables and nine builtins. As a second defence, limits hold: 1 second
-of CPU time and 10 of wall clock, 256 MiB of memory, no file or socket opened, no byte written to a file, and (for users other
-than root) no process started. A program that is too slow, too big, or crashes its interpreter fails alone.
+A hostile program **cannot** name anything but its own variables and nine builtins. As a second
+defence, limits hold: 1 second of CPU time and 10 of wall clock, 256 MiB of memory, no file or
+socket opened, no byte written to a file, and (for users other than root) no process started. A
+program that is too slow, too big, or crashes its interpreter fails alone.
 
-It **can** use up its CPU time and memory, and return anything. Whoever finds a way through both the list and CPython acts as
-the user who runs the command: run weights that you do not trust as a user with nothing to lose. Needs a POSIX system.
+It **can** use up its CPU time and memory, and return anything. Whoever finds a way through both the
+list and CPython acts as the user who runs the command: run weights that you do not trust as a user
+with nothing to lose. Needs a POSIX system.
 """
 
 import ast
@@ -19,43 +22,85 @@ import signal
 import subprocess
 import sys
 import tempfile
-import unicodedata  # noqa: F401  # the parser imports it for names and escapes beyond ASCII, when no file can be opened any more
+
+# The parser imports unicodedata for names and escapes beyond ASCII, when no file can be opened any
+# more.
+import unicodedata  # noqa: F401
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
 _CPU_SECONDS, _SECONDS, _MEMORY, _ANSWER = 1, 10, 2**28, 2**20  # the last two in bytes
 
-_BUILTINS: dict[str, Callable[..., Any]] = {f.__name__: f for f in (sum, len, max, min, abs, sorted, list, int, bool)}
+_BUILTINS: dict[str, Callable[..., Any]] = {
+    f.__name__: f for f in (sum, len, max, min, abs, sorted, list, int, bool)
+}
 _GRAMMAR = (
-    *(ast.Assign, ast.AugAssign, ast.For, ast.If, ast.Return, ast.Expr, ast.Pass, ast.Break, ast.Continue),
-    *(ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.And, ast.Or, ast.Compare, ast.IfExp, ast.Subscript, ast.Call),
+    *(
+        ast.Assign,
+        ast.AugAssign,
+        ast.For,
+        ast.If,
+        ast.Return,
+        ast.Expr,
+        ast.Pass,
+        ast.Break,
+        ast.Continue,
+    ),
+    *(
+        ast.BinOp,
+        ast.UnaryOp,
+        ast.BoolOp,
+        ast.And,
+        ast.Or,
+        ast.Compare,
+        ast.IfExp,
+        ast.Subscript,
+        ast.Call,
+    ),
     *(ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod, ast.USub, ast.UAdd, ast.Not),
     *(ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.In, ast.NotIn),
-    *(ast.List, ast.ListComp, ast.GeneratorExp, ast.comprehension, ast.Name, ast.Load, ast.Store, ast.Constant),
+    *(
+        ast.List,
+        ast.ListComp,
+        ast.GeneratorExp,
+        ast.comprehension,
+        ast.Name,
+        ast.Load,
+        ast.Store,
+        ast.Constant,
+    ),
 )
 
 
 def run_functions(programs: Sequence[tuple[str, Sequence[Any]]]) -> list[list[Any] | str]:
     """Call functions that are given as source text, without letting them do harm.
 
-    A text is one function of one plain argument. Its body may hold assignments, ``for``, ``if``, ``return``, ``pass``,
-    ``break`` and ``continue``; expressions are ``+ - * // %``, ``not and or``, comparisons except ``is``, ``a if b else c``,
-    lists, list comprehensions, generator expressions, ``x[i]`` and calls of ``sum len max min abs sorted list int bool``.
-    Constants are ints, bools, strs and None.
+    A text is one function of one plain argument. Its body may hold assignments, ``for``, ``if``,
+    ``return``, ``pass``, ``break`` and ``continue``; expressions are ``+ - * // %``, ``not and
+    or``, comparisons except ``is``, ``a if b else c``, lists, list comprehensions, generator
+    expressions, ``x[i]`` and calls of ``sum len max min abs sorted list int bool``. Constants are
+    ints, bools, strs and None.
 
     Args:
         programs: (text, arguments) of each program, the arguments as JSON has them.
 
     Returns:
-        For each program, a list with the result for each argument, or a text that says why it was refused or failed.
+        For each program, a list with the result for each argument, or a text that says why it was
+        refused or failed.
     """
     if not programs:
         return []
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-I", "-S", "-W", "ignore", os.path.abspath(__file__)]
         ended = subprocess.run(
-            command, input=json.dumps(programs), stdout=subprocess.PIPE, cwd=folder, env={}, text=True, check=True
+            command,
+            input=json.dumps(programs),
+            stdout=subprocess.PIPE,
+            cwd=folder,
+            env={},
+            text=True,
+            check=True,
         )
     return [_results(line) for line in ended.stdout.splitlines()]
 
@@ -68,7 +113,8 @@ def _results(line: str) -> list[Any] | str:
 
 
 def _serve() -> None:
-    """Run the programs from standard input in child processes; print each child's line of JSON, up to `_ANSWER` bytes."""
+    """Run the programs from standard input in child processes; print each child's line of JSON, up
+    to `_ANSWER` bytes."""
     for source, arguments in json.load(sys.stdin):
         reader, writer = os.pipe()
         child = os.fork()
@@ -86,7 +132,8 @@ def _serve() -> None:
 
 
 def _confine(writer: int) -> None:
-    """Restrict this process: only the pipe `writer` stays open, and time, memory and files are limited."""
+    """Restrict this process: only the pipe `writer` stays open, and time, memory and files are
+    limited."""
     import resource
 
     os.dup2(writer, 1)
@@ -96,7 +143,15 @@ def _confine(writer: int) -> None:
     for limit, value in (
         (resource.RLIMIT_CPU, _CPU_SECONDS),
         (resource.RLIMIT_AS, _MEMORY),
-        *((limit, 0) for limit in (resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC, resource.RLIMIT_NOFILE, resource.RLIMIT_CORE)),
+        *(
+            (limit, 0)
+            for limit in (
+                resource.RLIMIT_FSIZE,
+                resource.RLIMIT_NPROC,
+                resource.RLIMIT_NOFILE,
+                resource.RLIMIT_CORE,
+            )
+        ),
     ):
         with suppress(ValueError):  # a lower limit is set already, or the system lacks this limit
             resource.setrlimit(limit, (value, value))
@@ -112,13 +167,19 @@ def _answer(source: str, arguments: Sequence[Any]) -> str:
 
 
 def _function(source: str) -> Callable[[Any], Any]:
-    """Compile the function in a source text; `ValueError` for syntax that is not allowed, `SyntaxError` if it is not Python."""
+    """Compile the function in a source text; `ValueError` for syntax that is not allowed,
+    `SyntaxError` if it is not Python."""
     module = ast.parse(source)
     match module.body:
         case [
             ast.FunctionDef(
                 args=ast.arguments(
-                    posonlyargs=[], args=[ast.arg(annotation=None)], vararg=None, kwonlyargs=[], kwarg=None, defaults=[]
+                    posonlyargs=[],
+                    args=[ast.arg(annotation=None)],
+                    vararg=None,
+                    kwonlyargs=[],
+                    kwarg=None,
+                    defaults=[],
                 ),
                 decorator_list=[],
                 returns=None,
@@ -126,7 +187,9 @@ def _function(source: str) -> Callable[[Any], Any]:
         ]:
             parts = [*function.body, *getattr(function, "type_params", ())]
         case _:
-            raise ValueError("the text must be one undecorated function of one plain argument, and nothing else")
+            raise ValueError(
+                "the text must be one undecorated function of one plain argument, and nothing else"
+            )
     for part in parts:
         for node in ast.walk(part):
             _check(node)

@@ -18,7 +18,8 @@ _MOST = 20  # malformed records that are collected before an error is raised
 
 @dataclass(frozen=True)
 class Source:
-    """Tables of records by the names that errors use; an item is a row, or a line of JSON as bytes, skipped if blank."""
+    """Tables of records by the names that errors use; an item is a row, or a line of JSON as bytes,
+    skipped if blank."""
 
     tables: Mapping[str, Iterable[Any]]
 
@@ -34,8 +35,8 @@ def _lines(path: str) -> Iterator[bytes]:
 
 
 def open_source(paths: Sequence[str], split: str = "train") -> Source:
-    """Open data as a source: files of JSON lines, or the `split` of one dataset, which is a folder that `datasets` saved or can
-    load, or an id on the Hub.
+    """Open data as a source: files of JSON lines, or the `split` of one dataset, which is a folder
+    that `datasets` saved or can load, or an id on the Hub.
 
     Raises:
         RecordError: if a path is missing or cannot be read.
@@ -45,7 +46,11 @@ def open_source(paths: Sequence[str], split: str = "train") -> Source:
     if not paths:
         raise ValueError("no data: give --data, or data in the YAML file")
     files = [path for path in paths if os.path.isfile(path)]
-    on_hub = [path for path in paths if not os.path.exists(path) and is_hub_id(path) and not path.endswith((".json", ".jsonl"))]
+    on_hub = [
+        path
+        for path in paths
+        if not os.path.exists(path) and is_hub_id(path) and not path.endswith((".json", ".jsonl"))
+    ]
     if missing := [path for path in paths if not os.path.exists(path) and path not in on_hub]:
         raise RecordError([f"{path}: there is no such file or folder" for path in missing])
     if len(files) == len(paths):
@@ -56,26 +61,31 @@ def open_source(paths: Sequence[str], split: str = "train") -> Source:
 
 
 def source_of(dataset: Any, name: str) -> Source | None:
-    """Make the source of a dataset: a `datasets.Dataset`, a list of records or another map-style dataset of mappings, a path
-    that `open_source` takes, or a source. Errors call the dataset `name`.
+    """Make the source of a dataset: a `datasets.Dataset`, a list of records or another map-style
+    dataset of mappings, a path that `open_source` takes, or a source. Errors call the dataset
+    `name`.
 
-    Returns None if the first item is not a mapping. `ValueError` if the dataset has no length, `RecordError` if a path cannot
-    be read.
+    Returns None if the first item is not a mapping. `ValueError` if the dataset has no length,
+    `RecordError` if a path cannot be read.
     """
     if isinstance(dataset, str | os.PathLike):
         return open_source([os.fspath(dataset)])
     if isinstance(dataset, Source):
         return dataset
     if not hasattr(dataset, "__len__"):
-        raise ValueError(f"{name} is a {type(dataset).__name__}, which comes in order only: give a list, or a .jsonl file")
+        raise ValueError(
+            f"{name} is a {type(dataset).__name__}, which comes in order only: give a list, or a "
+            ".jsonl file"
+        )
     return Source({name: dataset}) if len(dataset) == 0 or isinstance(dataset[0], Mapping) else None
 
 
 def checked(source: Source, read: Callable[[Any], Any]) -> Iterator[tuple[int, Any]]:
-    """Read the records of a source; yield the number of each line, from 1 on, and what `read` returns for its record.
+    """Read the records of a source; yield the number of each line, from 1 on, and what `read`
+    returns for its record.
 
-    `read` raises `FieldError` for a malformed record. After the first malformed record nothing is yielded: the rest is read
-    only to collect further errors, and all are raised together.
+    `read` raises `FieldError` for a malformed record. After the first malformed record nothing is
+    yielded: the rest is read only to collect further errors, and all are raised together.
 
     Raises:
         RecordError: if some record is malformed, or a table has none.
@@ -83,14 +93,19 @@ def checked(source: Source, read: Callable[[Any], Any]) -> Iterator[tuple[int, A
     problems: list[str] = []
     for name, rows in source.tables.items():
         empty = True
-        for line, row in enumerate(tqdm(rows, f"reading {name}", disable=None, leave=False), start=1):
+        for line, row in enumerate(
+            tqdm(rows, f"reading {name}", disable=None, leave=False), start=1
+        ):
             if isinstance(row, bytes) and not row.strip():
                 continue
             empty = False
             try:
                 made = read(decoded_line(row) if isinstance(row, bytes) else row)
             except FieldError as error:
-                where = f"{name}, line {line}{f', field {error.field_name}' if error.field_name else ''}"
+                where = (
+                    f"{name}, line {line}"
+                    f"{f', field {error.field_name}' if error.field_name else ''}"
+                )
                 problems.append(f"{where}: {error}")
                 if len(problems) == _MOST:
                     raise RecordError(problems, more=True) from error
@@ -108,7 +123,8 @@ def _load(path: Path, split: str) -> Source:
         datasets = import_module("datasets")
     except ImportError as error:
         raise ImportError(
-            f"{path} is read with the package datasets: pip install 'modeling-mrp[train]', or give .jsonl files"
+            f"{path} is read with the package datasets: pip install 'modeling-mrp[train]', or give "
+            ".jsonl files"
         ) from error
     try:
         if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
@@ -116,7 +132,10 @@ def _load(path: Path, split: str) -> Source:
             table = table[split] if isinstance(table, datasets.DatasetDict) else table
         else:
             table = datasets.load_dataset(str(path), split=split)
-    except Exception as error:  # datasets passes errors of its readers on: their own, OSError, KeyError, ValueError
+    # datasets passes errors of its readers on: their own, OSError, KeyError, ValueError
+    except Exception as error:
         cause = error.__cause__ or error
-        raise RecordError([f"{path}: datasets cannot read split {split!r} of it: {type(cause).__name__}: {cause}"]) from error
+        raise RecordError(
+            [f"{path}: datasets cannot read split {split!r} of it: {type(cause).__name__}: {cause}"]
+        ) from error
     return Source({str(path): table})

@@ -2,15 +2,19 @@
 
 Three families, each a pure function of ``(family, split, index)``:
 
-* ``math``: a word problem with small numbers, answered by a chain of short equations and a final ``#### number``.
-* ``code``: a one-sentence specification, answered by a small Python function that is run on hidden inputs.
-* ``source``: a stretch of real Python source of the interpreter's standard library, to be continued. It has no right answer.
+* ``math``: a word problem with small numbers, answered by a chain of short equations and a final
+  ``#### number``.
+* ``code``: a one-sentence specification, answered by a small Python function that is run on hidden
+  inputs.
+* ``source``: a stretch of real Python source of the interpreter's standard library, to be
+  continued. It has no right answer.
 
-The answers contain free choices that must agree with each other (the order of operands, names of one to three tokens that
-recur, loop or comprehension): a decoder that reveals several positions at once without checking gets them wrong.
+The answers contain free choices that must agree with each other (the order of operands, names of
+one to three tokens that recur, loop or comprehension): a decoder that reveals several positions at
+once without checking gets them wrong.
 
-The hash of a problem's prompt decides its split, so no prompt can occur in two splits; the splits also draw from disjoint
-seeds. `mrp tasks` writes problems as JSON lines.
+The hash of a problem's prompt decides its split, so no prompt can occur in two splits; the splits
+also draw from disjoint seeds. `mrp tasks` writes problems as JSON lines.
 """
 
 import hashlib
@@ -33,12 +37,17 @@ FAMILIES: tuple[Family, ...] = get_args(Family)
 SPLITS: tuple[Split, ...] = get_args(Split)
 
 # Percents of the hash range that belong to a split.
-_SPLIT_RANGES: dict[Split, range] = {"heldout": range(0, 8), "tune": range(8, 16), "train": range(16, 100)}
+_SPLIT_RANGES: dict[Split, range] = {
+    "heldout": range(0, 8),
+    "tune": range(8, 16),
+    "train": range(16, 100),
+}
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem: the user's `prompt` (for ``source`` the text to continue), and one of its right answers.
+    """A problem: the user's `prompt` (for ``source`` the text to continue), and one of its right
+    answers.
 
     Attributes:
         number: ``math``: the number that must follow ``####``.
@@ -72,7 +81,11 @@ _TOLD: dict[str, tuple[str, ...]] = {
     "-": ("{p} loses {n}.", "{p} gives {n} to {q}.", "{p} sells {n}."),
     "*": ("Then {p} has {times} times as many.", "The number grows {times} times."),
 }
-_RESULTS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+_RESULTS: dict[str, Callable[[int, int], int]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+}
 _LARGEST = 30
 
 
@@ -89,7 +102,9 @@ def _math(rng: random.Random) -> Problem:
     things = rng.choice(_THINGS)
     value = rng.randint(2, 20)
     sentences = [
-        rng.choice(("{p} has {n} {things}.", "{p} starts with {n} {things}.")).format(p=person, n=value, things=things)
+        rng.choice(("{p} has {n} {things}.", "{p} starts with {n} {things}.")).format(
+            p=person, n=value, things=things
+        )
     ]
     unknown = _name(rng)
     lines = [rng.choice(_OPENINGS).format(u=unknown, things=things)]
@@ -100,12 +115,19 @@ def _math(rng: random.Random) -> Problem:
             operand = 3 if value * 3 <= _LARGEST and rng.random() < 0.5 else 2
         else:
             operand = rng.randint(1, min(9, _LARGEST - value if kind == "+" else value - 1))
-        words = {"p": person, "q": other, "n": operand, "times": {2: "two", 3: "three"}.get(operand)}
+        words = {
+            "p": person,
+            "q": other,
+            "n": operand,
+            "times": {2: "two", 3: "three"}.get(operand),
+        }
         sentences.append(rng.choice(_TOLD[kind]).format(**words))
         left, right = (operand, value) if kind != "-" and rng.random() < 0.5 else (value, operand)
         value = _RESULTS[kind](value, operand)
         lines.append(f"{unknown} = {left} {kind} {right} = {value}")
-    sentences.append(rng.choice((f"How many {things} does {person} have?", f"How many {things} are there now?")))
+    sentences.append(
+        rng.choice((f"How many {things} does {person} have?", f"How many {things} are there now?"))
+    )
     lines.append(f"#### {value}")
     return Problem("math", " ".join(sentences), "\n".join(lines), number=value)
 
@@ -114,8 +136,8 @@ _EQUATION = re.compile(r"([a-z_]+) = (\d{1,9}) ([-+*]) (\d{1,9}) = (\d{1,9})")
 
 
 def _judge_math(problem: Problem, text: str) -> bool:
-    """Return whether the final number is right, every equation is true and continues from the result before it, and all are
-    about the unknown that the opening names."""
+    """Return whether the final number is right, every equation is true and continues from the
+    result before it, and all are about the unknown that the opening names."""
     lines = text.strip().split("\n")
     if len(lines) < 3 or lines[-1] != f"#### {problem.number}":
         return False
@@ -130,12 +152,17 @@ def _judge_math(problem: Problem, text: str) -> bool:
             return False
         unknowns.add(unknown)
         results.append(int(result))
-    return len(unknowns) == 1 and unknowns.pop() in re.findall(r"[a-z_]+", lines[0]) and results[-1] == problem.number
+    return (
+        len(unknowns) == 1
+        and unknowns.pop() in re.findall(r"[a-z_]+", lines[0])
+        and results[-1] == problem.number
+    )
 
 
 @dataclass(frozen=True)
 class _Phrase:
-    """A fragment of a specification: its words, its Python (``{x}`` stands for the variable) and what it computes."""
+    """A fragment of a specification: its words, its Python (``{x}`` stands for the variable) and
+    what it computes."""
 
     words: str
     python: tuple[str, ...]
@@ -181,19 +208,35 @@ def _code_number(rng: random.Random) -> Problem:
         (
             "def {f}({x}):\n    if {test}:\n        return {yes}\n    return {no}",
             "def {f}({x}):\n    return {yes} if {test} else {no}",
-            "def {f}({x}):\n    if {test}:\n        {x} = {yes}\n    else:\n        {x} = {no}\n    return {x}",
+            "def {f}({x}):\n"
+            "    if {test}:\n"
+            "        {x} = {yes}\n"
+            "    else:\n"
+            "        {x} = {no}\n"
+            "    return {x}",
         )
     )
     answer = layout.format(
-        f=function, x=x, **{k: rng.choice(p.python).format(x=x) for k, p in (("test", test), ("yes", yes), ("no", no))}
+        f=function,
+        x=x,
+        **{
+            k: rng.choice(p.python).format(x=x)
+            for k, p in (("test", test), ("yes", yes), ("no", no))
+        },
     )
     cases = [(v, yes.compute(v) if test.compute(v) else no.compute(v)) for v in range(-5, 20)]
     return Problem("code", prompt, answer, cases=cases)
 
 
-# By what the function has to return: prompts, start and increment of the loop, and the comprehension.
+# By what the function has to return: prompts, start and increment of the loop, and the
+# comprehension.
 _LOOP = (
-    "def {f}({xs}):\n    {acc} = ZERO\n    for {x} in {xs}:\n        if {test}:\n            {acc} += GAIN\n    return {acc}"
+    "def {f}({xs}):\n"
+    "    {acc} = ZERO\n"
+    "    for {x} in {xs}:\n"
+    "        if {test}:\n"
+    "            {acc} += GAIN\n"
+    "    return {acc}"
 )
 _GOALS: dict[str, tuple[tuple[str, ...], str, str, str]] = {
     "sum": (
@@ -245,7 +288,9 @@ def _code_list(rng: random.Random) -> Problem:
         x=x,
         acc=acc,
         each=python_each,
-        test=[rng.choice(test.python).format(x=tested) for tested in (x, f"({python_each})")][goal == "count"],
+        test=[rng.choice(test.python).format(x=tested) for tested in (x, f"({python_each})")][
+            goal == "count"
+        ],
     )
 
     def expected(values: list[int]) -> Any:
@@ -254,10 +299,15 @@ def _code_list(rng: random.Random) -> Problem:
         kept = [each.compute(v) for v in values if test.compute(v)]
         return sum(kept) if goal == "sum" else kept
 
-    inputs: list[list[int]] = [[rng.randint(-5, 20) for _ in range(length)] for length in (0, 1, 5, 8, 12)]
+    inputs: list[list[int]] = [
+        [rng.randint(-5, 20) for _ in range(length)] for length in (0, 1, 5, 8, 12)
+    ]
     inputs.append(list(range(-5, 21)))
     return Problem(
-        "code", rng.choice(prompts).format(test=test.words, each=each.words), answer, cases=[(v, expected(v)) for v in inputs]
+        "code",
+        rng.choice(prompts).format(test=test.words, each=each.words),
+        answer,
+        cases=[(v, expected(v)) for v in inputs],
     )
 
 
@@ -267,7 +317,8 @@ _SOURCE_ANSWER_CHARS = 240
 
 @cache
 def source_modules(split: Split) -> tuple[str, ...]:
-    """Read the texts of the standard library's top-level modules that belong to a split (by hash of the module's name)."""
+    """Read the texts of the standard library's top-level modules that belong to a split (by hash of
+    the module's name)."""
     folder = Path(sysconfig.get_path("stdlib"))
     return tuple(
         path.read_text(encoding="utf-8")
@@ -287,7 +338,10 @@ def _source(rng: random.Random, split: Split) -> Problem:
 
 def belongs(text: str, split: Split) -> bool:
     """Return whether a text or a name belongs to a split, by its hash."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") % 100 in _SPLIT_RANGES[split]
+    return (
+        int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") % 100
+        in _SPLIT_RANGES[split]
+    )
 
 
 def make_problem(family: Family, split: Split, index: int, seed: int = 0) -> Problem:
@@ -303,12 +357,16 @@ def make_problem(family: Family, split: Split, index: int, seed: int = 0) -> Pro
 
 
 def problems(family: Family, split: Split, count: int, seed: int = 0) -> list[Problem]:
-    """List the first ``count`` problems of a split with different prompts; `ValueError` if it has fewer."""
+    """List the first ``count`` problems of a split with different prompts; `ValueError` if it has
+    fewer."""
     found: dict[str, Problem] = {}
     index = 0
     while len(found) < count:
         if index == 100 * count:
-            raise ValueError(f"count is {count}, and {family}/{split} has about {len(found)} different prompts: ask for fewer")
+            raise ValueError(
+                f"count is {count}, and {family}/{split} has about {len(found)} different prompts: "
+                "ask for fewer"
+            )
         problem = make_problem(family, split, index, seed)
         found.setdefault(problem.prompt, problem)
         index += 1
@@ -316,13 +374,17 @@ def problems(family: Family, split: Split, count: int, seed: int = 0) -> list[Pr
 
 
 def judge(asked: Sequence[Problem], texts: Sequence[str]) -> list[bool | None]:
-    """Judge one text, without special tokens, for each problem; functions run in a process of their own (`run_functions`).
+    """Judge one text, without special tokens, for each problem; functions run in a process of their
+    own (`run_functions`).
 
-    ``math``: True if the chain of equations is true and ends in the right number. ``code``: True if the text is one function,
-    allowed by the sandbox, that reproduces every hidden case. ``source``: None, since real text has no right continuation.
+    ``math``: True if the chain of equations is true and ends in the right number. ``code``: True if
+    the text is one function, allowed by the sandbox, that reproduces every hidden case. ``source``:
+    None, since real text has no right continuation.
     """
     code = [(p, text) for p, text in zip(asked, texts, strict=True) if p.family == "code"]
-    results = iter(run_functions([(text, [argument for argument, _ in p.cases]) for p, text in code]))
+    results = iter(
+        run_functions([(text, [argument for argument, _ in p.cases]) for p, text in code])
+    )
 
     def right(problem: Problem, text: str) -> bool | None:
         if problem.family == "code":
@@ -333,9 +395,17 @@ def judge(asked: Sequence[Problem], texts: Sequence[str]) -> list[bool | None]:
 
 
 def training_lines(family: Family, split: Split, count: int, seed: int = 0) -> Iterator[str]:
-    """Yield problems as JSON records to train on: chats, or for `source` a prompt and its completion."""
+    """Yield problems as JSON records to train on: chats, or for `source` a prompt and its
+    completion."""
     for problem in problems(family, split, count, seed):
         if family == "source":
             yield json.dumps({"prompt": problem.prompt, "completion": problem.answer})
         else:
-            yield json.dumps({"messages": [*problem.messages(), {"role": "assistant", "content": problem.answer}]})
+            yield json.dumps(
+                {
+                    "messages": [
+                        *problem.messages(),
+                        {"role": "assistant", "content": problem.answer},
+                    ]
+                }
+            )

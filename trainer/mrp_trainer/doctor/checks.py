@@ -1,4 +1,5 @@
-"""Checks of weights for finite numbers, of kernels against their PyTorch twins, and of texts against those they must equal."""
+"""Checks of weights for finite numbers, of kernels against their PyTorch twins, and of texts
+against those they must equal."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -39,7 +40,8 @@ QUESTIONS = (
 )
 # New tokens per compared text; and calls before the one that counts, which record its CUDA graphs.
 TOKENS, WARM_UPS = 64, 2
-# Log-probabilities of two texts may differ by this much where the texts part: such near-ties are decided by rounding.
+# Log-probabilities of two texts may differ by this much where the texts part: such near-ties are
+# decided by rounding.
 NEAR_TIE = {torch.float64: 1e-9, torch.float32: 1e-2, torch.bfloat16: 0.25, torch.float16: 0.05}
 # Hidden and intermediate size, layers and heads of the published backbones.
 PUBLISHED = {"1.7B": (2048, 6144, 28, 16), "4B": (2560, 9728, 36, 32), "8B": (4096, 12288, 36, 32)}
@@ -47,8 +49,9 @@ PUBLISHED = {"1.7B": (2048, 6144, 28, 16), "4B": (2560, 9728, 36, 32), "8B": (40
 
 @dataclass(frozen=True)
 class Check:
-    """The result of a check: `ok` is None if it could not run, `difference` is the largest deviation from the right values, and
-    `note` has details, or the reason why it did not run or failed."""
+    """The result of a check: `ok` is None if it could not run, `difference` is the largest
+    deviation from the right values, and `note` has details, or the reason why it did not run or
+    failed."""
 
     name: str
     ok: bool | None
@@ -72,7 +75,8 @@ def checked(name: str, check: Callable[[], Check]) -> Check:
 
 @torch.no_grad()
 def random_model(config: MRPConfig, dtype: torch.dtype, device: torch.device) -> MRPForCausalLM:
-    """Make a model with random matrices and norms of one; without an eos token, it decodes every text to its limit."""
+    """Make a model with random matrices and norms of one; without an eos token, it decodes every
+    text to its limit."""
     with torch.device("meta"):
         model = MRPForCausalLM(config)
     model = model.to(dtype).to_empty(device=device).eval()
@@ -89,21 +93,40 @@ def random_model(config: MRPConfig, dtype: torch.dtype, device: torch.device) ->
 
 
 def published_config(size: str) -> MRPConfig:
-    """Make the config of a published size, such as 4B, with a head of three layers; `ValueError` for an unknown size."""
+    """Make the config of a published size, such as 4B, with a head of three layers; `ValueError`
+    for an unknown size."""
     if (shape := PUBLISHED.get(size.upper())) is None:
         raise ValueError(f"--random {size}: choose one of {', '.join(PUBLISHED)}")
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    shared: dict[str, Any] = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "block_size": 16}
-    shared |= {"max_position_embeddings": 32768, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}
+    shared: dict[str, Any] = {
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "block_size": 16,
+    }
+    shared |= {
+        "max_position_embeddings": 32768,
+        "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"},
+    }
     ids = {"pad_token_id": 1, "eos_token_id": None}
-    return MRPConfig(**dict(zip(names, shape, strict=True)), **shared, **ids, num_nextn_predict_layers=3)
+    return MRPConfig(
+        **dict(zip(names, shape, strict=True)), **shared, **ids, num_nextn_predict_layers=3
+    )
 
 
-def inputs_of(model: MRPForCausalLM, tokenizer: PreTrainedTokenizerBase | None, rows: int, length: int) -> dict[str, Tensor]:
-    """Make inputs of `generate`, [rows, tokens] long: `QUESTIONS` in turn, or `length` random tokens without a tokenizer."""
+def inputs_of(
+    model: MRPForCausalLM, tokenizer: PreTrainedTokenizerBase | None, rows: int, length: int
+) -> dict[str, Tensor]:
+    """Make inputs of `generate`, [rows, tokens] long: `QUESTIONS` in turn, or `length` random
+    tokens without a tokenizer."""
     if tokenizer is None:
         generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(2, min(model.config.mask_token_id, model.config.vocab_size), (rows, length), generator=generator)
+        ids = torch.randint(
+            2,
+            min(model.config.mask_token_id, model.config.vocab_size),
+            (rows, length),
+            generator=generator,
+        )
         made = pad_left(ids.tolist(), 0)
     else:
         asked = [QUESTIONS[row % len(QUESTIONS)] for row in range(rows)]
@@ -131,14 +154,23 @@ def drafters(model: MRPForCausalLM) -> tuple[str, ...]:
 def check_weights(model: MRPForCausalLM) -> Iterator[Check]:
     """Check that the weights of the backbone, and of the head if any, are finite."""
     for part in ("backbone", *["head"] * model.config.has_head):
-        named = [pair for pair in model.named_parameters() if pair[0].startswith("mrp_head.") == (part == "head")]
+        named = [
+            pair
+            for pair in model.named_parameters()
+            if pair[0].startswith("mrp_head.") == (part == "head")
+        ]
         wrong = [name for name, weight in named if not weight.isfinite().all()]
-        note = f"not finite: {', '.join(wrong[:3])}" if wrong else f"{sum(weight.numel() for _, weight in named):,} numbers"
+        note = (
+            f"not finite: {', '.join(wrong[:3])}"
+            if wrong
+            else f"{sum(weight.numel() for _, weight in named):,} numbers"
+        )
         yield Check(f"weights of the {part}", not wrong, None, note)
 
 
 def check_noise(device: torch.device) -> Iterator[Check]:
-    """Compare a device's noise for sampling with that of the host, which drafts with it: keys to the bit, noise to rounding."""
+    """Compare a device's noise for sampling with that of the host, which drafts with it: keys to
+    the bit, noise to rounding."""
     seeds = (0, 1, (1 << 31) + 1, (1 << 62) - 1)
     table = [(seed, 9999 * place, place + 1) for place, seed in enumerate(seeds)]
 
@@ -146,8 +178,14 @@ def check_noise(device: torch.device) -> Iterator[Check]:
         keys = noise_key(*torch.tensor(table, device=device).unbind(1))
         right = [noise_key(*row) for row in table]
         if keys.tolist() != right:
-            raise ArithmeticError("its integers of 64 bits differ from the host's: texts sampled here are of other seeds")
-        ours, vocab = gumbel_noise(keys, 4096, torch.float32).cpu(), np.arange(4096)[None].repeat(len(table), 0)
+            raise ArithmeticError(
+                "its integers of 64 bits differ from the host's: texts sampled here are of other "
+                "seeds"
+            )
+        ours, vocab = (
+            gumbel_noise(keys, 4096, torch.float32).cpu(),
+            np.arange(4096)[None].repeat(len(table), 0),
+        )
         expected = torch.from_numpy(gumbel(right, vocab)).float()
         check_close("its noise differs from the host's", ours, expected)
         return Check("noise of sampling", True, relative_error(ours, expected))
@@ -156,7 +194,8 @@ def check_noise(device: torch.device) -> Iterator[Check]:
 
 
 def check_kernels(model: MRPForCausalLM) -> Iterator[Check]:
-    """Compare each kernel with its PyTorch twin on sample arguments that have the model's widths."""
+    """Compare each kernel with its PyTorch twin on sample arguments that have the model's
+    widths."""
     weight = model.lm_head.weight.detach()
     like = weight if weight.dtype in KERNEL_DTYPES else weight.float()
     if unusable(like.device, like.dtype, interpreted=True) is not None:
@@ -175,8 +214,11 @@ def check_kernels(model: MRPForCausalLM) -> Iterator[Check]:
 
 
 def check_drafts(model: MRPForCausalLM, inputs: dict[str, Tensor], states: int) -> Iterator[Check]:
-    """Compare the texts of each drafting mode with those of its target without drafts; `states` is K."""
-    plain: dict[str, Any] = {"graphs": False, "kernels": False} if model.device.type == "cpu" else {}
+    """Compare the texts of each drafting mode with those of its target without drafts; `states` is
+    K."""
+    plain: dict[str, Any] = (
+        {"graphs": False, "kernels": False} if model.device.type == "cpu" else {}
+    )
     alone = cache(lambda target: decode(model, inputs, decoding=target, **plain))
 
     def agrees(name: str, target: str, mode: str) -> Check:
@@ -190,9 +232,11 @@ def check_drafts(model: MRPForCausalLM, inputs: dict[str, Tensor], states: int) 
 
 
 def check_ways(model: MRPForCausalLM, inputs: dict[str, Tensor], states: int) -> Iterator[Check]:
-    """Compare texts decoded using CUDA graphs, and using kernels, with texts decoded without; report fallbacks to PyTorch.
+    """Compare texts decoded using CUDA graphs, and using kernels, with texts decoded without;
+    report fallbacks to PyTorch.
 
-    Texts from kernels are compared on a GPU only; for interpreted kernels `check_kernels` compares results one by one.
+    Texts from kernels are compared on a GPU only; for interpreted kernels `check_kernels` compares
+    results one by one.
     """
     mode: dict[str, Any] = {"decoding": drafters(model)[0], "num_draft_states": states}
 
@@ -201,18 +245,31 @@ def check_ways(model: MRPForCausalLM, inputs: dict[str, Tensor], states: int) ->
             ours = decode(model, inputs, **mode)
         ran = recording_report(model)
         found = compared(title, ours, decode(model, inputs, **mode, **{name: False}), model.dtype)
-        lost = failed_kernels() if name == "kernels" else ["a recording"] * bool(ran["failed"] or not ran["replays"])
-        return found if not lost else Check(title, False, found.difference, f"not used: {', '.join(lost)}")
+        lost = (
+            failed_kernels()
+            if name == "kernels"
+            else ["a recording"] * bool(ran["failed"] or not ran["replays"])
+        )
+        return (
+            found
+            if not lost
+            else Check(title, False, found.difference, f"not used: {', '.join(lost)}")
+        )
 
     for name in ("graphs", "kernels") if model.device.type == "cuda" else ("graphs",):
         why = obstacle(model) if name == "graphs" else None
         title = f"{name} in generate"
-        yield checked(title, partial(agrees, name, title)) if why is None else Check(title, None, None, why)
+        yield (
+            checked(title, partial(agrees, name, title))
+            if why is None
+            else Check(title, None, None, why)
+        )
     model.release_graphs()
 
 
 def compared(name: str, ours: Any, right: Any, dtype: torch.dtype) -> Check:
-    """Compare two outputs that should have equal texts; texts may differ only from a near-tie on, which rounding decides."""
+    """Compare two outputs that should have equal texts; texts may differ only from a near-tie on,
+    which rounding decides."""
     found = gaps(ours, right)
     parted = [gap for gap in found if gap is not None]
     if not parted:
@@ -224,16 +281,22 @@ def compared(name: str, ours: Any, right: Any, dtype: torch.dtype) -> Check:
 
 
 def gaps(ours: Any, theirs: Any) -> list[float | None]:
-    """Measure by row how far log-probabilities differ where the texts of two `generate` outputs part; None if they are equal.
+    """Measure by row how far log-probabilities differ where the texts of two `generate` outputs
+    part; None if they are equal.
 
-    Kernels round sums differently from PyTorch, so a near-tie can fall either way, and all later tokens may differ. So the gap
-    is taken at the first step whose reveals differ, between the mean log-probabilities of what each text reveals in this step.
-    Before it both texts are equal, so the means are close if both are right; the gap is infinite if only one text goes on.
+    Kernels round sums differently from PyTorch, so a near-tie can fall either way, and all later
+    tokens may differ. So the gap is taken at the first step whose reveals differ, between the mean
+    log-probabilities of what each text reveals in this step. Before it both texts are equal, so the
+    means are close if both are right; the gap is infinite if only one text goes on.
     """
     found: list[float | None] = []
     for row in range(len(ours.sequences)):
         both = [_revealed(out, row) for out in (ours, theirs)]
-        differ = {at for at in both[0].keys() | both[1].keys() if both[0].get(at, ())[:2] != both[1].get(at, ())[:2]}
+        differ = {
+            at
+            for at in both[0].keys() | both[1].keys()
+            if both[0].get(at, ())[:2] != both[1].get(at, ())[:2]
+        }
         first = min((one[at][0] for one in both for at in differ & one.keys()), default=None)
         parts = [[logprob for step, _, logprob in one.values() if step == first] for one in both]
         means = [sum(part) / len(part) if part else math.inf for part in parts]
@@ -244,5 +307,10 @@ def gaps(ours: Any, theirs: Any) -> list[float | None]:
 def _revealed(out: Any, row: int) -> dict[int, tuple[int, int, float]]:
     """Map each revealed position of a row to its step, token id and log-probability."""
     steps = out.reveal_step[row].tolist()
-    places = zip(steps, out.sequences[row, -len(steps) :].tolist(), out.token_logprobs[row].tolist(), strict=True)
+    places = zip(
+        steps,
+        out.sequences[row, -len(steps) :].tolist(),
+        out.token_logprobs[row].tolist(),
+        strict=True,
+    )
     return {place: one for place, one in enumerate(places) if one[0] >= 0}

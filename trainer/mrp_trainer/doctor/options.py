@@ -13,9 +13,14 @@ class DoctorOptions(ModelOptions):
     """Options of `mrp doctor`: the model, and what is timed; each field is a flag."""
 
     random: str | None = flag(
-        "Random weights of a published shape in place of a checkpoint: 1.7B, 4B or 8B.", None, panel="Model", metavar="SHAPE"
+        "Random weights of a published shape in place of a checkpoint: 1.7B, 4B or 8B.",
+        None,
+        panel="Model",
+        metavar="SHAPE",
     )
-    states: list[int] = flag("K, the states per row and round.", [1, 2, 4, 8], panel=_TIMES, min=1, metavar="K")
+    states: list[int] = flag(
+        "K, the states per row and round.", [1, 2, 4, 8], panel=_TIMES, min=1, metavar="K"
+    )
     batch: list[int] = flag("Rows per batch.", [1, 4], panel=_TIMES, min=1)
     prefix: int = flag("Tokens of a random prompt.", 512, panel=_TIMES, min=1)
     turns: int = flag("Repetitions of each timing.", 3, panel=_TIMES, min=1)

@@ -31,15 +31,17 @@ from .checks import (
 from .options import DoctorOptions
 from .rounds import Timed, proposed, time_rounds
 
-# Rows of compared texts; states per row and round; and the most parameters of a model that a CPU compares in float64.
+# Rows of compared texts; states per row and round; and the most parameters of a model that a CPU
+# compares in float64.
 ROWS, STATES, WIDENED = 3, 8, 500_000_000
 WIDTH = 80
 
 
 @dataclass
 class Report:
-    """The findings of `mrp doctor`: versions, device and model; checks; times for each batch and K; and for each batch the K
-    with the most tokens per second (`proposed`), empty for random weights."""
+    """The findings of `mrp doctor`: versions, device and model; checks; times for each batch and K;
+    and for each batch the K with the most tokens per second (`proposed`), empty for random
+    weights."""
 
     machine: dict[str, str]
     checks: list[Check] = field(default_factory=list)
@@ -53,20 +55,40 @@ class Report:
 
     def page(self) -> str:
         """Format the report as Markdown."""
-        parts = ["# mrp doctor", markdown_table(["", ""], self.machine.items()), "## Checks", *self._checked()]
+        parts = [
+            "# mrp doctor",
+            markdown_table(["", ""], self.machine.items()),
+            "## Checks",
+            *self._checked(),
+        ]
         if self.rounds:
             parts += ["## Rounds", self._times()]
-        said = [f"batch {batch}: `num_draft_states={states}`" for batch, states in self.proposed.items()]
-        said = said and [f"Most tokens a second on these prompts, {'; '.join(said)}. `auto`, the default, finds it by trying."]
+        said = [
+            f"batch {batch}: `num_draft_states={states}`" for batch, states in self.proposed.items()
+        ]
+        said = said and [
+            f"Most tokens a second on these prompts, {'; '.join(said)}. `auto`, the default, finds "
+            "it by trying."
+        ]
         counted = sum(check.ok is True for check in self.checks)
-        verdict = f"**Failed: {'; '.join(self.failed)}.**" if self.failed else f"All {counted} checks passed."
+        verdict = (
+            f"**Failed: {'; '.join(self.failed)}.**"
+            if self.failed
+            else f"All {counted} checks passed."
+        )
         return "\n\n".join([*parts, *map(_filled, said), _filled(verdict)])
 
     def _checked(self) -> list[str]:
-        """Format the checks as a table; a note that does not fit beside its check stands below, once for all that have it."""
+        """Format the checks as a table; a note that does not fit beside its check stands below,
+        once for all that have it."""
         rows, below = [], dict[str, list[str]]()
         for check in self.checks:
-            row = [check.name, check.verdict, "" if check.difference is None else f"{check.difference:.2g}", check.note]
+            row = [
+                check.name,
+                check.verdict,
+                "" if check.difference is None else f"{check.difference:.2g}",
+                check.note,
+            ]
             if len(f"| {' | '.join(row)} |") > WIDTH:
                 below.setdefault(check.note, []).append(check.name)
                 row[-1] = "see below"
@@ -79,11 +101,18 @@ class Report:
         rows = []
         for one in self.rounds:
             base = alone.get(one.batch)
-            speed = [f"{one.tokens_per_forward:.2f}", f"{one.tokens_per_second:.0f}"] if self.proposed else ["", ""]
+            speed = (
+                [f"{one.tokens_per_forward:.2f}", f"{one.tokens_per_second:.0f}"]
+                if self.proposed
+                else ["", ""]
+            )
             pays = "" if base is None or one.states == 1 else f"{one.seconds / base:.2f}"
             rows.append([str(one.batch), str(one.states), f"{1e3 * one.seconds:.2f}", pays, *speed])
         head = ["rows", "K", "round, ms", "pays from", "tokens a forward", "tokens a second"]
-        pays = "*pays from*: K states are faster than K = 1 if they make more than this many times its tokens a forward."
+        pays = (
+            "*pays from*: K states are faster than K = 1 if they make more than this many times "
+            "its tokens a forward."
+        )
         return f"{markdown_table(head, rows)}\n\n{_filled(pays)}"
 
 
@@ -94,31 +123,64 @@ def _filled(text: str) -> str:
 
 def machine_of(device: torch.device) -> dict[str, str]:
     """Collect the versions of packages, and the device's name."""
-    cuda, where = device.type == "cuda", platform.machine() if device.type == "cpu" else f"{device}, {platform.machine()}"
+    cuda, where = (
+        device.type == "cuda",
+        platform.machine() if device.type == "cpu" else f"{device}, {platform.machine()}",
+    )
     return {
         "mrp": __version__,
-        "python, torch, transformers": f"{platform.python_version()}, {torch.__version__}, {transformers.__version__}",
-        "triton": "none" if triton is None else triton.__version__ + ", interpreted" * bool(triton.knobs.runtime.interpret),
-        "device": torch.cuda.get_device_name(device) if cuda else f"{where}, threads: {torch.get_num_threads()}",
-        **({"CUDA, capability": f"{torch.version.cuda}, {torch.cuda.get_device_capability(device)}"} if cuda else {}),
+        "python, torch, transformers": f"{platform.python_version()}, {torch.__version__}, "
+        f"{transformers.__version__}",
+        "triton": "none"
+        if triton is None
+        else triton.__version__ + ", interpreted" * bool(triton.knobs.runtime.interpret),
+        "device": torch.cuda.get_device_name(device)
+        if cuda
+        else f"{where}, threads: {torch.get_num_threads()}",
+        **(
+            {
+                "CUDA, capability": f"{torch.version.cuda}, "
+                f"{torch.cuda.get_device_capability(device)}"
+            }
+            if cuda
+            else {}
+        ),
     }
 
 
 def examine(options: DoctorOptions) -> Report:
-    """Load the model, check it and time its rounds; report progress on standard error. Errors are those of loading a model."""
+    """Load the model, check it and time its rounds; report progress on standard error. Errors are
+    those of loading a model."""
     device = checked_device(options.device)
     report = Report(machine_of(device))
     tokenizer: PreTrainedTokenizerBase | None = None
     if options.random is not None:
-        dtype = options.dtype if options.dtype not in (None, "auto") else "float32" if device.type == "cpu" else "bfloat16"
+        dtype = (
+            options.dtype
+            if options.dtype not in (None, "auto")
+            else "float32"
+            if device.type == "cpu"
+            else "bfloat16"
+        )
         name = f"random weights of {options.random.upper()}"
         model = random_model(published_config(options.random), getattr(torch, dtype), device)
     else:
-        name, model = options.model, load_model(options.model, options.dtype, str(device), options.revision, options.backbone)
+        name, model = (
+            options.model,
+            load_model(
+                options.model, options.dtype, str(device), options.revision, options.backbone
+            ),
+        )
         tokenizer = tokenizer_of(options)
     shape = model.config
-    layers = f"{shape.num_hidden_layers} layers of {shape.hidden_size}, vocabulary {shape.vocab_size}"
-    report.machine |= {"model": name, "layers": layers, "blocks, dtype": f"{shape.block_size}, {str(model.dtype)[6:]}"}
+    layers = (
+        f"{shape.num_hidden_layers} layers of {shape.hidden_size}, vocabulary {shape.vocab_size}"
+    )
+    report.machine |= {
+        "model": name,
+        "layers": layers,
+        "blocks, dtype": f"{shape.block_size}, {str(model.dtype)[6:]}",
+    }
 
     def gather(checks: Iterable[Check]) -> None:
         for check in checks:
@@ -128,7 +190,10 @@ def examine(options: DoctorOptions) -> Report:
     def timed() -> Check:
         for batch in options.batch:
             report.rounds += time_rounds(
-                model, inputs_of(model, tokenizer, batch, options.prefix), options.states, options.turns
+                model,
+                inputs_of(model, tokenizer, batch, options.prefix),
+                options.states,
+                options.turns,
             )
         return Check("times", True)
 

@@ -1,4 +1,5 @@
-"""Timings of rounds for each batch and number of states K, and the K with the most tokens per second."""
+"""Timings of rounds for each batch and number of states K, and the K with the most tokens per
+second."""
 
 import statistics
 import time
@@ -19,8 +20,8 @@ SHORT = 16
 
 @dataclass(frozen=True)
 class Timed:
-    """Timings of rounds with `batch` rows of `states` states each (1: the target alone), as medians over turns: seconds of one
-    round, and token rates of a whole call, prompts included."""
+    """Timings of rounds with `batch` rows of `states` states each (1: the target alone), as medians
+    over turns: seconds of one round, and token rates of a whole call, prompts included."""
 
     batch: int
     states: int
@@ -29,9 +30,12 @@ class Timed:
     tokens_per_second: float
 
 
-def time_rounds(model: MRPForCausalLM, inputs: dict[str, Tensor], every: Sequence[int], turns: int) -> Iterator[Timed]:
-    """Time rounds with each number of states in `every` on a batch, in turns: the difference in seconds of two calls over their
-    difference in rounds, so that prompts cancel out. Drafts are for the checkpoint's target, or for `static`."""
+def time_rounds(
+    model: MRPForCausalLM, inputs: dict[str, Tensor], every: Sequence[int], turns: int
+) -> Iterator[Timed]:
+    """Time rounds with each number of states in `every` on a batch, in turns: the difference in
+    seconds of two calls over their difference in rounds, so that prompts cancel out. Drafts are for
+    the checkpoint's target, or for `static`."""
     target = model.generation_config.target or "static"
     found: dict[int, list[tuple[float, float, float]]] = {states: [] for states in every}
     for turn in range(-WARM_UPS if model.device.type != "cpu" else 0, turns):
@@ -39,15 +43,22 @@ def time_rounds(model: MRPForCausalLM, inputs: dict[str, Tensor], every: Sequenc
             drafted = {"decoding": drafters(model)[0], "target": target, "num_draft_states": states}
             mode = {"decoding": target} if states == 1 else drafted
             (short, few), (long, many) = (
-                _clocked(model, inputs, max_new_tokens=count, eos_token_id=None, **mode) for count in (SHORT, TOKENS)
+                _clocked(model, inputs, max_new_tokens=count, eos_token_id=None, **mode)
+                for count in (SHORT, TOKENS)
             )
             seconds, out = _clocked(model, inputs, **mode)
             if turn >= 0:
                 tokens = int((out.reveal_step >= 0).sum())
                 in_round = (long - short) / max(1, _rounds(many) - _rounds(few))
-                found[states].append((in_round, tokens / int(out.stats.row_forwards.sum()), tokens / seconds))
+                found[states].append(
+                    (in_round, tokens / int(out.stats.row_forwards.sum()), tokens / seconds)
+                )
     for states in every:
-        yield Timed(len(inputs["input_ids"]), states, *map(statistics.median, zip(*found[states], strict=True)))
+        yield Timed(
+            len(inputs["input_ids"]),
+            states,
+            *map(statistics.median, zip(*found[states], strict=True)),
+        )
     model.release_graphs()
 
 

@@ -1,9 +1,10 @@
 """Acceptance of drafts: accepted lengths, and acceptance by depth.
 
-In a round the backbone scores a row's current state and drafted states. Its reveals lead from the current state through one
-draft after another; draft k is accepted if they pass through k drafts. Acceptance at depth k is a share of the rounds in which
-k - 1 drafts were accepted and a k-th was on offer: a scored state (of this round, or refused in the one before) that lies k
-denoising steps after the current one and keeps every token of the (k - 1)-th accepted draft.
+In a round the backbone scores a row's current state and drafted states. Its reveals lead from the
+current state through one draft after another; draft k is accepted if they pass through k drafts.
+Acceptance at depth k is a share of the rounds in which k - 1 drafts were accepted and a k-th was on
+offer: a scored state (of this round, or refused in the one before) that lies k denoising steps
+after the current one and keeps every token of the (k - 1)-th accepted draft.
 """
 
 from collections.abc import Sequence
@@ -18,18 +19,26 @@ from .intervals import Interval, ratio_of_sums
 
 
 def acceptance_by_depth(decoded: Decoded) -> list[tuple[int, Interval]]:
-    """List for each depth k the number of rounds with a k-th draft on offer, and the share of these that accepted it.
+    """List for each depth k the number of rounds with a k-th draft on offer, and the share of these
+    that accepted it.
 
-    Depths without a draft on offer are left out, so modes without drafts have none. Intervals are over problems.
+    Depths without a draft on offer are left out, so modes without drafts have none. Intervals are
+    over problems.
     """
     offered, accepted = decoded.offered_at_depth.T, decoded.accepted_at_depth.T
-    rates = [(int(one.sum()), ratio_of_sums(right, one)) for one, right in zip(offered, accepted, strict=True)]
+    rates = [
+        (int(one.sum()), ratio_of_sums(right, one))
+        for one, right in zip(offered, accepted, strict=True)
+    ]
     return [(count, rate) for count, rate in rates if rate is not None]
 
 
 def mean_accepted_length(decoded: Decoded) -> Interval | None:
-    """Compute the mean denoising steps of a row per round: one, plus its accepted drafts; None without rounds."""
-    steps = [rounds + accepted for rounds, accepted in zip(decoded.rounds, decoded.accepted, strict=True)]
+    """Compute the mean denoising steps of a row per round: one, plus its accepted drafts; None
+    without rounds."""
+    steps = [
+        rounds + accepted for rounds, accepted in zip(decoded.rounds, decoded.accepted, strict=True)
+    ]
     return ratio_of_sums(steps, decoded.rounds)
 
 
@@ -41,22 +50,33 @@ def measure_acceptance(
     batch_size: int = 16,
     **options: Any,
 ) -> dict[str, float]:
-    """Decode a few prompts (lists of ids) greedily in mode `mrp_spec`, and measure the acceptance of the drafts.
+    """Decode a few prompts (lists of ids) greedily in mode `mrp_spec`, and measure the acceptance
+    of the drafts.
 
-    For use while training: gradients are off, and no random number is drawn. `options` are for `generate`. By default
-    `num_draft_states` is that of the model's generation config, or 4 if that is `auto`.
+    For use while training: gradients are off, and no random number is drawn. `options` are for
+    `generate`. By default `num_draft_states` is that of the model's generation config, or 4 if that
+    is `auto`.
 
     Returns:
-        `mean_accepted_length` (denoising steps per round, 1 where no draft is right), `tokens_per_forward` and
-            `first_draft_acceptance` (of the rounds with a draft, the share in which the first was right; 0 if there were none).
+        `mean_accepted_length` (denoising steps per round, 1 where no draft is right),
+            `tokens_per_forward` and `first_draft_acceptance` (of the rounds with a draft, the share
+            in which the first was right; 0 if there were none).
 
     Raises:
         ValueError: without a prompt or a head, or for options that `generate` refuses.
     """
     own = getattr(model.generation_config, "num_draft_states", None)
-    asked = {"decoding": "mrp_spec", "do_sample": False, "num_draft_states": own if isinstance(own, int) else UNTIMED_STATES}
-    decoded = decode_prompts(model, tokenizer, prompts, None, max_new_tokens, batch_size, **{**asked, **options})
-    offered, accepted = (at[:, :1].sum() for at in (decoded.offered_at_depth, decoded.accepted_at_depth))
+    asked = {
+        "decoding": "mrp_spec",
+        "do_sample": False,
+        "num_draft_states": own if isinstance(own, int) else UNTIMED_STATES,
+    }
+    decoded = decode_prompts(
+        model, tokenizer, prompts, None, max_new_tokens, batch_size, **{**asked, **options}
+    )
+    offered, accepted = (
+        at[:, :1].sum() for at in (decoded.offered_at_depth, decoded.accepted_at_depth)
+    )
     rounds = sum(decoded.rounds)
     return {
         "mean_accepted_length": 1 + sum(decoded.accepted) / rounds if rounds else 1.0,

@@ -1,7 +1,7 @@
 """Accuracy and cost of decoding modes on problems, with 95 % intervals: `mrp evaluate`.
 
-Intervals are fields NAME_95, [low, high]: Wilson's for shares of problems, a bootstrap over problems for all else
-(`intervals`). The counts by depth of a draft are defined in `acceptance`.
+Intervals are fields NAME_95, [low, high]: Wilson's for shares of problems, a bootstrap over
+problems for all else (`intervals`). The counts by depth of a draft are defined in `acceptance`.
 """
 
 import sys
@@ -26,42 +26,70 @@ from .table import printing
 
 
 def evaluate(options: EvaluateOptions) -> None:
-    """Evaluate a model; print a table row or a JSON line per problem set and setting. Everything else is checked before the
-    weights are read: `ValueError` for malformed files, prompts that leave no room for an answer, refused options or a damaged
-    checkpoint, `OSError` for a missing one."""
+    """Evaluate a model; print a table row or a JSON line per problem set and setting. Everything
+    else is checked before the weights are read: `ValueError` for malformed files, prompts that
+    leave no room for an answer, refused options or a damaged checkpoint, `OSError` for a missing
+    one."""
     config = load_config(options.model, options.revision)
-    options = options.of_checkpoint(load_generation_fields(options.model, options.revision), config.has_head)
+    options = options.of_checkpoint(
+        load_generation_fields(options.model, options.revision), config.has_head
+    )
     for setting in options.settings():
         check_setting(setting, config)
     results = ResultsFile(options.output, "asked") if options.output else None
     tokenizer = tokenizer_of(options)
     of_both = {"count": options.count, "max_new_tokens": options.max_new_tokens}
-    sets = [family_set(cast(Family, one), cast(Split, options.split), tokenizer, **of_both) for one in options.families]
-    sets += [file_set(path, tokenizer, options.judge, options.chat, **of_both) for path in options.prompts]
+    sets = [
+        family_set(cast(Family, one), cast(Split, options.split), tokenizer, **of_both)
+        for one in options.families
+    ]
+    sets += [
+        file_set(path, tokenizer, options.judge, options.chat, **of_both)
+        for path in options.prompts
+    ]
     for asked in sets:
         asked.check_room(config.max_position_embeddings)
-    model = load_model(options.model, options.dtype, options.device, options.revision, options.backbone)
+    model = load_model(
+        options.model, options.dtype, options.device, options.revision, options.backbone
+    )
     if results is not None:
         results.begin(header("mrp evaluate", options, model))
     report(model, tokenizer, options, sets, results)
 
 
 def check_setting(setting: Mapping[str, Any], config: MRPConfig) -> None:
-    """Raise `ValueError` for an option that `generate` does not know, or would refuse for a model with this config."""
+    """Raise `ValueError` for an option that `generate` does not know, or would refuse for a model
+    with this config."""
     for name in setting.get("set", {}):
         if name not in OPTION_NAMES:
-            raise ValueError(f"--set {name}: generate has no such option{closest_name(name, OPTION_NAMES)}")
+            raise ValueError(
+                f"--set {name}: generate has no such option{closest_name(name, OPTION_NAMES)}"
+            )
     MRPGenerationConfig(**generate_options(setting)).check(config.block_size, config.has_head)
 
 
-def report(model: Any, tokenizer: Any, options: EvaluateOptions, sets: list[ProblemSet], results: ResultsFile | None) -> None:
-    """Measure every setting on every problem set, print the results, and append them to `results`. Results that the file has
-    already are not measured again; tables show them, JSON output does not."""
+def report(
+    model: Any,
+    tokenizer: Any,
+    options: EvaluateOptions,
+    sets: list[ProblemSet],
+    results: ResultsFile | None,
+) -> None:
+    """Measure every setting on every problem set, print the results, and append them to `results`.
+    Results that the file has already are not measured again; tables show them, JSON output does
+    not."""
     every = options.settings()
     with printing(options.json) as (print_line, print_text):
         for asked in sets:
             question, first = _question(options, model, asked), None
-            given = (model, tokenizer, asked.prompts, asked.judge, asked.max_new_tokens, options.batch_size)
+            given = (
+                model,
+                tokenizer,
+                asked.prompts,
+                asked.judge,
+                asked.max_new_tokens,
+                options.batch_size,
+            )
             for setting in every:
                 identity = {**asked.name, **setting, "set": setting.get("set"), "asked": question}
                 known = None if results is None else results.find(**identity, first=every[0])
@@ -71,28 +99,54 @@ def report(model: Any, tokenizer: Any, options: EvaluateOptions, sets: list[Prob
                         print_line(known)
                     continue
                 first = first or decode_prompts(*given, **generate_options(every[0]))
-                decoded = first if setting is every[0] else decode_prompts(*given, **generate_options(setting))
+                decoded = (
+                    first
+                    if setting is every[0]
+                    else decode_prompts(*given, **generate_options(setting))
+                )
                 line = {**asked.name, **setting, **measurements(decoded, first)}
-                line |= {"charged_as": charged_as(model.config.hidden_size), "first": every[0], "asked": question}
+                line |= {
+                    "charged_as": charged_as(model.config.hidden_size),
+                    "first": every[0],
+                    "asked": question,
+                }
                 print_line(line)
                 if results is not None:
                     results.add(line)
-                for shown, text, right in list(zip(asked.shown, decoded.texts, decoded.right, strict=True))[: options.show]:
-                    print_text(f"--- {shown}\n{text}\n[{'not judged' if right is None else 'right' if right else 'wrong'}]")
+                for shown, text, right in list(
+                    zip(asked.shown, decoded.texts, decoded.right, strict=True)
+                )[: options.show]:
+                    print_text(
+                        f"--- {shown}\n"
+                        f"{text}\n"
+                        f"[{'not judged' if right is None else 'right' if right else 'wrong'}]"
+                    )
 
 
 def _question(options: EvaluateOptions, model: Any, asked: ProblemSet) -> dict[str, Any]:
-    """Collect what identifies a measurement: the model, the problems and the options that change results."""
+    """Collect what identifies a measurement: the model, the problems and the options that change
+    results."""
     names = ("model", "tokenizer", "split", "judge", "chat", "batch_size")
     of_model = {"dtype": str(model.dtype), "device": str(model.device)}
-    of_model |= {name: value for name in ("revision", "backbone") if (value := getattr(options, name)) is not None}
-    of_set = {"problems": len(asked.prompts), "max_new_tokens": asked.max_new_tokens, "digest": asked.digest()}
+    of_model |= {
+        name: value
+        for name in ("revision", "backbone")
+        if (value := getattr(options, name)) is not None
+    }
+    of_set = {
+        "problems": len(asked.prompts),
+        "max_new_tokens": asked.max_new_tokens,
+        "digest": asked.digest(),
+    }
     return {**{name: getattr(options, name) for name in names}, **of_model, **of_set}
 
 
 def measurements(decoded: Decoded, first: Decoded) -> dict[str, Any]:
-    """Make the fields of a result line: accuracy, cost and acceptance of a mode, and the share of texts equal to `first`."""
-    line: dict[str, Any] = {"accuracy": None if decoded.accuracy is None else round(decoded.accuracy, 1)}
+    """Make the fields of a result line: accuracy, cost and acceptance of a mode, and the share of
+    texts equal to `first`."""
+    line: dict[str, Any] = {
+        "accuracy": None if decoded.accuracy is None else round(decoded.accuracy, 1)
+    }
     if decoded.judged:
         line["accuracy_95"] = wilson(sum(decoded.judged), len(decoded.judged)).rounded(1, 100)
     speed = ratio_of_sums(decoded.tokens, decoded.row_forwards)

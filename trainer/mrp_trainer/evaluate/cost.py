@@ -1,8 +1,10 @@
-"""The cost of decoding: tokens per *unit*. A unit is the cost of one backbone forward, and a head pass costs a share of it.
+"""The cost of decoding: tokens per *unit*. A unit is the cost of one backbone forward, and a head
+pass costs a share of it.
 
-A head pass is charged by the parameters that it reads, rows of `lm_head` included, as a share of a backbone forward's, at a
-published shape: 27, 18 and 16 % at 1.7B, 4B and 8B, and 9, 8 and 8 % if it picks among a shortlist of 16 tokens per position. A
-forward is taken to cost the same for any number of states, as it does at small batches on a GPU.
+A head pass is charged by the parameters that it reads, rows of `lm_head` included, as a share of a
+backbone forward's, at a published shape: 27, 18 and 16 % at 1.7B, 4B and 8B, and 9, 8 and 8 % if it
+picks among a shortlist of 16 tokens per position. A forward is taken to cost the same for any
+number of states, as it does at small batches on a GPU.
 """
 
 from collections.abc import Mapping
@@ -15,29 +17,41 @@ HEAD_SHARES = {name: shape.head_share() for name, shape in PUBLISHED.items()}
 
 
 def charged_as(hidden_size: int | None) -> str:
-    """Choose the published shape at which a model's head passes are charged: the one with this `hidden_size`, or else 4B."""
-    return next((name for name, shape in PUBLISHED.items() if shape.hidden_size == hidden_size), CHARGED)
+    """Choose the published shape at which a model's head passes are charged: the one with this
+    `hidden_size`, or else 4B."""
+    return next(
+        (name for name, shape in PUBLISHED.items() if shape.hidden_size == hidden_size), CHARGED
+    )
 
 
 def head_share(line: Mapping[str, Any], shape: str = CHARGED) -> float:
-    """Compute the cost of a head pass in a result line, as a share of a forward. Its picks read all rows of `lm_head`, or with
-    `draft_shortlist` only the rows in the shortlists of K - 1 states."""
+    """Compute the cost of a head pass in a result line, as a share of a forward. Its picks read all
+    rows of `lm_head`, or with `draft_shortlist` only the rows in the shortlists of K - 1 states."""
     if not (listed := line.get("draft_shortlist")):
         return HEAD_SHARES[shape]
     published = PUBLISHED[shape]
-    return published.head_share(int((line["num_draft_states"] - 1) * masks_per_state(published.block_size) * listed))
+    return published.head_share(
+        int((line["num_draft_states"] - 1) * masks_per_state(published.block_size) * listed)
+    )
 
 
 def charge(line: Mapping[str, Any], shape: str = CHARGED) -> float | None:
-    """Compute the cost, in units, of a result line's forward with its head passes; None if these were not counted."""
+    """Compute the cost, in units, of a result line's forward with its head passes; None if these
+    were not counted."""
     passes = line.get("head_per_token")
-    return None if passes is None else 1 + head_share(line, shape) * passes * line["tokens_per_forward"]
+    return (
+        None
+        if passes is None
+        else 1 + head_share(line, shape) * passes * line["tokens_per_forward"]
+    )
 
 
 def charged(line: Mapping[str, Any], shape: str = CHARGED) -> dict[str, Any]:
-    """Return a result line with `tokens_per_unit`: tokens per forward, divided by the cost of a forward with its head passes.
+    """Return a result line with `tokens_per_unit`: tokens per forward, divided by the cost of a
+    forward with its head passes.
 
-    The interval of tokens per forward is divided by the same number of units, as head passes per forward hardly vary.
+    The interval of tokens per forward is divided by the same number of units, as head passes per
+    forward hardly vary.
     """
     units = charge(line, shape)
     speed, interval = line["tokens_per_forward"], line.get("tokens_per_forward_95")
@@ -48,7 +62,7 @@ def charged(line: Mapping[str, Any], shape: str = CHARGED) -> dict[str, Any]:
 
 
 def break_even(drafted: Mapping[str, Any], other: Mapping[str, Any]) -> float:
-    """Compute the largest cost of a head pass, as a share of a forward, at which the mode `drafted` is no slower than the mode
-    `other`, which has no head; below 0 if it is slower at any cost."""
+    """Compute the largest cost of a head pass, as a share of a forward, at which the mode `drafted`
+    is no slower than the mode `other`, which has no head; below 0 if it is slower at any cost."""
     saved = 1 / other["tokens_per_forward"] - 1 / drafted["tokens_per_forward"]
     return float(saved / drafted["head_per_token"])

@@ -20,18 +20,21 @@ Judge = Callable[[list[str]], list[bool | None]]
 
 @dataclass
 class Decoded:
-    """The results of one mode on a list of problems. Lists have an item per problem; `MRPGenerateStats` defines what is
-    counted.
+    """The results of one mode on a list of problems. Lists have an item per problem;
+    `MRPGenerateStats` defines what is counted.
 
     Attributes:
         texts: The decoded answers.
         ids: The generated ids, without padding.
         right: Whether the judge accepts each text; None where there is no right answer.
         seconds: Wall clock of decoding.
-        forwards: Forwards of all batches by role, and the counts `drafted`, `accepted` and `revoked` (reveals masked again).
+        forwards: Forwards of all batches by role, and the counts `drafted`, `accepted` and
+            `revoked` (reveals masked again).
         rounds: Backbone forwards that were rounds (all but the prompt's).
-        offered_at_depth: [problems, depths] int, the rounds with k - 1 accepted drafts and a k-th on offer.
-        accepted_at_depth: [problems, depths] int, the rounds among these that accepted the k-th draft.
+        offered_at_depth: [problems, depths] int, the rounds with k - 1 accepted drafts and a k-th
+            on offer.
+        accepted_at_depth: [problems, depths] int, the rounds among these that accepted the k-th
+            draft.
     """
 
     texts: list[str]
@@ -68,7 +71,8 @@ class Decoded:
 
     @property
     def accuracy(self) -> float | None:
-        """Compute the share of problems solved, in percent of those with a right answer; None if there are none."""
+        """Compute the share of problems solved, in percent of those with a right answer; None if
+        there are none."""
         return 100 * sum(self.judged) / len(self.judged) if self.judged else None
 
     def equal(self, other: "Decoded") -> int:
@@ -77,10 +81,13 @@ class Decoded:
 
 
 def pad_left(rows: Sequence[Sequence[int]], pad_token_id: int) -> dict[str, Tensor]:
-    """Pad prompts on the left to the longest; return `input_ids` and `attention_mask`, [rows, length] long."""
+    """Pad prompts on the left to the longest; return `input_ids` and `attention_mask`, [rows,
+    length] long."""
     width = max(map(len, rows))
     return {
-        "input_ids": torch.tensor([[pad_token_id] * (width - len(row)) + list(row) for row in rows]),
+        "input_ids": torch.tensor(
+            [[pad_token_id] * (width - len(row)) + list(row) for row in rows]
+        ),
         "attention_mask": torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows]),
     }
 
@@ -92,10 +99,13 @@ def decode_problems(
     batch_size: int = 32,
     **options: Any,
 ) -> Decoded:
-    """Decode problems of one family and judge the answers; other arguments and errors are those of `decode_prompts`."""
+    """Decode problems of one family and judge the answers; other arguments and errors are those of
+    `decode_prompts`."""
     prompts = [encode(problem, tokenizer)[0] for problem in asked]
     limit = NEW_TOKENS[asked[0].family]
-    return decode_prompts(model, tokenizer, prompts, partial(judge, asked), limit, batch_size, **options)
+    return decode_prompts(
+        model, tokenizer, prompts, partial(judge, asked), limit, batch_size, **options
+    )
 
 
 def decode_prompts(
@@ -107,7 +117,8 @@ def decode_prompts(
     batch_size: int = 32,
     **options: Any,
 ) -> Decoded:
-    """Decode prompts, given as ids, `batch_size` per call of `generate`; without `judge_texts` none is judged.
+    """Decode prompts, given as ids, `batch_size` per call of `generate`; without `judge_texts` none
+    is judged.
 
     Raises:
         ValueError: without a prompt, and for options that `generate` refuses.
@@ -130,14 +141,25 @@ def decode_prompts(
     seconds = time.perf_counter() - started
     ids = [row for out, width in outs for row in _texts(out, width)]
     eos = model.generation_config.eos_token_id
-    ends = {tokenizer.eos_token_id, tokenizer.pad_token_id, *([eos] if isinstance(eos, int) else eos or [])}
+    ends = {
+        tokenizer.eos_token_id,
+        tokenizer.pad_token_id,
+        *([eos] if isinstance(eos, int) else eos or []),
+    }
     texts = [tokenizer.decode([i for i in row if i not in ends]) for row in ids]
     right: list[bool | None] = judge_texts(texts) if judge_texts else [None] * len(texts)
     stats = [out.stats for out, _ in outs]
     forwards = {role: sum(part.forwards[role] for part in stats) for role in stats[0].forwards}
-    forwards |= {name: int(_of_rows(stats, name).sum()) for name in ("drafted", "accepted", "revoked")}
-    counts: dict[str, Any] = {name: _of_rows(stats, name) for name in ("offered_at_depth", "accepted_at_depth")}
-    counts |= {name: _of_rows(stats, name).tolist() for name in ("row_forwards", "row_head_forwards", "accepted")}
+    forwards |= {
+        name: int(_of_rows(stats, name).sum()) for name in ("drafted", "accepted", "revoked")
+    }
+    counts: dict[str, Any] = {
+        name: _of_rows(stats, name) for name in ("offered_at_depth", "accepted_at_depth")
+    }
+    counts |= {
+        name: _of_rows(stats, name).tolist()
+        for name in ("row_forwards", "row_head_forwards", "accepted")
+    }
     counts["rounds"] = _of_rows(stats, "accepted_lengths").sum(1).tolist()
     return Decoded(texts, ids, right, seconds, forwards, **counts)
 
@@ -154,4 +176,6 @@ def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 def _texts(out: Any, width: int) -> list[list[int]]:
     lengths = (out.reveal_step >= 0).sum(1).tolist()
-    return [row[:length] for row, length in zip(out.sequences[:, width:].tolist(), lengths, strict=True)]
+    return [
+        row[:length] for row, length in zip(out.sequences[:, width:].tolist(), lengths, strict=True)
+    ]

@@ -1,8 +1,9 @@
 """Confidence intervals of measurements on a list of problems.
 
-There are two kinds. A share of problems (accuracy, identical texts) has Wilson's score interval, whose width is not zero even
-at 0 or 100 %. Everything that is counted within problems (tokens over forwards, accepted over offered drafts, ...) is a ratio
-of sums over problems and has the percentile interval of a bootstrap that draws whole problems with replacement.
+There are two kinds. A share of problems (accuracy, identical texts) has Wilson's score interval,
+whose width is not zero even at 0 or 100 %. Everything that is counted within problems (tokens over
+forwards, accepted over offered drafts, ...) is a ratio of sums over problems and has the percentile
+interval of a bootstrap that draws whole problems with replacement.
 """
 
 from collections.abc import Sequence
@@ -28,13 +29,19 @@ class Interval:
 
 
 def wilson(right: int, count: int, level: float = 0.95) -> Interval:
-    """Return the share `right` / `count` with Wilson's score interval; `ValueError` if `count` is 0, or less than `right`."""
+    """Return the share `right` / `count` with Wilson's score interval; `ValueError` if `count` is
+    0, or less than `right`."""
     if not 0 <= right <= count or count == 0:
-        raise ValueError(f"{right} of {count}: a share needs at least one problem, and no more right than there are")
+        raise ValueError(
+            f"{right} of {count}: a share needs at least one problem, and no more right than there "
+            "are"
+        )
     z = NormalDist().inv_cdf((1 + level) / 2)
     share = right / count
     middle = (share + z * z / (2 * count)) / (1 + z * z / count)
-    half = z / (1 + z * z / count) * np.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    half = (
+        z / (1 + z * z / count) * np.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    )
     return Interval(share, max(0.0, float(middle - half)), min(1.0, float(middle + half)))
 
 
@@ -44,13 +51,16 @@ def resampled_sums(columns: np.ndarray, resamples: int, seed: int) -> np.ndarray
     Args:
         columns: [problems, counts].
         resamples: The number of resamples, each of as many problems as there are.
-        seed: Seed of the draws; with the same seed and number of problems, the same problems are drawn.
+        seed: Seed of the draws; with the same seed and number of problems, the same problems are
+            drawn.
 
     Returns:
         Sums [resamples, counts].
     """
     problems = len(columns)
-    times = np.random.default_rng(seed).multinomial(problems, np.full(problems, 1 / problems), size=resamples)
+    times = np.random.default_rng(seed).multinomial(
+        problems, np.full(problems, 1 / problems), size=resamples
+    )
     return times @ columns
 
 
@@ -61,11 +71,17 @@ def percentiles(value: float, resampled: np.ndarray, level: float = 0.95) -> Int
 
 
 def ratio_of_sums(
-    over: Sequence[float], under: Sequence[float], level: float = 0.95, resamples: int = RESAMPLES, seed: int = 0
+    over: Sequence[float],
+    under: Sequence[float],
+    level: float = 0.95,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
 ) -> Interval | None:
-    """Divide the sum of `over` by the sum of `under`, both counted by problem; None where `under` is 0 everywhere.
+    """Divide the sum of `over` by the sum of `under`, both counted by problem; None where `under`
+    is 0 everywhere.
 
-    The interval is that of a bootstrap over problems; resamples with a denominator of 0 do not count.
+    The interval is that of a bootstrap over problems; resamples with a denominator of 0 do not
+    count.
     """
     if sum(under) == 0:
         return None

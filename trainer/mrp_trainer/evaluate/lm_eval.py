@@ -1,7 +1,9 @@
-"""The model `mrp` of lm-eval: log-likelihood tasks use `score`, and all else is as with lm-eval's own model `hf`.
+"""The model `mrp` of lm-eval: log-likelihood tasks use `score`, and all else is as with lm-eval's
+own model `hf`.
 
-``python -m mrp_trainer.evaluate.lm_eval run --model mrp --model_args pretrained=FOLDER,trust_remote_code=True --tasks TASK`` is
-lm-eval's own command line. In Python, import this module and call `lm_eval.simple_evaluate(model="mrp", ...)`.
+``python -m mrp_trainer.evaluate.lm_eval run --model mrp --model_args
+pretrained=FOLDER,trust_remote_code=True --tasks TASK`` is lm-eval's own command line. In Python,
+import this module and call `lm_eval.simple_evaluate(model="mrp", ...)`.
 """
 
 import logging
@@ -20,17 +22,20 @@ logger = logging.getLogger(__name__)
 # Rows of a batch for lm-eval's `auto`: `score` itself bounds the memory of a forward.
 ROWS = 16
 
-# An encoded request of lm-eval: the request or None, ids of the context, and ids of the continuation.
+# An encoded request of lm-eval: the request or None, ids of the context, and ids of the
+# continuation.
 Encoded = tuple[tuple[str, str] | None, list[int], list[int]]
 
 
 @register_model("mrp")
 class MRPLM(HFLM):
-    """lm-eval's `HFLM` with the log-likelihoods of decoding from left to right, one token a step."""
+    """lm-eval's `HFLM` with the log-likelihoods of decoding from left to right, one token a
+    step."""
 
     @property
     def max_length(self) -> int:
-        """Return one less than the most tokens of a text: lm-eval adds one, as autoregressive models do not read the last."""
+        """Return one less than the most tokens of a text: lm-eval adds one, as autoregressive
+        models do not read the last."""
         length: int = super().max_length
         return length - 1
 
@@ -38,21 +43,34 @@ class MRPLM(HFLM):
         return ROWS
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[Encoded], disable_tqdm: bool = False, override_bs: int | None = None
+        self,
+        requests: Sequence[Encoded],
+        disable_tqdm: bool = False,
+        override_bs: int | None = None,
     ) -> list[tuple[float, bool]]:
-        """Score the continuation of each context; return its log-probability, and whether greedy decoding gives it."""
+        """Score the continuation of each context; return its log-probability, and whether greedy
+        decoding gives it."""
         rows = override_bs or (self.batch_size if isinstance(self.batch_size, int) else ROWS)
         texts = [[*context, *rest] for _, context, rest in requests]
         most = self.max_length + 1
         if cut := sum(len(text) > most for text in texts):
-            logger.warning(f"{cut} texts are longer than {most} tokens: their beginnings are left out")
+            logger.warning(
+                f"{cut} texts are longer than {most} tokens: their beginnings are left out"
+            )
         order = sorted(range(len(texts)), key=lambda at: -len(texts[at]))
         found: dict[int, tuple[float, bool]] = {}
-        for begin in tqdm(range(0, len(order), rows), disable=disable_tqdm or self.rank != 0, desc="Scoring"):
+        for begin in tqdm(
+            range(0, len(order), rows), disable=disable_tqdm or self.rank != 0, desc="Scoring"
+        ):
             batch = order[begin : begin + rows]
-            inputs = {name: value.to(self.device) for name, value in pad_left([texts[at][-most:] for at in batch], 0).items()}
+            inputs = {
+                name: value.to(self.device)
+                for name, value in pad_left([texts[at][-most:] for at in batch], 0).items()
+            }
             ids = inputs["input_ids"]
-            first = torch.tensor([ids.shape[1] - len(requests[at][2]) for at in batch], device=ids.device)
+            first = torch.tensor(
+                [ids.shape[1] - len(requests[at][2]) for at in batch], device=ids.device
+            )
             unscored = torch.arange(ids.shape[1], device=ids.device) < first[:, None]
             out = self.model.score(**inputs, labels=ids.masked_fill(unscored, -100))
             likeliest = (out.greedy | ~out.scored).all(-1)

@@ -15,9 +15,15 @@ from ..embedded import EMBEDDED
 from ..flags import assigned, flag
 
 _OPTIONS = {option.name: option for option in OPTIONS}
-# Options of `generate`: those whose flag takes several values, all with a flag, and those that a measurement cannot change.
+# Options of `generate`: those whose flag takes several values, all with a flag, and those that a
+# measurement cannot change.
 _SWEPT = {"confidence_threshold": "tau", "num_draft_states": "states", "draft_branches": "branches"}
-_BY_FLAG = {**_SWEPT, "decoding": "decoding", "target": "target", "max_new_tokens": "max-new-tokens"}
+_BY_FLAG = {
+    **_SWEPT,
+    "decoding": "decoding",
+    "target": "target",
+    "max_new_tokens": "max-new-tokens",
+}
 _FIXED = ("return_dict_in_generate", "num_return_sequences", "max_length")
 
 Judge = Literal["exact", "last_number", "contains"]
@@ -28,7 +34,8 @@ _WHAT, _HOW, _MODEL, _OUTPUT = "Problems", "Decoding", "Model", "Output"
 
 
 def _of(name: str) -> dict[str, Any]:
-    """Make the arguments of `flag` for a repeatable option of `generate`, from the option's declaration."""
+    """Make the arguments of `flag` for a repeatable option of `generate`, from the option's
+    declaration."""
     option = _OPTIONS[name]
     meaning, _, _of_none = option.help.partition("; None: ")
     return {
@@ -43,15 +50,29 @@ class ModelOptions:
     """Options of the model and its device."""
 
     model: str = flag("Checkpoint: folder or Hub id.", EMBEDDED, panel=_MODEL, metavar="PATH")
-    revision: str | None = flag("The model's commit, branch or tag.", None, panel=_MODEL, metavar="NAME")
+    revision: str | None = flag(
+        "The model's commit, branch or tag.", None, panel=_MODEL, metavar="NAME"
+    )
     backbone: str | None = flag(
-        "Another backbone, as where a head's has moved.", None, panel=_MODEL, metavar="PATH", shown="the head's own"
+        "Another backbone, as where a head's has moved.",
+        None,
+        panel=_MODEL,
+        metavar="PATH",
+        shown="the head's own",
     )
     tokenizer: str | None = flag(
-        "Another tokenizer: folder or Hub id.", None, panel=_MODEL, metavar="PATH", shown="the model's"
+        "Another tokenizer: folder or Hub id.",
+        None,
+        panel=_MODEL,
+        metavar="PATH",
+        shown="the model's",
     )
-    dtype: str | None = flag("Type of the weights.", None, panel=_MODEL, kind=Dtype, shown="the checkpoint's")
-    device: str | None = flag("Device, such as cuda:0.", None, panel=_MODEL, shown="first GPU, or cpu")
+    dtype: str | None = flag(
+        "Type of the weights.", None, panel=_MODEL, kind=Dtype, shown="the checkpoint's"
+    )
+    device: str | None = flag(
+        "Device, such as cuda:0.", None, panel=_MODEL, shown="first GPU, or cpu"
+    )
 
 
 @dataclass(kw_only=True)
@@ -59,7 +80,8 @@ class GenerateOptions(ModelOptions):
     """Options of `generate` without a flag of their own, given as assignments NAME=VALUE.
 
     Raises:
-        ValueError: for an assignment without a name or value, a name that is given twice, or one that has a flag.
+        ValueError: for an assignment without a name or value, a name that is given twice, or one
+            that has a flag.
     """
 
     set: list[str] = flag("Any other option of generate.", [], panel=_HOW, metavar="NAME=VALUE")
@@ -69,7 +91,9 @@ class GenerateOptions(ModelOptions):
 
     def extra(self) -> dict[str, Any]:
         """Parse the assignments of `set`, whose values are YAML."""
-        flags = {name: one for name, one in _BY_FLAG.items() if hasattr(self, one.replace("-", "_"))}
+        flags = {
+            name: one for name, one in _BY_FLAG.items() if hasattr(self, one.replace("-", "_"))
+        }
         return assigned(self.set, flags, _FIXED)
 
 
@@ -78,24 +102,36 @@ class ModeOptions(GenerateOptions):
     """Options of the decoding modes; each field is a flag."""
 
     decoding: list[str] = flag(
-        "Modes of decoding.", [], panel=_HOW, kind=list[Decoding], shown="the target, self_spec, and with a head mrp_spec"
+        "Modes of decoding.",
+        [],
+        panel=_HOW,
+        kind=list[Decoding],
+        shown="the target, self_spec, and with a head mrp_spec",
     )
-    target: list[str] = flag("Target modes of drafts.", [], panel=_HOW, kind=list[Target], shown="the checkpoint's")
+    target: list[str] = flag(
+        "Target modes of drafts.", [], panel=_HOW, kind=list[Target], shown="the checkpoint's"
+    )
     tau: list[float] = flag(**_of("confidence_threshold"))
     states: list[int | str] = flag(
-        **_of("num_draft_states") | {"default": []}, kind=list[str], metavar="K", shown="the checkpoint's; some for auto"
+        **_of("num_draft_states") | {"default": []},
+        kind=list[str],
+        metavar="K",
+        shown="the checkpoint's; some for auto",
     )
     branches: list[int] = flag(**_of("draft_branches") | {"default": [3]})
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.states = [int(one) if str(one).removeprefix("-").isdecimal() else one for one in self.states]
+        self.states = [
+            int(one) if str(one).removeprefix("-").isdecimal() else one for one in self.states
+        ]
 
     def of_checkpoint(self, own: Mapping[str, Any], has_head: bool = True, states: int = 4) -> Self:
-        """Fill in what no flag sets: targets and numbers of states from a checkpoint's generation config (`own`), and modes.
+        """Fill in what no flag sets: targets and numbers of states from a checkpoint's generation
+        config (`own`), and modes.
 
-        Modes are the targets alone, then drafted without and, if the checkpoint `has_head`, with a head; `states` replaces
-        `auto`, which would count differently in every run.
+        Modes are the targets alone, then drafted without and, if the checkpoint `has_head`, with a
+        head; `states` replaces `auto`, which would count differently in every run.
         """
         width = own.get("num_draft_states")
         width = width if isinstance(width, int) else states
@@ -105,7 +141,8 @@ class ModeOptions(GenerateOptions):
         return replace(self, decoding=decoding, target=targets, states=self.states or [width])
 
     def settings(self) -> list[dict[str, Any]]:
-        """List the settings, each a mapping of options of `generate`; those assigned by `set` stay together under that name."""
+        """List the settings, each a mapping of options of `generate`; those assigned by `set` stay
+        together under that name."""
         if not (self.decoding and self.target and self.states):
             return self.of_checkpoint({}).settings()
         extra = self.extra()
@@ -114,9 +151,14 @@ class ModeOptions(GenerateOptions):
             for target in self.target if decoding in DRAFTING else [None]:
                 mode = {"decoding": decoding} | ({} if target is None else {"target": target})
                 values = {
-                    name: getattr(self, flag) for name, flag in _SWEPT.items() if {decoding, target} & {*_OPTIONS[name].modes}
+                    name: getattr(self, flag)
+                    for name, flag in _SWEPT.items()
+                    if {decoding, target} & {*_OPTIONS[name].modes}
                 }
-                settings += [{**mode, **dict(zip(values, one, strict=True))} for one in product(*values.values())]
+                settings += [
+                    {**mode, **dict(zip(values, one, strict=True))}
+                    for one in product(*values.values())
+                ]
         return [{**one, "set": extra} for one in settings] if extra else settings
 
 
@@ -124,16 +166,26 @@ class ModeOptions(GenerateOptions):
 class EvaluateOptions(ModeOptions):
     """Options of `mrp evaluate`; each field is a flag."""
 
-    prompts: list[str] = flag("JSON lines: prompt or messages, and answer.", [], panel=_WHAT, metavar="FILE")
+    prompts: list[str] = flag(
+        "JSON lines: prompt or messages, and answer.", [], panel=_WHAT, metavar="FILE"
+    )
     judge: str = flag("How answers to --prompts are compared.", "exact", panel=_WHAT, kind=Judge)
     chat: bool = flag("Chat template around each prompt of --prompts.", False, panel=_WHAT)
-    family: list[str] = flag("Families of synthetic problems.", [], panel=_WHAT, kind=list[Family], shown="math, code")
+    family: list[str] = flag(
+        "Families of synthetic problems.", [], panel=_WHAT, kind=list[Family], shown="math, code"
+    )
     split: str = flag("Split of the synthetic problems.", "heldout", panel=_WHAT, kind=Split)
-    count: int | None = flag("Problems per set.", None, panel=_WHAT, min=1, shown="500 of a family, all of a file")
-    max_new_tokens: int | None = flag("Tokens per answer.", None, panel=_HOW, min=1, shown="the family's, or 256")
+    count: int | None = flag(
+        "Problems per set.", None, panel=_WHAT, min=1, shown="500 of a family, all of a file"
+    )
+    max_new_tokens: int | None = flag(
+        "Tokens per answer.", None, panel=_HOW, min=1, shown="the family's, or 256"
+    )
     batch_size: int = flag("Prompts per call of generate.", 32, panel=_HOW, min=1)
     json: bool = flag("JSON lines, not a table.", False, panel=_OUTPUT)
-    output: str | None = flag("Append JSON lines here; skip results it has already.", None, panel=_OUTPUT, metavar="FILE")
+    output: str | None = flag(
+        "Append JSON lines here; skip results it has already.", None, panel=_OUTPUT, metavar="FILE"
+    )
     show: int = flag("Number of answers to print.", 0, panel=_OUTPUT, min=0)
 
     @property
@@ -144,4 +196,7 @@ class EvaluateOptions(ModeOptions):
 
 def generate_options(setting: Mapping[str, Any]) -> dict[str, Any]:
     """Flatten a setting into keyword arguments of `generate`."""
-    return {**{name: value for name, value in setting.items() if name != "set"}, **setting.get("set", {})}
+    return {
+        **{name: value for name, value in setting.items() if name != "set"},
+        **setting.get("set", {}),
+    }

@@ -1,7 +1,9 @@
-"""Problem sets, each with its judge: problems of a synthetic family, or a file of prompts with answers.
+"""Problem sets, each with its judge: problems of a synthetic family, or a file of prompts with
+answers.
 
-The file has JSON lines. A record has `prompt` (text to be continued, or a user's turn with a chat template) or `messages` (a
-chat, whose final assistant turn is left out), and may have `answer`. Other fields are ignored.
+The file has JSON lines. A record has `prompt` (text to be continued, or a user's turn with a chat
+template) or `messages` (a chat, whose final assistant turn is left out), and may have `answer`.
+Other fields are ignored.
 """
 
 import hashlib
@@ -50,13 +52,16 @@ class ProblemSet:
         for where, prompt in zip(self.where, self.prompts, strict=True):
             if len(prompt) + self.max_new_tokens > max_positions:
                 raise ValueError(
-                    f"{where}: a prompt of {len(prompt)} tokens and {self.max_new_tokens} new ones exceed the model's "
-                    f"{max_positions} positions: shorten it, or lower --max-new-tokens"
+                    f"{where}: a prompt of {len(prompt)} tokens and {self.max_new_tokens} new ones "
+                    f"exceed the model's {max_positions} positions: shorten it, or lower "
+                    "--max-new-tokens"
                 )
 
     def digest(self) -> str:
         """Return a digest of prompts, answers and `max_new_tokens`."""
-        return hashlib.sha256(json.dumps([self.prompts, self.answers, self.max_new_tokens]).encode()).hexdigest()[:16]
+        return hashlib.sha256(
+            json.dumps([self.prompts, self.answers, self.max_new_tokens]).encode()
+        ).hexdigest()[:16]
 
 
 def family_set(
@@ -87,19 +92,22 @@ def file_set(
     count: int | None = None,
     max_new_tokens: int | None = None,
 ) -> ProblemSet:
-    """Make a set of the first `count` records of a file, by default of all; `chat` renders each `prompt` by the chat template,
-    as a user's turn.
+    """Make a set of the first `count` records of a file, by default of all; `chat` renders each
+    `prompt` by the chat template, as a user's turn.
 
     Raises:
         OSError: if the file is not there.
-        ValueError: for a file without a record, and for malformed records (also after `count`), with file, line and field; if
-            the tokenizer has no chat template where one is needed, or a prompt has no token.
+        ValueError: for a file without a record, and for malformed records (also after `count`),
+            with file, line and field; if the tokenizer has no chat template where one is needed, or
+            a prompt has no token.
     """
 
     def read(row: Any) -> tuple[Chat | Text, str | None]:
         return parse_prompt(row), _answer(row.get("answer"), judge)
 
-    records = [(f"{path}, line {line}", *made) for line, made in checked(json_lines([path]), read)][:count]
+    records = [(f"{path}, line {line}", *made) for line, made in checked(json_lines([path]), read)][
+        :count
+    ]
     answers = [answer for *_, answer in records]
 
     def judged(texts: list[str]) -> list[bool | None]:
@@ -109,7 +117,10 @@ def file_set(
     return ProblemSet(
         {"file": path},
         [where for where, *_ in records],
-        [asked.prompt if isinstance(asked, Text) else str(asked.messages[-1].get("content", "")) for _, asked, _ in records],
+        [
+            asked.prompt if isinstance(asked, Text) else str(asked.messages[-1].get("content", ""))
+            for _, asked, _ in records
+        ],
         [_prompt_ids(where, asked, tokenizer, chat) for where, asked, _ in records],
         answers,
         judged,
@@ -118,7 +129,8 @@ def file_set(
 
 
 def last_number(text: str) -> Decimal | None:
-    """Find the last number in a text, without thousands separators and currency; None if there is none."""
+    """Find the last number in a text, without thousands separators and currency; None if there is
+    none."""
     found = _NUMBER.findall(text)
     return Decimal(found[-1].replace(",", "").replace("$", "")) if found else None
 
@@ -126,7 +138,8 @@ def last_number(text: str) -> Decimal | None:
 # By name: (a record's answer, the model's text) -> whether it is right.
 JUDGES: Mapping[str, Callable[[str, str], bool]] = {
     "exact": lambda answer, text: text.strip() == answer.strip(),
-    "last_number": lambda answer, text: last_number(text) == last_number(answer),  # `_answer` makes sure that there is one
+    # `_answer` makes sure that there is one
+    "last_number": lambda answer, text: last_number(text) == last_number(answer),
     "contains": lambda answer, text: answer.strip() in text,
 }
 
@@ -137,19 +150,29 @@ def _answer(answer: Any, judge: str) -> str | None:
     if isinstance(answer, int | float) and not isinstance(answer, bool):
         answer = str(answer)
     if not isinstance(answer, str) or not answer.strip():
-        raise FieldError("answer", f"found {answer!r}: write a text that is not empty or a number, or leave it out")
+        raise FieldError(
+            "answer",
+            f"found {answer!r}: write a text that is not empty or a number, or leave it out",
+        )
     if judge == "last_number" and last_number(answer) is None:
         raise FieldError("answer", f"{answer!r} holds no number, which judge last_number compares")
     return answer
 
 
-def _prompt_ids(where: str, asked: Chat | Text, tokenizer: PreTrainedTokenizerBase, chat: bool) -> list[int]:
-    """Encode a prompt, through the chat template if it is a `Chat` or `chat` is set, otherwise as plain text."""
+def _prompt_ids(
+    where: str, asked: Chat | Text, tokenizer: PreTrainedTokenizerBase, chat: bool
+) -> list[int]:
+    """Encode a prompt, through the chat template if it is a `Chat` or `chat` is set, otherwise as
+    plain text."""
     text = asked.prompt if isinstance(asked, Text) else ""
     if chat or isinstance(asked, Chat):
         if not tokenizer.chat_template:
-            raise ValueError(f"{where}: the tokenizer has no chat template: write `prompt`, without --chat")
-        messages = asked.messages if isinstance(asked, Chat) else [{"role": "user", "content": text}]
+            raise ValueError(
+                f"{where}: the tokenizer has no chat template: write `prompt`, without --chat"
+            )
+        messages = (
+            asked.messages if isinstance(asked, Chat) else [{"role": "user", "content": text}]
+        )
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     if not (ids := tokenizer.encode(text, add_special_tokens=False)):
         raise ValueError(f"{where}: the prompt has no token: write a longer one")

@@ -1,7 +1,8 @@
-"""Files of results, one JSON line per measurement: written line by line, resumed after the last complete line, and read again.
+"""Files of results, one JSON line per measurement: written line by line, resumed after the last
+complete line, and read again.
 
-A line with a field `benchmark` is a header (`provenance`): it describes what the lines after it, up to the next header, were
-measured with, weights included.
+A line with a field `benchmark` is a header (`provenance`): it describes what the lines after it, up
+to the next header, were measured with, weights included.
 """
 
 import json
@@ -17,7 +18,8 @@ _HEADER = '{"benchmark":'
 
 
 def mode_name(line: Mapping[str, Any]) -> str:
-    """Name the mode of a result line by the settings that vary: "mrp_spec of dynamic K=4 tau=0.9", "static temperature=0.7"."""
+    """Name the mode of a result line by the settings that vary: "mrp_spec of dynamic K=4 tau=0.9",
+    "static temperature=0.7"."""
     name = str(line["decoding"])
     name += f" of {line['target']}" if "target" in line else ""
     name += f" K={line['num_draft_states']}" if "num_draft_states" in line else ""
@@ -35,35 +37,51 @@ def with_headers(lines: Iterable[Line]) -> Iterator[tuple[Line, Line]]:
             yield header, line
 
 
-def other_weights(header: Mapping[str, Any], line: Mapping[str, Any], weights: Mapping[str, Any]) -> str | None:
-    """Name the first part (`backbone`, `deciding` code, `head`) whose digests in `header` and `weights` differ; else None.
+def other_weights(
+    header: Mapping[str, Any], line: Mapping[str, Any], weights: Mapping[str, Any]
+) -> str | None:
+    """Name the first part (`backbone`, `deciding` code, `head`) whose digests in `header` and
+    `weights` differ; else None.
 
-    A line without head passes (`head_per_token`) does not depend on the head. In a header, `backbone` is None if no checkpoint
-    was measured, and `head` is None if there was no head, or several; a header without `backbone` counts as different. The code
-    is compared only if both have its digest, which old headers lack.
+    A line without head passes (`head_per_token`) does not depend on the head. In a header,
+    `backbone` is None if no checkpoint was measured, and `head` is None if there was no head, or
+    several; a header without `backbone` counts as different. The code is compared only if both have
+    its digest, which old headers lack.
     """
     if "backbone" not in header:
         return "backbone"
     if header["backbone"] not in (None, weights["backbone"]):
         return "backbone"
-    if None not in (header.get("deciding"), weights.get("deciding")) and header["deciding"] != weights["deciding"]:
+    if (
+        None not in (header.get("deciding"), weights.get("deciding"))
+        and header["deciding"] != weights["deciding"]
+    ):
         return "deciding"
     counts_head = line.get("head_per_token", 1) > 0
     return "head" if counts_head and header["head"] not in (None, weights["head"]) else None
 
 
 def check_clean(path: str | Path, header: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for a measurement in `benchmarks/results` that was made with uncommitted code."""
-    if Path(path).resolve().parent.parts[-2:] == ("benchmarks", "results") and "with changes" in str(header.get("commit")):
-        raise ValueError(f"{path}: the code has changes that no commit holds: commit them first, or name another file")
+    """Raise `ValueError` for a measurement in `benchmarks/results` that was made with uncommitted
+    code."""
+    if Path(path).resolve().parent.parts[-2:] == (
+        "benchmarks",
+        "results",
+    ) and "with changes" in str(header.get("commit")):
+        raise ValueError(
+            f"{path}: the code has changes that no commit holds: commit them first, or name "
+            "another file"
+        )
 
 
 class ResultsFile:
-    """A file of results: lines that earlier runs of a command wrote, and lines that this run appends.
+    """A file of results: lines that earlier runs of a command wrote, and lines that this run
+    appends.
 
-    The file's folders are made if they are missing. A line that was cut short (the process was killed, the disk was full) is
-    removed when the file is opened again. Every line but headers has the field `key`: a `ValueError` names the first line
-    without this field, and the file is left as it is.
+    The file's folders are made if they are missing. A line that was cut short (the process was
+    killed, the disk was full) is removed when the file is opened again. Every line but headers has
+    the field `key`: a `ValueError` names the first line without this field, and the file is left as
+    it is.
     """
 
     def __init__(self, path: str | Path, key: str) -> None:
@@ -74,33 +92,53 @@ class ResultsFile:
         held = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
         whole, newline, cut = held.rpartition("\n")
         lines = [_record(line) for line in whole.splitlines()]
-        wrong = [number for number, line in enumerate(lines, 1) if not {key, "benchmark"} & line.keys()]
-        # A line that was cut short begins like a header where it is the first one; a whole one has the key.
-        ours = {key, "benchmark"} & _record(cut).keys() if _record(cut) else cut.startswith("{" if lines else _HEADER)
+        wrong = [
+            number for number, line in enumerate(lines, 1) if not {key, "benchmark"} & line.keys()
+        ]
+        # A line that was cut short begins like a header where it is the first one; a whole one has
+        # the key.
+        ours = (
+            {key, "benchmark"} & _record(cut).keys()
+            if _record(cut)
+            else cut.startswith("{" if lines else _HEADER)
+        )
         if wrong or (cut and not ours):
             number = wrong[0] if wrong else len(lines) + 1
-            raise ValueError(f"{path}, line {number}: no result of this command: write into another file, or remove it")
+            raise ValueError(
+                f"{path}, line {number}: no result of this command: write into another file, or "
+                "remove it"
+            )
         self.lines: list[Line] = lines
         if cut:
             replace_file(Path(os.path.realpath(self.path)), (whole + newline).encode())
 
     def begin(self, header: Line) -> None:
-        """Set the header of further lines: `find` returns only lines that match it, and the first `add` writes it."""
+        """Set the header of further lines: `find` returns only lines that match it, and the first
+        `add` writes it."""
         check_clean(self.path, header)
         self.header = header
 
     def find(self, **fields: Any) -> Line | None:
-        """Find the last line with these fields (compared as JSON) measured with the header's weights; None if there is none."""
+        """Find the last line with these fields (compared as JSON) measured with the header's
+        weights; None if there is none."""
         wanted = json.loads(json.dumps(fields))
         known = [
             line
             for header, line in with_headers(self.lines)
             if self.header is None or other_weights(header, line, self.header) is None
         ]
-        return next((line for line in reversed(known) if all(line.get(name) == value for name, value in wanted.items())), None)
+        return next(
+            (
+                line
+                for line in reversed(known)
+                if all(line.get(name) == value for name, value in wanted.items())
+            ),
+            None,
+        )
 
     def add(self, *lines: Line) -> None:
-        """Append lines to the file, after the header if it is new, and wait until they are on the disk."""
+        """Append lines to the file, after the header if it is new, and wait until they are on the
+        disk."""
         newest = next((line for line in reversed(self.lines) if "benchmark" in line), None)
         if self.header is not None and json.loads(json.dumps(self.header)) != newest:
             lines = (self.header, *lines)

@@ -1,8 +1,10 @@
-"""Bytes and FLOPs of the forwards of a round at a given shape, and the least time they take on a device.
+"""Bytes and FLOPs of the forwards of a round at a given shape, and the least time they take on a
+device.
 
-A kernel group takes the time of its bytes or of its FLOPs, whichever is longer. Its bytes are weights (once a forward),
-embeddings of the tokens used, hidden states that enter and leave, and keys and values; activations inside a layer are assumed
-to stay on chip, and the packed states of a row to share one read of its prefix. All numbers are bf16.
+A kernel group takes the time of its bytes or of its FLOPs, whichever is longer. Its bytes are
+weights (once a forward), embeddings of the tokens used, hidden states that enter and leave, and
+keys and values; activations inside a layer are assumed to stay on chip, and the packed states of a
+row to share one read of its prefix. All numbers are bf16.
 """
 
 from dataclasses import dataclass, fields
@@ -11,13 +13,15 @@ from typing import Any
 from mrp_trainer.doctor.checks import PUBLISHED as SIZES
 
 BYTES = 2  # per bf16 number
-# Bytes of a layer's weight: int8 (without its scale for each row of a matrix), and 4 bits with a float32 scale for 64 of them.
+# Bytes of a layer's weight: int8 (without its scale for each row of a matrix), and 4 bits with a
+# float32 scale for 64 of them.
 WEIGHT_BYTES = {"bfloat16": 2.0, "int8": 1.0, "4-bit": 0.5 + 4 / 64}
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a model, named as in config.json; with experts, `intermediate_size` is that of the head's layers."""
+    """The sizes of a model, named as in config.json; with experts, `intermediate_size` is that of
+    the head's layers."""
 
     name: str
     hidden_size: int
@@ -42,7 +46,11 @@ class Shape:
     @property
     def layer_matrix(self) -> int:
         """Count the parameters of a decoder layer's matrices: q, k, v, o, gate, up, down."""
-        attention = (2 * self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_dim * self.hidden_size
+        attention = (
+            (2 * self.num_attention_heads + 2 * self.num_key_value_heads)
+            * self.head_dim
+            * self.hidden_size
+        )
         return attention + 3 * self.hidden_size * self.intermediate_size
 
     @property
@@ -51,15 +59,16 @@ class Shape:
         return self.layer_matrix + 2 * self.hidden_size + 2 * self.head_dim
 
     def with_experts(self, experts: float) -> float:
-        """Count the parameters that a backbone layer with `experts` experts has beyond a dense one; 0 for a dense model."""
+        """Count the parameters that a backbone layer with `experts` experts has beyond a dense one;
+        0 for a dense model."""
         if not self.num_experts:
             return 0
         expert = self.moe_intermediate_size * experts - self.intermediate_size
         return self.num_experts * self.hidden_size + 3 * self.hidden_size * expert
 
     def experts_read(self, tokens: float) -> float:
-        """Estimate how many experts a layer reads for `tokens` tokens that choose evenly and independently. This is an upper
-        bound: the tokens of a text choose alike and read fewer."""
+        """Estimate how many experts a layer reads for `tokens` tokens that choose evenly and
+        independently. This is an upper bound: the tokens of a text choose alike and read fewer."""
         if not self.num_experts:
             return 0
         return self.num_experts * (1 - (1 - self.num_experts_per_tok / self.num_experts) ** tokens)
@@ -67,7 +76,10 @@ class Shape:
     @property
     def backbone(self) -> int:
         """Count the parameters of the backbone without embeddings and lm_head."""
-        return self.num_hidden_layers * (self.layer + int(self.with_experts(self.num_experts))) + self.hidden_size
+        return (
+            self.num_hidden_layers * (self.layer + int(self.with_experts(self.num_experts)))
+            + self.hidden_size
+        )
 
     @property
     def eh_proj(self) -> int:
@@ -85,22 +97,25 @@ class Shape:
         return self.vocab_size * self.hidden_size
 
     def weight_bytes(self, per_weight: float) -> int:
-        """Compute the bytes of a dense model and its head whose layers' matrices take `per_weight` bytes a number; embedding,
-        `lm_head` and norms are bf16."""
+        """Compute the bytes of a dense model and its head whose layers' matrices take `per_weight`
+        bytes a number; embedding, `lm_head` and norms are bf16."""
         matrices = (self.num_hidden_layers + self.head_layers) * self.layer_matrix + self.eh_proj
         others = self.backbone + self.head + 2 * self.vocabulary - matrices
         return int(matrices * per_weight + others * BYTES)
 
     @property
     def cache_bytes(self) -> int:
-        """Compute the bytes of a token's bf16 keys, values and hidden state in the cache of backbone and head."""
+        """Compute the bytes of a token's bf16 keys, values and hidden state in the cache of
+        backbone and head."""
         layers = self.num_hidden_layers + self.head_layers
         return (layers * 2 * self.num_key_value_heads * self.head_dim + self.hidden_size) * BYTES
 
     def head_share(self, rows: int = 0) -> float:
-        """Compute the cost of a head pass as a share of a backbone forward, by the parameters that each reads.
+        """Compute the cost of a head pass as a share of a backbone forward, by the parameters that
+        each reads.
 
-        The head's picks read `rows` rows of `lm_head`, or all rows if that is 0; the backbone's picks read all.
+        The head's picks read `rows` rows of `lm_head`, or all rows if that is 0; the backbone's
+        picks read all.
         """
         picked = (rows or self.vocab_size) * self.hidden_size
         return (self.head + picked) / (self.backbone - self.hidden_size + self.vocabulary)
@@ -116,8 +131,8 @@ class Work:
 
 @dataclass(frozen=True)
 class Device:
-    """A device: its memory bandwidth in bytes a second, its peak in dense bf16 FLOPs a second, and the share of this peak that
-    large matrix products reach."""
+    """A device: its memory bandwidth in bytes a second, its peak in dense bf16 FLOPs a second, and
+    the share of this peak that large matrix products reach."""
 
     name: str
     bandwidth: float
@@ -125,37 +140,52 @@ class Device:
     achievable: float = 0.6
 
     def seconds(self, work: Work) -> float:
-        """Compute the least time of a kernel group: that of its bytes or of its FLOPs, whichever is longer."""
+        """Compute the least time of a kernel group: that of its bytes or of its FLOPs, whichever is
+        longer."""
         return max(work.bytes / self.bandwidth, work.flops / (self.peak * self.achievable))
 
 
 def decoder_layers(
     shape: Shape, layers: int, batch: int, states: float, prefix: int, sparse: bool = False
 ) -> tuple[Work, Work]:
-    """Compute the work of decoder layers on `batch` rows of `states` packed states; return that of matrices, then of attention.
+    """Compute the work of decoder layers on `batch` rows of `states` packed states; return that of
+    matrices, then of attention.
 
-    Packed attention computes all pairs of a query with its row's prefix and states, also masked pairs. `sparse` layers read the
-    experts that any token chooses, and compute for each token only those that it chooses.
+    Packed attention computes all pairs of a query with its row's prefix and states, also masked
+    pairs. `sparse` layers read the experts that any token chooses, and compute for each token only
+    those that it chooses.
     """
     tokens = batch * states * shape.block_size
-    more = [shape.with_experts(count) if sparse else 0 for count in (shape.experts_read(tokens), shape.num_experts_per_tok)]
-    matrices = Work(layers * (shape.layer + more[0]) * BYTES, 2 * layers * (shape.layer_matrix + more[1]) * tokens)
+    more = [
+        shape.with_experts(count) if sparse else 0
+        for count in (shape.experts_read(tokens), shape.num_experts_per_tok)
+    ]
+    matrices = Work(
+        layers * (shape.layer + more[0]) * BYTES,
+        2 * layers * (shape.layer_matrix + more[1]) * tokens,
+    )
     keys = prefix + states * shape.block_size
     query_size = shape.num_attention_heads * shape.head_dim
-    kv_size = 2 * shape.num_key_value_heads * shape.head_dim  # numbers that a token's keys and values take in one layer
+    # numbers that a token's keys and values take in one layer
+    kv_size = 2 * shape.num_key_value_heads * shape.head_dim
     written_and_read = layers * batch * (keys + states * shape.block_size) * kv_size * BYTES
     return matrices, Work(written_and_read, 4 * layers * query_size * tokens * keys)
 
 
 def backbone_forward(shape: Shape, batch: int, states: float, prefix: int) -> list[Work]:
-    """List the work of one backbone forward over `batch` x `states` blocks, without the vocabulary step."""
+    """List the work of one backbone forward over `batch` x `states` blocks, without the vocabulary
+    step."""
     tokens = batch * states * shape.block_size
     ends = Work((2 * tokens * shape.hidden_size + shape.hidden_size) * BYTES, 0)
-    return [ends, *decoder_layers(shape, shape.num_hidden_layers, batch, states, prefix, sparse=True)]
+    return [
+        ends,
+        *decoder_layers(shape, shape.num_hidden_layers, batch, states, prefix, sparse=True),
+    ]
 
 
 def head_forward(shape: Shape, batch: int, states: float, prefix: int) -> list[Work]:
-    """List the work of one head pass over `batch` x `states` blocks, without its vocabulary step, but with embeddings."""
+    """List the work of one head pass over `batch` x `states` blocks, without its vocabulary step,
+    but with embeddings."""
     tokens = batch * states * shape.block_size
     ends = Work(3 * (tokens + 1) * shape.hidden_size * BYTES, 0)
     projection = Work(shape.eh_proj * BYTES, 2 * shape.eh_proj * tokens)
@@ -163,14 +193,18 @@ def head_forward(shape: Shape, batch: int, states: float, prefix: int) -> list[W
 
 
 def vocabulary_step(shape: Shape, positions: float) -> Work:
-    """Compute the work of choosing tokens at `positions` masked positions, from logits that never leave the chip."""
-    return Work((shape.vocab_size + positions) * shape.hidden_size * BYTES, 2 * positions * shape.vocabulary)
+    """Compute the work of choosing tokens at `positions` masked positions, from logits that never
+    leave the chip."""
+    return Work(
+        (shape.vocab_size + positions) * shape.hidden_size * BYTES, 2 * positions * shape.vocabulary
+    )
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Counts of a decoding mode for each row: generated tokens and packed states per backbone forward; head passes per round,
-    which follow each other and each have a vocabulary step; and packed states per head pass."""
+    """Counts of a decoding mode for each row: generated tokens and packed states per backbone
+    forward; head passes per round, which follow each other and each have a vocabulary step; and
+    packed states per head pass."""
 
     tokens_per_forward: float
     states_per_forward: float
@@ -179,12 +213,14 @@ class Counts:
 
 
 def masks_per_state(block_size: int) -> float:
-    """Compute the mean number of masked positions, which need a pick, over a block's states from all masks to none."""
+    """Compute the mean number of masked positions, which need a pick, over a block's states from
+    all masks to none."""
     return block_size / 2
 
 
 def round_seconds(shape: Shape, device: Device, counts: Counts, batch: int, prefix: int) -> float:
-    """Predict the seconds of a round after `prefix` tokens: the backbone and each pass of the head, with their picks."""
+    """Predict the seconds of a round after `prefix` tokens: the backbone and each pass of the head,
+    with their picks."""
     masks = batch * masks_per_state(shape.block_size)
     backbone = backbone_forward(shape, batch, counts.states_per_forward, prefix)
     head = head_forward(shape, batch, counts.states_per_head_pass, prefix)

@@ -27,14 +27,21 @@ _COLUMNS = (
     ("= first %", "identical_to_first", 1),
     ("seconds", "seconds", 1),
 )
-_CAPTION = "below a value: its 95 % interval; a unit: a forward of the backbone,\nwith passes of the head charged as at {}"
+_CAPTION = (
+    "below a value: its 95 % interval; a unit: a forward of the backbone,\n"
+    "with passes of the head charged as at {}"
+)
 
 
 @contextmanager
-def printing(as_json: bool) -> Iterator[tuple[Callable[[Mapping[str, Any]], None], Callable[[str], None]]]:
-    """Yield two functions: one prints a measurement as a JSON line or as a row of a table, the other a text above the table.
+def printing(
+    as_json: bool,
+) -> Iterator[tuple[Callable[[Mapping[str, Any]], None], Callable[[str], None]]]:
+    """Yield two functions: one prints a measurement as a JSON line or as a row of a table, the
+    other a text above the table.
 
-    The table fits a terminal of 80 columns, where it grows with every row; each problem set has a heading.
+    The table fits a terminal of 80 columns, where it grows with every row; each problem set has a
+    heading.
     """
     if as_json:
         yield lambda line: print(json.dumps(line), flush=True), print
@@ -42,7 +49,12 @@ def printing(as_json: bool) -> Iterator[tuple[Callable[[Mapping[str, Any]], None
     console = Console()
     if not console.is_terminal:
         console.width = max(console.width, WIDTH)
-    layout: dict[str, Any] = {"box": SIMPLE_HEAD, "padding": 0, "pad_edge": False, "show_edge": False}
+    layout: dict[str, Any] = {
+        "box": SIMPLE_HEAD,
+        "padding": 0,
+        "pad_edge": False,
+        "show_edge": False,
+    }
     table = Table("mode", caption=_CAPTION.format(CHARGED), caption_justify="left", **layout)
     for heading, *_ in _COLUMNS:
         table.add_column(heading, justify="right", no_wrap=True)
@@ -68,7 +80,8 @@ def _asked(line: Mapping[str, Any]) -> str:
 
 
 def row_of(line: Mapping[str, Any]) -> list[str]:
-    """Format a measurement as cells: the mode, and values with their intervals in a second line; "-" for missing values."""
+    """Format a measurement as cells: the mode, and values with their intervals in a second line;
+    "-" for missing values."""
     line = charged(line, line.get("charged_as", CHARGED))
     return [mode_name(line), *(_value(line, name, digits) for _, name, digits in _COLUMNS)]
 

@@ -1,4 +1,5 @@
-"""Pictures of decodes: facts from the output of `generate`, and a self-contained SVG of them. Nothing here imports torch."""
+"""Pictures of decodes: facts from the output of `generate`, and a self-contained SVG of them.
+Nothing here imports torch."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,8 +8,11 @@ from .facts import Decode, read_decode
 from .svg import Picture, draw
 
 
-def show(outputs: Any, tokenizer: Any, *, prompt: str | None = None, row: int = 0, animated: bool = False) -> Picture:
-    """Draw the output of `generate(..., return_dict_in_generate=True)`; notebooks show the picture, and its `save` writes it.
+def show(
+    outputs: Any, tokenizer: Any, *, prompt: str | None = None, row: int = 0, animated: bool = False
+) -> Picture:
+    """Draw the output of `generate(..., return_dict_in_generate=True)`; notebooks show the picture,
+    and its `save` writes it.
 
     Args:
         outputs: An output, or a mapping of several by name, to be drawn side by side on one clock.

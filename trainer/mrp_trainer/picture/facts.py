@@ -1,4 +1,5 @@
-"""Facts of one decode, from the output of `generate`: the forward that revealed each token, and the outcome of drafts."""
+"""Facts of one decode, from the output of `generate`: the forward that revealed each token, and the
+outcome of drafts."""
 
 import math
 from bisect import bisect_right
@@ -17,10 +18,12 @@ class Token:
     """A token of a text, and how it was revealed.
 
     Attributes:
-        text: As the tokenizer decodes it; "" where its bytes are shown at a later token, which completes the character.
+        text: As the tokenizer decodes it; "" where its bytes are shown at a later token, which
+            completes the character.
         forward: The forward that revealed it, from 1; None for a token of the prompt.
         step: The denoising step that revealed it; -1 for a token of the prompt.
-        drafted: Whether a drafted state revealed it: without drafts it would have taken another forward.
+        drafted: Whether a drafted state revealed it: without drafts it would have taken another
+            forward.
         probability: Its probability when it was revealed.
         taken_back: Number of reveals at its position that were masked again.
     """
@@ -39,9 +42,11 @@ class Forward:
     """A backbone forward in which the row took part.
 
     Attributes:
-        own: Number of tokens that the forward revealed at the row's current state, which is not drafted.
+        own: Number of tokens that the forward revealed at the row's current state, which is not
+            drafted.
         accepted: Number of tokens that the forward revealed at drafted states.
-        refused: Number of drafted states that were not accepted, including those that a later forward can use.
+        refused: Number of drafted states that were not accepted, including those that a later
+            forward can use.
     """
 
     own: int
@@ -74,12 +79,14 @@ class Decode:
 
 
 def read_decode(output: Any, tokenizer: Any, name: str = "decode", row: int = 0) -> Decode:
-    """Read a row of an `MRPGenerateOutput` as a decode of this name; `ValueError` for other outputs and missing rows."""
+    """Read a row of an `MRPGenerateOutput` as a decode of this name; `ValueError` for other outputs
+    and missing rows."""
     rounds = getattr(getattr(output, "stats", None), "rounds", None)
     if rounds is None:
         raise ValueError(
-            f"output is a {type(output).__name__} without stats.rounds: pass what generate(..., return_dict_in_generate=True) "
-            "of this package returns, or read other checkpoints' with its MRPForCausalLM"
+            f"output is a {type(output).__name__} without stats.rounds: pass what generate(..., "
+            "return_dict_in_generate=True) of this package returns, or read other checkpoints' "
+            "with its MRPForCausalLM"
         )
     steps_of = output.reveal_step.tolist()
     if not 0 <= row < len(steps_of):
@@ -97,7 +104,17 @@ def read_decode(output: Any, tokenizer: Any, name: str = "decode", row: int = 0)
     for column, (text, step) in enumerate(zip(texts, reveal_step, strict=True)):
         forward, drafted = _revealed_by(of_row, step) if step >= 0 else (None, False)
         probability = probabilities[column] if step >= 0 else 0.0
-        tokens.append(Token(text, forward, step, drafted, probability, taken_back[column], ids[column] in special))
+        tokens.append(
+            Token(
+                text,
+                forward,
+                step,
+                drafted,
+                probability,
+                taken_back[column],
+                ids[column] in special,
+            )
+        )
     return Decode(
         name,
         tuple(tokens),
@@ -110,14 +127,16 @@ def read_decode(output: Any, tokenizer: Any, name: str = "decode", row: int = 0)
 
 
 def _revealed_by(of_row: dict[str, list[int]], step: int) -> tuple[int, bool]:
-    """Return the forward that made a denoising step, and whether a draft made it: all steps of a forward but its first."""
+    """Return the forward that made a denoising step, and whether a draft made it: all steps of a
+    forward but its first."""
     at = min(bisect_right(of_row["steps"], step), len(of_row["steps"]) - 1)
     first = of_row["steps"][at - 1] if at else 0
     return of_row["row_forwards"][at], step > first
 
 
 def _forwards(of_row: dict[str, list[int]], tokens: Sequence[Token]) -> tuple[Forward, ...]:
-    """List the forwards of a row; of a prefill in several forwards only the last one can have revealed tokens."""
+    """List the forwards of a row; of a prefill in several forwards only the last one can have
+    revealed tokens."""
     own = Counter(token.forward for token in tokens if not token.drafted)
     accepted = Counter(token.forward for token in tokens if token.drafted)
     refused: Counter[int] = Counter()
@@ -125,11 +144,14 @@ def _forwards(of_row: dict[str, list[int]], tokens: Sequence[Token]) -> tuple[Fo
     for (before, drafts, right), (after, all_drafts, all_right) in pairwise(counts):
         if after > before:
             refused[after] = max(0, (all_drafts - drafts) - (all_right - right))
-    return tuple(Forward(own[n], accepted[n], refused[n]) for n in range(1, of_row["row_forwards"][-1] + 1))
+    return tuple(
+        Forward(own[n], accepted[n], refused[n]) for n in range(1, of_row["row_forwards"][-1] + 1)
+    )
 
 
 def token_texts(ids: Sequence[int], tokenizer: Any) -> list[str]:
-    """Decode the text of each token; a character made of several tokens goes to the last one, and the others have ""."""
+    """Decode the text of each token; a character made of several tokens goes to the last one, and
+    the others have ""."""
     texts: list[str] = []
     begun: list[int] = []
     for one in ids:

@@ -12,18 +12,23 @@ from .options import ShowOptions
 
 
 def show_model(options: ShowOptions) -> Picture:
-    """Decode a prompt in the modes of `options`, draw the decodes, and write the picture to `options.output`. `ValueError` if
-    checkpoint, tokenizer, prompt or options do not fit, `OSError` if there is no such checkpoint."""
+    """Decode a prompt in the modes of `options`, draw the decodes, and write the picture to
+    `options.output`. `ValueError` if checkpoint, tokenizer, prompt or options do not fit, `OSError`
+    if there is no such checkpoint."""
     check_utf8(options.prompt)
     for setting in options.drawn({}):
         check_setting(setting, load_config(options.model, options.revision))
-    model: Any = load_model(options.model, options.dtype, options.device, options.revision, options.backbone)
+    model: Any = load_model(
+        options.model, options.dtype, options.device, options.revision, options.backbone
+    )
     tokenizer: Any = tokenizer_of(options)
     if options.plain or tokenizer.chat_template is None:
         inputs = tokenizer(options.prompt, return_tensors="pt")
     else:
         chat = [{"role": "user", "content": options.prompt}]
-        inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        inputs = tokenizer.apply_chat_template(
+            chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
     given = {name: inputs[name].to(model.device) for name in ("input_ids", "attention_mask")}
     given |= {"max_new_tokens": options.max_new_tokens, "return_dict_in_generate": True}
     settings = options.drawn(model.generation_config.to_dict(), model.mrp_head is not None)

@@ -1,4 +1,5 @@
-"""Options of `mrp show`, each declared once. Nothing here imports torch, so that help appears at once."""
+"""Options of `mrp show`, each declared once. Nothing here imports torch, so that help appears at
+once."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,26 +15,41 @@ _WHAT, _HOW, _OUTPUT = "Prompt", "Decoding", "Picture"
 
 @dataclass(kw_only=True)
 class ShowOptions(ModeOptions):
-    """Options of `mrp show`; each field is a flag. `ValueError` for a file that is neither an .svg nor a .png."""
+    """Options of `mrp show`; each field is a flag. `ValueError` for a file that is neither an .svg
+    nor a .png."""
 
-    decoding: list[str] = flag("Modes, side by side.", [], panel=_HOW, kind=list[Decoding], shown="the target, and its drafts")
-    prompt: str = flag("Prompt.", "Sum the numbers of a list that are even, each plus 5.", panel=_WHAT)
+    decoding: list[str] = flag(
+        "Modes, side by side.",
+        [],
+        panel=_HOW,
+        kind=list[Decoding],
+        shown="the target, and its drafts",
+    )
+    prompt: str = flag(
+        "Prompt.", "Sum the numbers of a list that are even, each plus 5.", panel=_WHAT
+    )
     plain: bool = flag("No chat template around the prompt.", False, panel=_WHAT)
     max_new_tokens: int = flag("Tokens of the text.", 64, panel=_WHAT, min=1)
     animated: bool = flag("The text appears forward by forward.", False, panel=_OUTPUT)
     output: str = flag("File, an .svg or .png.", "decode.svg", panel=_OUTPUT, metavar="FILE")
-    overwrite: bool = flag("Replace any file there, not only a picture of this command.", False, panel=_OUTPUT)
+    overwrite: bool = flag(
+        "Replace any file there, not only a picture of this command.", False, panel=_OUTPUT
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_name(self.output)
         check_output(self.output)
         if self.animated and self.output.endswith(".png"):
-            raise ValueError(f"--output is {self.output}, and a .png does not move: name an .svg, or leave out --animated")
+            raise ValueError(
+                f"--output is {self.output}, and a .png does not move: name an .svg, or leave out "
+                "--animated"
+            )
 
     def drawn(self, own: Mapping[str, Any], has_head: bool = True) -> list[dict[str, Any]]:
-        """List the options of `generate` for each mode in the picture (see `settings`). What no flag sets: targets and K are
-        the config's (`own`; K 8 for `auto`), modes are the targets and, drafted, `mrp_spec` (`self_spec` if not `has_head`)."""
+        """List the options of `generate` for each mode in the picture (see `settings`). What no
+        flag sets: targets and K are the config's (`own`; K 8 for `auto`), modes are the targets
+        and, drafted, `mrp_spec` (`self_spec` if not `has_head`)."""
         options = self.of_checkpoint(own, has_head, states=8)
         decoding = self.decoding or [*options.target, "mrp_spec" if has_head else "self_spec"]
         return replace(options, decoding=decoding).settings()

@@ -1,7 +1,8 @@
-"""An SVG of decodes: tokens in their places, coloured by the forward that revealed them, and bars of tokens per forward.
+"""An SVG of decodes: tokens in their places, coloured by the forward that revealed them, and bars
+of tokens per forward.
 
-The SVG is self-contained and runs no script; its animation is CSS. This module computes the layout, and `decode.svg.jinja`
-writes it.
+The SVG is self-contained and runs no script; its animation is CSS. This module computes the layout,
+and `decode.svg.jinja` writes it.
 """
 
 import hashlib
@@ -27,7 +28,8 @@ _PROMPT_LINES = 3
 _LEGEND = 236.0  # width of an entry, at most
 # How some characters are shown. Joiners stay as they are, within words and emoji.
 _SHOWN = {"\n": "↵\n", "\t": "⇥", "\u200c": "\u200c", "\u200d": "\u200d"}
-_ID = "\0"  # placeholder of the picture's id, which is a hash of the rest; visible texts hold no controls
+# placeholder of the picture's id, which is a hash of the rest; visible texts hold no controls
+_ID = "\0"
 _TICK, HOLD = 0.28, 3.0  # longest seconds per forward, and seconds that the whole text stays
 _ALL, _LEAST = 12.0, 0.04  # longest seconds of all forwards, and shortest per forward
 
@@ -40,8 +42,9 @@ class Picture:
     title: str
 
     def save(self, path: Path | str, overwrite: bool = False) -> Path:
-        """Write the picture to an .svg or a .png, and return the path; `ValueError` for other names, and where another file is,
-        unless `overwrite` or that is an .svg of this package that nobody changed; `ImportError` for a .png without cairosvg."""
+        """Write the picture to an .svg or a .png, and return the path; `ValueError` for other
+        names, and where another file is, unless `overwrite` or that is an .svg of this package that
+        nobody changed; `ImportError` for a .png without cairosvg."""
         path = Path(path)
         check_name(path)
         drawn = self._png() if path.suffix == ".png" else self.svg.encode()
@@ -53,7 +56,8 @@ class Picture:
             from cairosvg import svg2png
         except (ImportError, OSError) as error:  # the package, or the library cairo that it calls
             raise ImportError(
-                f"a .png needs cairosvg: pip install 'modeling-mrp[picture]', or name an .svg ({error})"
+                "a .png needs cairosvg: pip install 'modeling-mrp[picture]', or name an .svg "
+                f"({error})"
             ) from error
         return bytes(svg2png(bytestring=self.svg.encode(), scale=2.0))
 
@@ -64,14 +68,20 @@ class Picture:
 def check_name(path: Path | str) -> None:
     """Raise `ValueError` for a file name that ends neither in .svg nor in .png."""
     if Path(path).suffix not in (".svg", ".png"):
-        raise ValueError(f"{path}: a picture is an SVG or a PNG, give a name that ends in .svg or .png")
+        raise ValueError(
+            f"{path}: a picture is an SVG or a PNG, give a name that ends in .svg or .png"
+        )
 
 
-def draw(decodes: Sequence[Decode], *, prompt: str | None = None, animated: bool = False) -> Picture:
-    """Draw decodes side by side, two in a row, on one clock: the n-th forward has the same colour in all of them.
+def draw(
+    decodes: Sequence[Decode], *, prompt: str | None = None, animated: bool = False
+) -> Picture:
+    """Draw decodes side by side, two in a row, on one clock: the n-th forward has the same colour
+    in all of them.
 
-    The same decodes give the same picture. The prompt is shown above, shortened to three lines. If `animated`, the texts appear
-    forward by forward, again and again, but stay whole if the viewer asks for less motion. `ValueError` without decodes.
+    The same decodes give the same picture. The prompt is shown above, shortened to three lines. If
+    `animated`, the texts appear forward by forward, again and again, but stay whole if the viewer
+    asks for less motion. `ValueError` without decodes.
     """
     if not decodes:
         raise ValueError("there are no decodes to draw: pass at least one")
@@ -84,21 +94,64 @@ def draw(decodes: Sequence[Decode], *, prompt: str | None = None, animated: bool
     below = _height(max((one.refused for one in forwards), default=0))
     panels, top = [], 27.0 + 19 * len(lines) if lines else _MARGIN
     for begin in range(0, len(decodes), across):
-        laid = [(decode, *_pieces(decode, _PANEL - 2 * _INSET)) for decode in decodes[begin : begin + across]]
-        base = 92 + above + _LINE * (1 + max((piece.line for _, pieces, _ in laid for piece in pieces), default=0))
+        laid = [
+            (decode, *_pieces(decode, _PANEL - 2 * _INSET))
+            for decode in decodes[begin : begin + across]
+        ]
+        base = (
+            92
+            + above
+            + _LINE
+            * (1 + max((piece.line for _, pieces, _ in laid for piece in pieces), default=0))
+        )
         for place, (decode, pieces, blocks) in enumerate(laid):
-            at = {"x": _MARGIN + place * (_PANEL + _GAP), "y": top, "base": base, "height": base + below + 26}
-            bars = [(one, *map(_height, (one.own, one.accepted, one.refused))) for one in decode.forwards]
-            panels.append({"decode": decode, "pieces": pieces, "blocks": blocks, "bars": bars, **at})
+            at = {
+                "x": _MARGIN + place * (_PANEL + _GAP),
+                "y": top,
+                "base": base,
+                "height": base + below + 26,
+            }
+            bars = [
+                (one, *map(_height, (one.own, one.accepted, one.refused)))
+                for one in decode.forwards
+            ]
+            panels.append(
+                {"decode": decode, "pieces": pieces, "blocks": blocks, "bars": bars, **at}
+            )
         top += base + below + 26 + _GAP
     legend = _legend(decodes)
     columns = int((width - 2 * _MARGIN) / _LEGEND)
-    title = "; ".join(f"{visible(decode.name)}: {len(decode.forwards)} forwards" for decode in decodes)
+    title = "; ".join(
+        f"{visible(decode.name)}: {len(decode.forwards)} forwards" for decode in decodes
+    )
     svg = _template().render(
-        **{"name": _ID, "title": title, "animated": animated, "clock": clock, "step": (_PANEL - 2 * _INSET) / clock},
-        **{"lines": lines, "panels": panels, "legend": legend, "columns": columns, "column": _LEGEND, "top": top},
-        **{"width": width, "height": top + 22 * (1 + len(legend) // columns) + 12, "margin": _MARGIN, "inset": _INSET},
-        **{"panel_width": _PANEL, "line": _LINE, "tick": min(max(_ALL / clock, _LEAST), _TICK), "hold": HOLD},
+        **{
+            "name": _ID,
+            "title": title,
+            "animated": animated,
+            "clock": clock,
+            "step": (_PANEL - 2 * _INSET) / clock,
+        },
+        **{
+            "lines": lines,
+            "panels": panels,
+            "legend": legend,
+            "columns": columns,
+            "column": _LEGEND,
+            "top": top,
+        },
+        **{
+            "width": width,
+            "height": top + 22 * (1 + len(legend) // columns) + 12,
+            "margin": _MARGIN,
+            "inset": _INSET,
+        },
+        **{
+            "panel_width": _PANEL,
+            "line": _LINE,
+            "tick": min(max(_ALL / clock, _LEAST), _TICK),
+            "hold": HOLD,
+        },
         colours=["inherit", *(colour(at / max(1, clock - 1)) for at in range(clock))],
     )
     return Picture(svg.replace(_ID, _id_of(svg)), title)
@@ -117,8 +170,11 @@ def is_unchanged(content: bytes) -> bool:
 
 
 def _prompt(prompt: str, wide: int) -> list[str]:
-    """Break a prompt into lines of up to `wide` cells; if there are more lines than fit, the last one ends with an ellipsis."""
-    lines = [part.lstrip() for line in visible(prompt).splitlines() for part in chop_cells(line, wide)]
+    """Break a prompt into lines of up to `wide` cells; if there are more lines than fit, the last
+    one ends with an ellipsis."""
+    lines = [
+        part.lstrip() for line in visible(prompt).splitlines() for part in chop_cells(line, wide)
+    ]
     if len(lines) > _PROMPT_LINES:
         lines = [*lines[: _PROMPT_LINES - 1], f"{lines[_PROMPT_LINES - 1][:-1]}…"]
     return lines
@@ -141,12 +197,14 @@ class _Piece:
 
     @property
     def text_length(self) -> float | None:
-        """Return the width that the text is stretched to in any font; None for a single character."""
+        """Return the width that the text is stretched to in any font; None for a single
+        character."""
         return cell_len(self.text) * _CHARACTER if cell_len(self.text) > 1 else None
 
 
 def _pieces(decode: Decode, width: float) -> tuple[list[_Piece], list[tuple[float, int]]]:
-    """Lay out a text's tokens with a break after each line end; return the pieces, and (x, line) where each block begins."""
+    """Lay out a text's tokens with a break after each line end; return the pieces, and (x, line)
+    where each block begins."""
     pieces: list[_Piece] = []
     begins: list[tuple[float, int]] = []
     x, line = 0.0, 0
@@ -174,7 +232,13 @@ def _legend(decodes: Sequence[Decode]) -> list[tuple[str, str]]:
     tokens = [token for decode in decodes for token in decode.tokens]
     entries = [("own", "revealed without a draft", True)]
     entries += [("draft", "revealed by an accepted draft", any(token.drafted for token in tokens))]
-    entries += [("refused", "drafts refused", any(one.refused for decode in decodes for one in decode.forwards))]
+    entries += [
+        (
+            "refused",
+            "drafts refused",
+            any(one.refused for decode in decodes for one in decode.forwards),
+        )
+    ]
     entries += [("given", "given", any(token.forward is None for token in tokens))]
     entries += [("back", "a reveal was taken back here", any(token.taken_back for token in tokens))]
     return [(kind, label) for kind, label, shown in entries if shown]
@@ -186,7 +250,8 @@ def _height(count: int) -> float:
 
 
 def visible(text: str) -> str:
-    """Make every character of a text visible: line ends as ↵ before the break, controls as their code points."""
+    """Make every character of a text visible: line ends as ↵ before the break, controls as their
+    code points."""
     return "".join(map(_shown, text.replace("\r\n", "\n")))
 
 
@@ -199,8 +264,12 @@ def _shown(character: str) -> str:
 
 
 def colour(fraction: float) -> str:
-    """Return the colour of a forward by its fraction of the longest decode: warm at the first (0), cold at the last (1)."""
-    return "#" + "".join(f"{round(255 * part):02x}" for part in hls_to_rgb((38 - 183 * fraction) / 360 % 1, 0.56, 0.78))
+    """Return the colour of a forward by its fraction of the longest decode: warm at the first (0),
+    cold at the last (1)."""
+    return "#" + "".join(
+        f"{round(255 * part):02x}"
+        for part in hls_to_rgb((38 - 183 * fraction) / 360 % 1, 0.56, 0.78)
+    )
 
 
 def _short(value: object) -> object:
@@ -212,6 +281,18 @@ def _short(value: object) -> object:
 def _template() -> Any:
     from jinja2 import Environment, StrictUndefined  # imported late, as help does not need it
 
-    made = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, finalize=_short)
-    made.filters |= {"colour": colour, "visible": visible, "spaced": lambda text: text.replace(" ", "\u00a0")}
-    return made.from_string(Path(__file__).with_name("decode.svg.jinja").read_text(encoding="utf-8") + "\n")
+    made = Environment(
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+        finalize=_short,
+    )
+    made.filters |= {
+        "colour": colour,
+        "visible": visible,
+        "spaced": lambda text: text.replace(" ", "\u00a0"),
+    }
+    return made.from_string(
+        Path(__file__).with_name("decode.svg.jinja").read_text(encoding="utf-8") + "\n"
+    )

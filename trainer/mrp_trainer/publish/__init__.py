@@ -1,4 +1,5 @@
-"""Publishing of checkpoints on the Hub: checks of their folders, model cards, and pushes of one commit each."""
+"""Publishing of checkpoints on the Hub: checks of their folders, model cards, and pushes of one
+commit each."""
 
 from .command import Publication, push
 

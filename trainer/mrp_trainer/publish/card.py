@@ -1,4 +1,5 @@
-"""The model card of a checkpoint: a template filled from the files of its folder, without any connection."""
+"""The model card of a checkpoint: a template filled from the files of its folder, without any
+connection."""
 
 import json
 import math
@@ -21,15 +22,23 @@ from .folder import CONFIGS, PICTURE, json_of, tensors_in
 from .recipe import model_of, recipe_of
 
 TEMPLATE = Path(__file__).with_name("card_template.md")
-_RENDERED = re.compile(r"<!-- Rendered from a template for (.+); without this line, pushing keeps the card as it is\. -->")
-FORM = "[More Information Needed]"  # marks cards that peft or transformers generated and nobody filled in
+_RENDERED = re.compile(
+    r"<!-- Rendered from a template for (.+); without this line, pushing keeps the card as it is\. "
+    r"-->"
+)
+# marks cards that peft or transformers generated and nobody filled in
+FORM = "[More Information Needed]"
 _SUMMARIES = {
     "full": "{} block-diffusion language model with an MRP head.",
     "backbone": "{} block-diffusion language model without an MRP head.",
     "head": "{} block-diffusion language model's MRP head.",
     "adapter": "{} block-diffusion language model's adapter, by peft.",
 }
-_DEFAULTS = {option.name: option.default for option in OPTIONS if option.name in ("decoding", "target", "num_draft_states")}
+_DEFAULTS = {
+    option.name: option.default
+    for option in OPTIONS
+    if option.name in ("decoding", "target", "num_draft_states")
+}
 _METRICS = {
     "accuracy": "accuracy %",
     "tokens_per_unit": "tokens per backbone forward, head passes charged as at {}",
@@ -38,7 +47,8 @@ _METRICS = {
 
 
 def read_results(paths: Iterable[Path | str]) -> list[dict[str, Any]]:
-    """Read the measurements in files that `mrp evaluate` wrote, without headers; `ValueError` names a malformed line."""
+    """Read the measurements in files that `mrp evaluate` wrote, without headers; `ValueError` names
+    a malformed line."""
     lines: list[dict[str, Any]] = []
     for path in map(Path, paths):
         for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
@@ -48,7 +58,10 @@ def read_results(paths: Iterable[Path | str]) -> list[dict[str, Any]]:
             if "file" in line:  # prompts of a file instead of a family of tasks
                 line = {"family": Path(str(line["file"])).stem, **line}
             if missing := {"family", "decoding", "accuracy", "tokens_per_forward"} - line.keys():
-                raise ValueError(f"{path}, line {number} lacks {sorted(missing)[0]}: give lines of mrp evaluate --output")
+                raise ValueError(
+                    f"{path}, line {number} lacks {sorted(missing)[0]}: give lines of mrp evaluate "
+                    "--output"
+                )
             lines.append(line)
     return lines
 
@@ -59,30 +72,46 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def results_table(lines: Sequence[Mapping[str, Any]], shape: str = CHARGED) -> str:
-    """Format a Markdown table of accuracy and cost: a row per mode, grouped by decoding, with the families side by side. Head
-    passes are charged as at the published `shape`."""
-    families, decodings = (list(dict.fromkeys(line[name] for line in lines)) for name in ("family", "decoding"))
+    """Format a Markdown table of accuracy and cost: a row per mode, grouped by decoding, with the
+    families side by side. Head passes are charged as at the published `shape`."""
+    families, decodings = (
+        list(dict.fromkeys(line[name] for line in lines)) for name in ("family", "decoding")
+    )
     modes: dict[str, dict[str, Mapping[str, Any]]] = {}
     for line in sorted(lines, key=lambda line: decodings.index(line["decoding"])):
         modes.setdefault(mode_name(line), {})[line["family"]] = charged(line, shape)
     pair = ", ".join(families)
     head = ["mode", *(f"{family} %" for family in families), f"tokens / unit at {shape} ({pair})"]
-    head += [f"tokens / forward ({pair})", "head forwards / token", f"same as {next(iter(modes))} % ({pair})"]
+    head += [
+        f"tokens / forward ({pair})",
+        "head forwards / token",
+        f"same as {next(iter(modes))} % ({pair})",
+    ]
 
     def cells(by: dict[str, Mapping[str, Any]], name: str, digits: int) -> list[str]:
         values = [by.get(family, {}).get(name) for family in families]
         return ["-" if value is None else f"{value:.{digits}f}" for value in values]
 
-    shown = {"tokens_per_unit": 2, "tokens_per_forward": 2, "head_per_token": 2, "identical_to_first": 1}
+    shown = {
+        "tokens_per_unit": 2,
+        "tokens_per_forward": 2,
+        "head_per_token": 2,
+        "identical_to_first": 1,
+    }
     rows = [
-        [mode, *cells(by, "accuracy", 1), *(", ".join(cells(by, name, digits)) for name, digits in shown.items())]
+        [
+            mode,
+            *cells(by, "accuracy", 1),
+            *(", ".join(cells(by, name, digits)) for name, digits in shown.items()),
+        ]
         for mode, by in modes.items()
     ]
     return markdown_table(head, rows)
 
 
 def eval_results(lines: Sequence[Mapping[str, Any]], shape: str = CHARGED) -> list[EvalResult]:
-    """List accuracy and cost of every measurement, for the card's `model-index`; head passes are charged as at `shape`."""
+    """List accuracy and cost of every measurement, for the card's `model-index`; head passes are
+    charged as at `shape`."""
     return [
         EvalResult(
             task_type="text-generation",
@@ -94,7 +123,8 @@ def eval_results(lines: Sequence[Mapping[str, Any]], shape: str = CHARGED) -> li
         )
         for line in lines
         for metric, label in _METRICS.items()
-        if (value := charged(line, shape).get(metric)) is not None  # None without answers, or without counts of head passes
+        if (value := charged(line, shape).get(metric))
+        is not None  # None without answers, or without counts of head passes
     ]
 
 
@@ -107,10 +137,25 @@ def _facts(folder: Path, config: Mapping[str, Any]) -> str:
     kinds = ", ".join(sorted({of.dtype for of in tensors.values()}))
     rows = []
     if config.get("hidden_size"):
-        shape = "{num_hidden_layers} layers, hidden {hidden_size}, vocabulary {vocab_size}, blocks of {block_size} tokens"
+        shape = (
+            "{num_hidden_layers} layers, hidden {hidden_size}, vocabulary {vocab_size}, blocks of "
+            "{block_size} tokens"
+        )
         rows.append(("backbone", shape.format(**config)))
-        rows.append(("head", f"{config['num_nextn_predict_layers']} layers" if config["num_nextn_predict_layers"] else "none"))
-    rows.append(("parameters here", f"{sum(counts.values()) - head:,} of the backbone, {head:,} of the head"))
+        rows.append(
+            (
+                "head",
+                f"{config['num_nextn_predict_layers']} layers"
+                if config["num_nextn_predict_layers"]
+                else "none",
+            )
+        )
+    rows.append(
+        (
+            "parameters here",
+            f"{sum(counts.values()) - head:,} of the backbone, {head:,} of the head",
+        )
+    )
     rows.append(("weights", f"safetensors, {kinds}, {size / 1e6:,.1f} MB"))
     return markdown_table(("", ""), rows)
 
@@ -129,9 +174,11 @@ def render_card(
     Args:
         folder: What `save_pretrained` wrote.
         kind: A key of `folder.KINDS`: "full", "head" or "adapter".
-        name: The repository id, or the folder as a user writes it: what the examples load, and the title.
+        name: The repository id, or the folder as a user writes it: what the examples load, and the
+            title.
         results: Measurements, as `read_results` returns them.
-        about: A Markdown file that describes the checkpoint: its metadata overrides the template's, its text opens the card.
+        about: A Markdown file that describes the checkpoint: its metadata overrides the template's,
+            its text opens the card.
         extra_tags: Tags beside those that every card has.
         base: The base model of a head or an adapter, in place of the one that its config names.
     """
@@ -167,7 +214,9 @@ def render_card(
         kind=kind,
         base=base or metadata["base_model"] or "org/backbone",
         about=None if person is None else person.text.strip(),
-        summary=_SUMMARIES[held].format("An SDAR" if family.models == "SDAR" else f"A {family.models}"),
+        summary=_SUMMARIES[held].format(
+            "An SDAR" if family.models == "SDAR" else f"A {family.models}"
+        ),
         facts=_facts(folder, config),
         decoding="mrp_spec" if has_head else "self_spec",
         custom=held in ("full", "head") and config.get("family", DENSE) == DENSE,
@@ -175,26 +224,34 @@ def render_card(
         defaults={option: chosen.get(option) or value for option, value in _DEFAULTS.items()},
         table=results_table(results, shape) if results else None,
         recipe=recipe_of(folder, metadata["base_model"]),
-        papers={"MRP, Multi-token Residual Prediction": "2605.18817"} | ({family.models: family.paper} if family.paper else {}),
+        papers={"MRP, Multi-token Residual Prediction": "2605.18817"}
+        | ({family.models: family.paper} if family.paper else {}),
     )
 
 
 def is_users_card(text: str) -> bool:
-    """Return whether a user wrote or edited this card, so that it is no rendered card of this package and no empty form."""
+    """Return whether a user wrote or edited this card, so that it is no rendered card of this
+    package and no empty form."""
     return _RENDERED.search(text) is None and FORM not in text
 
 
 def renamed(text: str, name: str) -> str:
-    """Replace the name in a card that this package rendered: its title, and what its examples load."""
+    """Replace the name in a card that this package rendered: its title, and what its examples
+    load."""
     if (found := _RENDERED.search(text)) is None:
         return text
-    text = text.replace(found[0], found[0].replace(found[1], name)).replace(f'"{found[1]}"', f'"{name}"')
-    text = text.replace(f'custom_generate="{_repository(found[1])}"', f'custom_generate="{_repository(name)}"')
+    text = text.replace(found[0], found[0].replace(found[1], name)).replace(
+        f'"{found[1]}"', f'"{name}"'
+    )
+    text = text.replace(
+        f'custom_generate="{_repository(found[1])}"', f'custom_generate="{_repository(name)}"'
+    )
     return text.replace(f"\n# {_title(found[1])}\n", f"\n# {_title(name)}\n", 1)
 
 
 def _repository(name: str) -> str:
-    """Return a name that `custom_generate` takes, which is no folder: this one, or what a repository of it could be called."""
+    """Return a name that `custom_generate` takes, which is no folder: this one, or what a
+    repository of it could be called."""
     return name if is_hub_id(name) else f"org/{_title(name)}"
 
 

@@ -1,4 +1,5 @@
-"""The commands `mrp push`, which pushes a checkpoint's folder to the Hub in a single commit, and `mrp card`."""
+"""The commands `mrp push`, which pushes a checkpoint's folder to the Hub in a single commit, and
+`mrp card`."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -26,8 +27,9 @@ _STALE = ["model*.safetensors*", "adapter_model*", "*_mrp.py", "custom_generate/
 
 @dataclass(frozen=True)
 class Publication:
-    """The result of a push or a dry run: the kind (of `KINDS`), the bytes of each file by path in the repository, the files of
-    the folder that are not published, what was tried before, and the commit, None after a dry run."""
+    """The result of a push or a dry run: the kind (of `KINDS`), the bytes of each file by path in
+    the repository, the files of the folder that are not published, what was tried before, and the
+    commit, None after a dry run."""
 
     repo_id: str
     kind: str
@@ -64,46 +66,72 @@ def push(
     about: Path | str | None = None,
     tags: Sequence[str] = (),
 ) -> Publication:
-    """Push a saved checkpoint in one commit; the folder is only read. The remote code is what this package generates.
+    """Push a saved checkpoint in one commit; the folder is only read. The remote code is what this
+    package generates.
 
     Args:
-        folder: What `save_pretrained` wrote: a full model, a head (`head_only=True`) or a peft adapter.
+        folder: What `save_pretrained` wrote: a full model, a head (`head_only=True`) or a peft
+            adapter.
         repo_id: "org/name", or "name" for a repository of the user's own; a new one is `private`.
-        base_model: Hub id of the base of a head or an adapter, if the folder names another base, such as a local folder.
+        base_model: Hub id of the base of a head or an adapter, if the folder names another base,
+            such as a local folder.
         base_revision: The base's commit, branch or tag.
         revision: The branch, created if it is not there; `main` by default.
         create_pr: Open a pull request instead of changing `main`.
-        dry_run: Only return what would be sent, after the same trial (`try_out`), without any connection.
-        new_card: Render the card in any case. By default the folder's README.md is the card if a person wrote it or no other
-            argument changes it; else one is rendered, which does not replace what a person wrote in the repository.
+        dry_run: Only return what would be sent, after the same trial (`try_out`), without any
+            connection.
+        new_card: Render the card in any case. By default the folder's README.md is the card if a
+            person wrote it or no other argument changes it; else one is rendered, which does not
+            replace what a person wrote in the repository.
         results: Result files for the rendered card (`read_results`).
-        about: A description of the checkpoint for the rendered card (`render_card`), which also has `tags`.
+        about: A description of the checkpoint for the rendered card (`render_card`), which also has
+            `tags`.
 
     Raises:
-        ValueError: if the folder, the card, the base or the id is not fit to be published, or what is to be sent does not load
-            and decode.
-        OSError: if the Hub refused it, or cannot be reached. The folder and the branch are as they were.
+        ValueError: if the folder, the card, the base or the id is not fit to be published, or what
+            is to be sent does not load and decode.
+        OSError: if the Hub refused it, or cannot be reached. The folder and the branch are as they
+            were.
     """
     if revision is not None and create_pr:
-        raise ValueError(f"revision={revision!r} and create_pr=True: push to a branch, or open a pull request")
+        raise ValueError(
+            f"revision={revision!r} and create_pr=True: push to a branch, or open a pull request"
+        )
     validate_repo_id(repo_id)
     found = read_folder(folder)
     base = base_model or found.base
     if base_model is not None and found.kind == "full":
-        raise ValueError(f"base_model is {base_model}, but {folder} holds {KINDS['full']}, which has its own")
+        raise ValueError(
+            f"base_model is {base_model}, but {folder} holds {KINDS['full']}, which has its own"
+        )
     if base is not None and not is_hub_id(base):
         raise ValueError(
-            f"base_model is {base!r}: it must be the id of a model on the Hub, 'org/name', where others find it. Name it "
-            "when saving (model.backbone_source), or with --base-model of the command"
+            f"base_model is {base!r}: it must be the id of a model on the Hub, 'org/name', where "
+            "others find it. Name it when saving (model.backbone_source), or with --base-model of "
+            "the command"
         )
-    written = found.files["README.md"].read_text(encoding="utf-8") if "README.md" in found.files else FORM
+    written = (
+        found.files["README.md"].read_text(encoding="utf-8") if "README.md" in found.files else FORM
+    )
     is_ours = new_card or not is_users_card(written)
     if not is_ours and (results or about):
-        raise ValueError(f"{folder}/README.md was written by a person: leave out results and about, or pass new_card=True")
+        raise ValueError(
+            f"{folder}/README.md was written by a person: leave out results and about, or pass "
+            "new_card=True"
+        )
     if is_ours and (new_card or results or about or tags or base_model or FORM in written):
-        written = str(render_card(found.path, found.kind, repo_id, read_results(results), about, tags, base_model))
-    sent = _contents(found, base_model, base_revision) | {"README.md": renamed(written, repo_id).encode()}
-    sizes = {name: len(one) if isinstance(one, bytes) else one.stat().st_size for name, one in sorted(sent.items())}
+        written = str(
+            render_card(
+                found.path, found.kind, repo_id, read_results(results), about, tags, base_model
+            )
+        )
+    sent = _contents(found, base_model, base_revision) | {
+        "README.md": renamed(written, repo_id).encode()
+    }
+    sizes = {
+        name: len(one) if isinstance(one, bytes) else one.stat().st_size
+        for name, one in sorted(sent.items())
+    }
     trial = try_out(found, sent, tensors_in(found.path))
     if dry_run:
         return Publication(repo_id, found.kind, sizes, found.left_out, trial)
@@ -121,7 +149,10 @@ def push(
         stale = filter_repo_objects(there - sent.keys(), allow_patterns=_STALE)
         commit = api.create_commit(
             repo_id,
-            [*(CommitOperationAdd(name, one) for name, one in sent.items()), *map(CommitOperationDelete, stale)],
+            [
+                *(CommitOperationAdd(name, one) for name, one in sent.items()),
+                *map(CommitOperationDelete, stale),
+            ],
             commit_message=commit_message or f"Upload {KINDS[found.kind]}",
             revision=revision,
             create_pr=create_pr,
@@ -138,12 +169,14 @@ def _reached(api: HfApi) -> Iterator[None]:
         raise
     except _HTTP_ERRORS as error:
         raise OSError(
-            f"the Hub at {api.endpoint} cannot be reached: check the network, and repeat the push ({error})"
+            f"the Hub at {api.endpoint} cannot be reached: check the network, and repeat the push "
+            f"({error})"
         ) from error
 
 
 def _contents(found: Folder, base: str | None, revision: str | None) -> dict[str, Path | bytes]:
-    """Collect the files to send, by name: the folder's files, the remote code, and a config that names the code and base."""
+    """Collect the files to send, by name: the folder's files, the remote code, and a config that
+    names the code and base."""
     config = CONFIGS[found.kind]
     fields = json_of(found.path / config) | ({"auto_map": AUTO_MAP} if found.code else {})
     if base is not None:
@@ -153,7 +186,10 @@ def _contents(found: Folder, base: str | None, revision: str | None) -> dict[str
     return {**found.files, **code, config: json.dumps(fields, indent=2).encode()}
 
 
-def card(folder: str, name: str | None = None, results: Sequence[str] = (), about: str | None = None) -> str:
-    """Render the card of a checkpoint's folder, as a push would; its examples load `name`, by default the folder."""
+def card(
+    folder: str, name: str | None = None, results: Sequence[str] = (), about: str | None = None
+) -> str:
+    """Render the card of a checkpoint's folder, as a push would; its examples load `name`, by
+    default the folder."""
     name = name or (f"./{folder}" if is_hub_id(folder) else folder)
     return str(render_card(folder, read_folder(folder).kind, name, read_results(results), about))

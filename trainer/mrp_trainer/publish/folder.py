@@ -1,4 +1,5 @@
-"""Checkpoint folders to be published: their kind, checks, and which of their files are published."""
+"""Checkpoint folders to be published: their kind, checks, and which of their files are
+published."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ CONFIGS = {"full": "config.json", "head": "config.json", "adapter": "adapter_con
 PICTURE = "decode.svg"  # shown in the card
 _NAMES = """
 generation_config.json README.md LICENSE .gitattributes
-tokenizer.json tokenizer_config.json tokenizer.model special_tokens_map.json added_tokens.json vocab.json merges.txt
+tokenizer.json tokenizer_config.json tokenizer.model special_tokens_map.json added_tokens.json
+vocab.json merges.txt
 chat_template.jinja
 """
 _DECLARED = frozenset((*_NAMES.split(), PICTURE))
@@ -35,7 +37,8 @@ class Folder:
         kind: A key of `KINDS`.
         base: The model that a head or an adapter says it belongs to.
         files: The files to publish, by name.
-        code: The remote code to publish beside them, as this package generates it, whatever code the folder holds.
+        code: The remote code to publish beside them, as this package generates it, whatever code
+            the folder holds.
         left_out: The folder's other files.
     """
 
@@ -51,14 +54,15 @@ def read_folder(path: Path | str) -> Folder:
     """Check a checkpoint's folder, and decide which of its files are published; nothing is changed.
 
     Raises:
-        ValueError: if it is not a folder, holds no checkpoint of this package, weights that are cut short or do not fit its
-            config, or a tokenizer that does not load or fit.
+        ValueError: if it is not a folder, holds no checkpoint of this package, weights that are cut
+            short or do not fit its config, or a tokenizer that does not load or fit.
         OSError: if a shard is not there.
     """
     path = Path(path)
     if not path.is_dir():
         raise ValueError(
-            f"{path} is not a folder: save the model there first, with save_pretrained, or fetch it by hf download"
+            f"{path} is not a folder: save the model there first, with save_pretrained, or fetch "
+            "it by hf download"
         )
     kind = _kind_of(path)
     fields = json_of(path / CONFIGS[kind])
@@ -73,7 +77,14 @@ def read_folder(path: Path | str) -> Folder:
     if {"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json"} & names:
         _check_tokenizer(path, kind)
     files = {name: path / name for name in sorted(chosen)}
-    return Folder(path, kind, fields.get("base_model_name_or_path"), files, code, sorted(names - chosen - code.keys()))
+    return Folder(
+        path,
+        kind,
+        fields.get("base_model_name_or_path"),
+        files,
+        code,
+        sorted(names - chosen - code.keys()),
+    )
 
 
 def _kind_of(path: Path) -> str:
@@ -81,8 +92,14 @@ def _kind_of(path: Path) -> str:
         return "adapter"
     fields = json_of(path / "config.json")
     if fields.get("model_type") != "sdar_mrp":
-        found = f"a model of type {fields['model_type']!r}" if "model_type" in fields else "no checkpoint"
-        raise ValueError(f"{path} holds {found}: give a folder that save_pretrained of this package wrote")
+        found = (
+            f"a model of type {fields['model_type']!r}"
+            if "model_type" in fields
+            else "no checkpoint"
+        )
+        raise ValueError(
+            f"{path} holds {found}: give a folder that save_pretrained of this package wrote"
+        )
     return "head" if fields.get("base_model_name_or_path") else "full"
 
 
@@ -93,7 +110,8 @@ def tensors_in(path: Path) -> dict[str, StoredTensor]:
 
 
 def first_not_finite(tensors: Mapping[str, StoredTensor]) -> str | None:
-    """Return the name of the first tensor that holds NaN or infinity, None if there is none; all numbers are read."""
+    """Return the name of the first tensor that holds NaN or infinity, None if there is none; all
+    numbers are read."""
     for file in sorted({tensor.file for tensor in tensors.values()}):
         with safe_open(file, framework="pt") as stored:
             for name in sorted(stored.keys()):
@@ -110,22 +128,25 @@ def _checked_weights(path: Path, kind: str) -> set[str]:
     if kind == "adapter":
         return names
     config = MRPConfig.from_pretrained(path)
-    if getattr(config, "quantization_config", None) is None:  # else it has the tensors that its quantizer makes
+    # else it has the tensors that its quantizer makes
+    if getattr(config, "quantization_config", None) is None:
         check_tensors(config, tensors, HEAD if kind == "head" else "")
     return names | ({"model.safetensors.index.json"} if "model.safetensors" not in names else set())
 
 
 def _check_tokenizer(path: Path, kind: str) -> None:
-    """Load the tokenizer once, without code of a repository, and compare its size with the model's."""
+    """Load the tokenizer once, without code of a repository, and compare its size with the
+    model's."""
     if (named := json_of(path / "tokenizer_config.json").get("auto_map")) is not None:
         raise ValueError(
-            f"{path}/tokenizer_config.json takes code from {named!r}, and only the code of this package is published: remove "
-            "auto_map, and see that the tokenizer loads without it"
+            f"{path}/tokenizer_config.json takes code from {named!r}, and only the code of this "
+            "package is published: remove auto_map, and see that the tokenizer loads without it"
         )
     tokenizer = load_tokenizer(str(path), local_files_only=True)
     if kind != "adapter" and len(tokenizer) > (size := MRPConfig.from_pretrained(path).vocab_size):
         raise ValueError(
-            f"the tokenizer in {path} has {len(tokenizer)} tokens, and the model {size}: publish the model's own tokenizer"
+            f"the tokenizer in {path} has {len(tokenizer)} tokens, and the model {size}: publish "
+            "the model's own tokenizer"
         )
 
 

@@ -14,24 +14,35 @@ _COMMANDS = {"mrp": "head", "block_diffusion": "backbone"}
 
 
 def recipe_of(folder: Path, base: str | None = None) -> str | None:
-    """Describe in Markdown the training run that wrote a folder; None without a run. `base` is the Hub id of the model, to be
-    named in place of a local folder.
+    """Describe in Markdown the training run that wrote a folder; None without a run. `base` is the
+    Hub id of the model, to be named in place of a local folder.
 
-    Settings that do not change weights are left out, and so is everything about a machine or an account; paths become names.
+    Settings that do not change weights are left out, and so is everything about a machine or an
+    account; paths become names.
     """
     if not (folder / RUN_FILE).is_file():
         return None
     run = read_yaml(folder / RUN_FILE)
-    told = {name: _without_folders(value) for name, value in run.items() if changes_weights(name) and value not in (None, [])}
+    told = {
+        name: _without_folders(value)
+        for name, value in run.items()
+        if changes_weights(name) and value not in (None, [])
+    }
     if base is not None and _is_local(run.get("model")):
         told["model"] = base
     command = _COMMANDS.get(str(told.pop("objective", None)), "head")
     settings = yaml.safe_dump(told, sort_keys=False)
-    return f"Trained by `mrp train {command}` with these settings, which `--config` takes as a file:\n\n```yaml\n{settings}```"
+    return (
+        f"Trained by `mrp train {command}` with these settings, which `--config` takes as a file:\n"
+        "\n"
+        "```yaml\n"
+        f"{settings}```"
+    )
 
 
 def model_of(folder: Path) -> str | None:
-    """Return the Hub id of the model that a folder's run trained; None without a run, or if that model was a local folder."""
+    """Return the Hub id of the model that a folder's run trained; None without a run, or if that
+    model was a local folder."""
     found = read_yaml(folder / RUN_FILE).get("model") if (folder / RUN_FILE).is_file() else None
     return None if _is_local(found) else str(found)
 
@@ -41,7 +52,9 @@ def _without_folders(value: Any) -> Any:
         return [_without_folders(one) for one in value]
     if isinstance(value, dict):
         return {name: _without_folders(one) for name, one in value.items()}
-    return Path(value).name if isinstance(value, str) and "/" in value and _is_local(value) else value
+    return (
+        Path(value).name if isinstance(value, str) and "/" in value and _is_local(value) else value
+    )
 
 
 def _is_local(name: Any) -> bool:

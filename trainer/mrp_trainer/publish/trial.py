@@ -1,4 +1,5 @@
-"""The trial of what is about to be published: load it as its users will, in a fresh process, and decode a block."""
+"""The trial of what is about to be published: load it as its users will, in a fresh process, and
+decode a block."""
 
 import json
 import os
@@ -17,7 +18,8 @@ from .folder import CONFIGS, Folder, first_not_finite, json_of
 
 DONE = "Loaded in a fresh process, and decoded a block with and without drafts."
 _MINUTES = 60
-# Runs where this package is not, and offline. It prints a line if what it needs is not on this machine.
+# Runs where this package is not, and offline. It prints a line if what it needs is not on this
+# machine.
 _SCRIPT = """
 import sys
 sys.modules["modeling_mrp"] = sys.modules["mrp_trainer"] = None
@@ -36,27 +38,36 @@ except (OSError, ImportError) as error:
     print(" ".join(str(error).split())[:300])
     sys.exit()
 config, model = model.config, model.eval()
-ids = [token for token in range(min(config.vocab_size, 9)) if token not in (config.mask_token_id, config.pad_token_id)]
+special = (config.mask_token_id, config.pad_token_id)
+ids = [token for token in range(min(config.vocab_size, 9)) if token not in special]
 options = {"max_new_tokens": config.block_size, "min_new_tokens": 0, "min_length": 0}
 if has_tokenizer:
     options["tokenizer"] = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 else:
     model.generation_config.stop_strings = None
-for mode in ({}, {"decoding": "static"}, {"decoding": "mrp_spec" if config.has_head else "self_spec", "num_draft_states": 4}):
+drafted = {"decoding": "mrp_spec" if config.has_head else "self_spec", "num_draft_states": 4}
+for mode in ({}, {"decoding": "static"}, drafted):
     model.generate(torch.tensor([ids[:4]]), **options, **mode)
 """
 
 
-def try_out(found: Folder, sent: Mapping[str, Path | bytes], tensors: Mapping[str, StoredTensor]) -> str:
-    """Load the files that are about to be sent, and decode a block; return what was tried, or why it could not be tried.
+def try_out(
+    found: Folder, sent: Mapping[str, Path | bytes], tensors: Mapping[str, StoredTensor]
+) -> str:
+    """Load the files that are about to be sent, and decode a block; return what was tried, or why
+    it could not be tried.
 
-    Nothing is downloaded: a head or an adapter of a backbone that is neither a folder nor in the cache is not tried.
+    Nothing is downloaded: a head or an adapter of a backbone that is neither a folder nor in the
+    cache is not tried.
 
     Raises:
         ValueError: if it does not load or decode, or a tensor holds NaN or infinity.
     """
     if (name := first_not_finite(tensors)) is not None:
-        raise ValueError(f"{name} in {found.path} holds NaN or infinity: train it again, and publish what decodes")
+        raise ValueError(
+            f"{name} in {found.path} holds NaN or infinity: train it again, and publish what "
+            "decodes"
+        )
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place, "model")
         for file, content in sent.items():
@@ -69,14 +80,22 @@ def try_out(found: Folder, sent: Mapping[str, Path | bytes], tensors: Mapping[st
         fields = json_of(folder / CONFIGS[found.kind])
         base = fields.get("base_model_name_or_path")
         revision = fields.get("base_model_revision" if found.kind == "head" else "revision")
-        if found.base is not None and not is_hub_id(found.base) and os.path.isdir(found.base):  # its users have it by its id
+        # its users have it by its id
+        if found.base is not None and not is_hub_id(found.base) and os.path.isdir(found.base):
             base, revision = os.path.abspath(found.base), None
             fields |= {"base_model_name_or_path": base}
             (folder / CONFIGS[found.kind]).write_text(json.dumps(fields), encoding="utf-8")
         has_tokenizer = "1" if {"tokenizer.json", "tokenizer_config.json"} & sent.keys() else ""
         arguments = [found.kind, str(folder), base or "", revision or "", has_tokenizer]
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(constants.HF_HUB_CACHE)}
-        environment |= {"HF_MODULES_CACHE": str(Path(place, "modules")), "TRANSFORMERS_VERBOSITY": "error"}
+        environment = {
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            "HF_HUB_CACHE": str(constants.HF_HUB_CACHE),
+        }
+        environment |= {
+            "HF_MODULES_CACHE": str(Path(place, "modules")),
+            "TRANSFORMERS_VERBOSITY": "error",
+        }
         try:
             trial = subprocess.run(
                 [sys.executable, "-P", "-c", _SCRIPT, *arguments],
@@ -91,7 +110,7 @@ def try_out(found: Folder, sent: Mapping[str, Path | bytes], tensors: Mapping[st
     if trial.returncode:
         error = (trial.stderr.strip().splitlines() or [f"exit status {trial.returncode}"])[-1]
         raise ValueError(
-            f"what is in {found.path} does not load and decode in a fresh process: {error}. Nothing was sent; save it "
-            "again from a model that decodes"
+            f"what is in {found.path} does not load and decode in a fresh process: {error}. "
+            "Nothing was sent; save it again from a model that decodes"
         )
     return f"Not tried: {trial.stdout.strip()}" if trial.stdout.strip() else DONE

@@ -1,4 +1,5 @@
-"""Options of `mrp serve`, each declared once. Nothing here imports torch, so that help appears at once."""
+"""Options of `mrp serve`, each declared once. Nothing here imports torch, so that help appears at
+once."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,15 +16,29 @@ class ServeOptions(GenerateOptions):
     """Options of `mrp serve`; each field is a flag."""
 
     model: str = flag(
-        "Checkpoint: folder or Hub id; clients ask for it by this name.", EMBEDDED, metavar="MODEL", positional=True
+        "Checkpoint: folder or Hub id; clients ask for it by this name.",
+        EMBEDDED,
+        metavar="MODEL",
+        positional=True,
     )
-    decoding: str | None = flag("Mode of decoding.", None, panel=_HOW, kind=Decoding, shown="the checkpoint's")
-    target: str | None = flag("Target mode of drafts.", None, panel=_HOW, kind=Target, shown="the checkpoint's")
+    decoding: str | None = flag(
+        "Mode of decoding.", None, panel=_HOW, kind=Decoding, shown="the checkpoint's"
+    )
+    target: str | None = flag(
+        "Target mode of drafts.", None, panel=_HOW, kind=Target, shown="the checkpoint's"
+    )
     set: list[str] = flag("Any other option of generate.", [], panel=_HOW, metavar="NAME=VALUE")
-    host: str = flag("Address; 0.0.0.0 serves every machine, without a password.", "127.0.0.1", panel=_WHERE)
+    host: str = flag(
+        "Address; 0.0.0.0 serves every machine, without a password.", "127.0.0.1", panel=_WHERE
+    )
     port: int = flag("Port; 0 for any free one.", 8000, panel=_WHERE, min=0, max=65535)
 
     def setting(self) -> dict[str, Any]:
-        """Collect the given options of `generate`; those assigned by `set` stay together under that name."""
-        modes = {name: value for name in ("decoding", "target") if (value := getattr(self, name)) is not None}
+        """Collect the given options of `generate`; those assigned by `set` stay together under that
+        name."""
+        modes = {
+            name: value
+            for name in ("decoding", "target")
+            if (value := getattr(self, name)) is not None
+        }
         return {**modes, "set": self.extra()}

@@ -1,4 +1,5 @@
-"""The command `mrp serve`: one model behind transformers' own server, with this package's options of `generate`."""
+"""The command `mrp serve`: one model behind transformers' own server, with this package's options
+of `generate`."""
 
 import copy
 import json
@@ -16,7 +17,9 @@ try:
     from transformers.cli.serving.server import build_server
     from transformers.cli.serving.utils import BaseHandler, GenerateManager, GenerationState
 except ImportError as error:
-    raise ImportError(f"mrp serve needs the server of transformers: pip install 'modeling-mrp[serve]' ({error})") from error
+    raise ImportError(
+        f"mrp serve needs the server of transformers: pip install 'modeling-mrp[serve]' ({error})"
+    ) from error
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -34,16 +37,27 @@ _PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/load_model"
 # Options of `generate` by the request field of the same meaning.
 _SAME = {"temperature": "temperature", "top_p": "top_p", "seed": "seed", "stop": "stop_strings"}
 _SAME |= {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}
-# Request fields that transformers' server ignores, each with a value that asks for nothing; other values are refused.
-_IDLE: dict[str, Any] = {"n": 1, "best_of": 1, "response_format": {"type": "text"}, "echo": False, "suffix": ""}
+# Request fields that transformers' server ignores, each with a value that asks for nothing; other
+# values are refused.
+_IDLE: dict[str, Any] = {
+    "n": 1,
+    "best_of": 1,
+    "response_format": {"type": "text"},
+    "echo": False,
+    "suffix": "",
+}
 _IDLE |= dict.fromkeys(("logprobs", "top_logprobs", "presence_penalty", "frequency_penalty"), 0)
 
 
 class OneModel(ModelManager):
-    """A model manager that serves one loaded model and its tokenizer as `name`, whatever model a request names."""
+    """A model manager that serves one loaded model and its tokenizer as `name`, whatever model a
+    request names."""
 
     def __init__(self, name: str, model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.only, self.listed = (model, tokenizer), {"id": name, "object": "model", "created": int(time.time())}
+        self.only, self.listed = (
+            (model, tokenizer),
+            {"id": name, "object": "model", "created": int(time.time())},
+        )
         super().__init__(force_model=name)
 
     @staticmethod
@@ -51,10 +65,14 @@ class OneModel(ModelManager):
         """Return the name without adding a revision, as folders have none."""
         return model_id
 
-    def load_model_and_processor(self, model_id_and_revision: str, progress_callback: Any = None, **others: Any) -> Any:
+    def load_model_and_processor(
+        self, model_id_and_revision: str, progress_callback: Any = None, **others: Any
+    ) -> Any:
         """Return the model and its tokenizer; `ValueError` if the name is another model's."""
         if model_id_and_revision != self.force_model:
-            raise ValueError(f"model is {model_id_and_revision!r}: this server has {self.force_model!r} alone")
+            raise ValueError(
+                f"model is {model_id_and_revision!r}: this server has {self.force_model!r} alone"
+            )
         if progress_callback is not None:
             progress_callback({"status": "ready", "model": self.force_model, "cached": True})
         return self.only
@@ -67,8 +85,11 @@ class OneModel(ModelManager):
 class _Bounded(GenerateManager):
     """The thread that decodes, one request at a time, each within the model's positions."""
 
-    def generate_streaming(self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **others: Any) -> Any:
-        """Check prompt and options, and stream a text; without the check, errors would appear inside the stream."""
+    def generate_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **others: Any
+    ) -> Any:
+        """Check prompt and options, and stream a text; without the check, errors would appear
+        inside the stream."""
         _bound(model, inputs, gen_config)
         return super().generate_streaming(model, processor, inputs, gen_config, *args, **others)
 
@@ -77,11 +98,14 @@ class _Bounded(GenerateManager):
     ) -> Any:
         """Check prompt and options, and decode a text."""
         _bound(model, inputs, gen_config)
-        return await super().generate_non_streaming(model, processor, inputs, gen_config, *args, **others)
+        return await super().generate_non_streaming(
+            model, processor, inputs, gen_config, *args, **others
+        )
 
 
 def _bound(model: Any, inputs: Any, config: MRPGenerationConfig) -> None:
-    """Check a prompt, [1, length] long, and set the limit of new tokens if there is none; `ValueError` if it does not fit."""
+    """Check a prompt, [1, length] long, and set the limit of new tokens if there is none;
+    `ValueError` if it does not fit."""
     ids, positions = inputs["input_ids"], model.config.max_position_embeddings
     check_ids(ids, None, model.config)
     if config.max_new_tokens is None:
@@ -90,7 +114,8 @@ def _bound(model: Any, inputs: Any, config: MRPGenerationConfig) -> None:
 
 
 class _State(GenerationState):
-    """The state of the server: one thread for all requests, so that texts are decoded one after the other."""
+    """The state of the server: one thread for all requests, so that texts are decoded one after the
+    other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,19 +133,28 @@ class _Options(BaseHandler):
         super()._validate_request(body)
         for name, idle in _IDLE.items():
             if body.get(name) not in (None, False, idle):
-                raise HTTPException(400, f"{name} is {body[name]!r}, which is not followed here: leave it out")
+                raise HTTPException(
+                    400, f"{name} is {body[name]!r}, which is not followed here: leave it out"
+                )
 
-    def _build_generation_config(self, body: dict[str, Any], model_generation_config: Any, use_cb: bool = False) -> Any:
-        """Return the model's generation config with a request's options; `ValueError` for options that `generate` refuses."""
+    def _build_generation_config(
+        self, body: dict[str, Any], model_generation_config: Any, use_cb: bool = False
+    ) -> Any:
+        """Return the model's generation config with a request's options; `ValueError` for options
+        that `generate` refuses."""
         model, _ = self.model_manager.only
         given = json.loads(body.get("generation_config") or "{}")
         given.pop("transformers_version", None)
-        given |= {option: body[name] for name, option in _SAME.items() if body.get(name) is not None}
+        given |= {
+            option: body[name] for name, option in _SAME.items() if body.get(name) is not None
+        }
         if "temperature" in given:
             given["do_sample"] = given["temperature"] > 0
             given |= {} if given["do_sample"] else {"temperature": 1.0}
         if body.get("logit_bias"):
-            given["sequence_bias"] = [[[int(token)], float(bias)] for token, bias in body["logit_bias"].items()]
+            given["sequence_bias"] = [
+                [[int(token)], float(bias)] for token, bias in body["logit_bias"].items()
+            ]
         check_setting({"set": given}, model.config)
         config = copy.deepcopy(model_generation_config)
         config.update(**given)
@@ -135,25 +169,38 @@ class _Completions(_Options, CompletionHandler):
     """The handler of text completions."""
 
 
-def application(name: str, model: Any, tokenizer: PreTrainedTokenizerBase, *, loopback: bool = True) -> FastAPI:
-    """Make the application that answers requests: OpenAI's `/v1/chat/completions`, `/v1/completions` and `/v1/models`,
-    `/health`, and `/load_model`, which `transformers chat` calls first.
+def application(
+    name: str, model: Any, tokenizer: PreTrainedTokenizerBase, *, loopback: bool = True
+) -> FastAPI:
+    """Make the application that answers requests: OpenAI's `/v1/chat/completions`,
+    `/v1/completions` and `/v1/models`, `/health`, and `/load_model`, which `transformers chat`
+    calls first.
 
     Args:
         name: The model's name for clients.
-        model: An `MRPForCausalLM`; its generation config holds for all options that a request does not set.
+        model: An `MRPForCausalLM`; its generation config holds for all options that a request does
+            not set.
         tokenizer: Its tokenizer.
-        loopback: Whether only requests to a loopback name are answered, which keeps out requests of websites.
+        loopback: Whether only requests to a loopback name are answered, which keeps out requests of
+            websites.
     """
     manager, state = OneModel(name, model, tokenizer), _State()
     handlers = _Chats(manager, state), _Completions(manager, state)
     unused: Any = None
     app = build_server(manager, *handlers, unused, unused, unused, state)
-    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) in _PATHS]
+    app.router.routes[:] = [
+        route for route in app.router.routes if getattr(route, "path", None) in _PATHS
+    ]
 
     async def refused(_request: Request, error: Exception) -> JSONResponse:
-        status, message = (error.status_code, error.detail) if isinstance(error, HTTPException) else (400, str(error))
-        return JSONResponse({"error": {"message": message, "type": "invalid_request_error", "code": status}}, status)
+        status, message = (
+            (error.status_code, error.detail)
+            if isinstance(error, HTTPException)
+            else (400, str(error))
+        )
+        return JSONResponse(
+            {"error": {"message": message, "type": "invalid_request_error", "code": status}}, status
+        )
 
     for kind in (ValueError, HTTPException):
         app.add_exception_handler(kind, refused)
@@ -163,14 +210,20 @@ def application(name: str, model: Any, tokenizer: PreTrainedTokenizerBase, *, lo
 
 
 def serve(options: ServeOptions) -> None:
-    """Serve requests until the process ends. Everything else is checked before the weights are read: `ValueError` for options
-    that `generate` refuses and for damaged files, `OSError` if there is no such checkpoint."""
+    """Serve requests until the process ends. Everything else is checked before the weights are
+    read: `ValueError` for options that `generate` refuses and for damaged files, `OSError` if there
+    is no such checkpoint."""
     setting = options.setting()
     check_setting(setting, load_config(options.model, options.revision))
     tokenizer = tokenizer_of(options)
-    model: Any = load_model(options.model, options.dtype, options.device, options.revision, options.backbone)
-    model.generation_config = MRPGenerationConfig(**{**model.generation_config.to_dict(), **generate_options(setting)})
+    model: Any = load_model(
+        options.model, options.dtype, options.device, options.revision, options.backbone
+    )
+    model.generation_config = MRPGenerationConfig(
+        **{**model.generation_config.to_dict(), **generate_options(setting)}
+    )
     first = tokenizer("Hello", return_tensors="pt").to(model.device)
-    model.generate(**first, tokenizer=tokenizer, max_new_tokens=1)  # a device that cannot decode fails now, not in an answer
+    # a device that cannot decode fails now, not in an answer
+    model.generate(**first, tokenizer=tokenizer, max_new_tokens=1)
     app = application(options.model, model, tokenizer, loopback=options.host in _LOOPBACK)
     uvicorn.run(app, host=options.host, port=options.port)

@@ -1,1 +1,2 @@
-"""Training of heads and backbones: settings, the Trainer, its objectives, and runs that resume where they stopped."""
+"""Training of heads and backbones: settings, the Trainer, its objectives, and runs that resume
+where they stopped."""

@@ -16,47 +16,59 @@ ATTENTIONS = ("auto", "flex_attention", "sdpa", "tiles")
 _COMPILED = "the objectives run in place of the forward that it compiles"
 _LEFT_OUT = {
     **dict.fromkeys(("torch_compile", "torch_compile_backend", "torch_compile_mode"), _COMPILED),
-    "train_sampling_strategy": "rows of like length meet in one batch anyway, in an order that the seed decides",
+    "train_sampling_strategy": "rows of like length meet in one batch anyway, in an order that the "
+    "seed decides",
     "label_smoothing_factor": "no objective has labels to smooth",
     "dataloader_drop_last": "epochs are rounded up to whole steps",
-    "hub_strategy": "a checkpoint's pickled states are never pushed: mrp push CHECKPOINT pushes its model",
+    "hub_strategy": "a checkpoint's pickled states are never pushed: mrp push CHECKPOINT pushes "
+    "its model",
 }
 
 
 @dataclass
 class MRPTrainingArguments(TrainerFlags, TrainingArguments):
-    """`TrainingArguments` with the options of block diffusion and of the head; the defaults are those of `mrp train`.
+    """`TrainingArguments` with the options of block diffusion and of the head; the defaults are
+    those of `mrp train`.
 
     Attributes:
-        objective: `block_diffusion` trains the backbone, `mrp` trains the head on a frozen backbone. Required.
+        objective: `block_diffusion` trains the backbone, `mrp` trains the head on a frozen
+            backbone. Required.
         learning_rate: AdamW's rate; by default 1e-3 for a head and 1e-4 for a backbone.
         max_length: Tokens per row of records; longer samples are cut.
         packed: Whether a row of records holds several samples.
-        noisy_copies: Noisy copies of a sample in one pass: 1 (published), or 2 with complementary masks.
-        inverse_level: Whether each masked token is weighed by 1 / t, where t is its noise level (published).
+        noisy_copies: Noisy copies of a sample in one pass: 1 (published), or 2 with complementary
+            masks.
+        inverse_level: Whether each masked token is weighed by 1 / t, where t is its noise level
+            (published).
         noise_per: Whether each `block` or each `sample` (published) draws its noise level t.
-        unroll: K, the head steps unrolled in training; their losses are averaged (MRP, section 4). The leave-one-out loss is
-            added to that of the first step.
-        reveal_rule: `on_policy` reveals as decoding does; `random` reveals one true token of each block (published).
-        eager_share: The share of blocks in which `on_policy` reveals everything above a random threshold, as `dynamic` does.
+        unroll: K, the head steps unrolled in training; their losses are averaged (MRP, section 4).
+            The leave-one-out loss is added to that of the first step.
+        reveal_rule: `on_policy` reveals as decoding does; `random` reveals one true token of each
+            block (published).
+        eager_share: The share of blocks in which `on_policy` reveals everything above a random
+            threshold, as `dynamic` does.
         order_weight: Weight of the divergence in the order of reveals (`order_kl`).
         reread_weight: Weight of the leave-one-out loss (`HeadObjective`).
-        packed_attention: Attention of packed passes in training: `flex_attention`, `sdpa` or `tiles`, matrix products over the
-            unmasked columns. `auto` is flex attention on CUDA, which never holds a mask of [length, length], and the model's
-            own attention elsewhere. Decoding is not affected.
-        muon_learning_rate: Rate at which Muon trains layer matrices, while AdamW trains all else at `learning_rate`; None
-            leaves everything to `optim`.
-        eval_prompts: Prompts of the evaluation dataset that every evaluation decodes with `mrp_spec` and, for comparison, with
-            `self_spec`, to report accepted drafts and tokens per forward; 0 for none.
+        packed_attention: Attention of packed passes in training: `flex_attention`, `sdpa` or
+            `tiles`, matrix products over the unmasked columns. `auto` is flex attention on CUDA,
+            which never holds a mask of [length, length], and the model's own attention elsewhere.
+            Decoding is not affected.
+        muon_learning_rate: Rate at which Muon trains layer matrices, while AdamW trains all else at
+            `learning_rate`; None leaves everything to `optim`.
+        eval_prompts: Prompts of the evaluation dataset that every evaluation decodes with
+            `mrp_spec` and, for comparison, with `self_spec`, to report accepted drafts and tokens
+            per forward; 0 for none.
         eval_new_tokens: Limit of new tokens per prompt.
-        block_sizes: Block sizes to train for, divisors of the model's; each sample draws one at each visit. The trained model
-            decodes with any of them: set `model.config.block_size`. None: the model's alone.
-        rows_per_step: Rows of a step over all processes and passes; sets `gradient_accumulation_steps` to match
-            `per_device_train_batch_size` and the number of processes, so that a recipe's step is the same on any number of
-            devices.
+        block_sizes: Block sizes to train for, divisors of the model's; each sample draws one at
+            each visit. The trained model decodes with any of them: set `model.config.block_size`.
+            None: the model's alone.
+        rows_per_step: Rows of a step over all processes and passes; sets
+            `gradient_accumulation_steps` to match `per_device_train_batch_size` and the number of
+            processes, so that a recipe's step is the same on any number of devices.
 
     Raises:
-        ValueError: for values out of range, without effect or in conflict; for several GPUs in one process; with DeepSpeed.
+        ValueError: for values out of range, without effect or in conflict; for several GPUs in one
+            process; with DeepSpeed.
     """
 
     objective: str | None = field(default=None, metadata={"one_of": OBJECTIVES})
@@ -80,16 +92,25 @@ class MRPTrainingArguments(TrainerFlags, TrainingArguments):
     def __post_init__(self) -> None:
         if self.objective is None:
             raise ValueError(
-                "objective is not given: 'mrp' trains the head on a frozen backbone, 'block_diffusion' trains the backbone"
+                "objective is not given: 'mrp' trains the head on a frozen backbone, "
+                "'block_diffusion' trains the backbone"
             )
         for name, reason in _LEFT_OUT.items():
             if getattr(self, name) != getattr(type(self), name):
-                raise ValueError(f"{name} is {getattr(self, name)!r}, which does nothing here: {reason}. Leave it out")
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}, which does nothing here: {reason}. Leave "
+                    "it out"
+                )
         check_declared(self)
         if self.max_steps == 0 or (self.max_steps < 0 and not self.num_train_epochs > 0):
-            name, other = ("max_steps", "-1 (by epochs)") if self.max_steps == 0 else ("num_train_epochs", "a number above 0")
+            name, other = (
+                ("max_steps", "-1 (by epochs)")
+                if self.max_steps == 0
+                else ("num_train_epochs", "a number above 0")
+            )
             raise ValueError(
-                f"{name} is {getattr(self, name)!r}: nothing would be trained. Give {other}, or max_steps of 1 or more"
+                f"{name} is {getattr(self, name)!r}: nothing would be trained. Give {other}, or "
+                "max_steps of 1 or more"
             )
         # Otherwise several processes on a CPU would each train alone, all alike.
         if not torch.accelerator.is_available():
@@ -100,23 +121,30 @@ class MRPTrainingArguments(TrainerFlags, TrainingArguments):
             self.lr_scheduler_kwargs = {"min_lr_rate": 0.1}
         super().__post_init__()
         if self.rows_per_step is not None:
-            at_once, given = self.per_device_train_batch_size * self.world_size, vars(self)["gradient_accumulation_steps"]
+            at_once, given = (
+                self.per_device_train_batch_size * self.world_size,
+                vars(self)["gradient_accumulation_steps"],
+            )
             passes, left = divmod(self.rows_per_step, at_once)
             if left or passes < 1 or given not in (1, passes):
                 raise ValueError(
-                    f"rows_per_step is {self.rows_per_step}: {self.world_size} processes with per_device_train_batch_size "
-                    f"{self.per_device_train_batch_size} take {at_once} rows at once, so make it a multiple of that, and leave "
+                    f"rows_per_step is {self.rows_per_step}: {self.world_size} processes with "
+                    f"per_device_train_batch_size {self.per_device_train_batch_size} take "
+                    f"{at_once} rows at once, so make it a multiple of that, and leave "
                     f"gradient_accumulation_steps out, which is {given}"
                 )
             self.gradient_accumulation_steps = passes
         if self.n_gpu > 1:
             raise ValueError(
-                f"one process sees {self.n_gpu} GPUs, and needs one for itself: start one on each, with accelerate launch "
-                f"--multi_gpu --num_processes {self.n_gpu} -m mrp_trainer.cli train ..., or show it one with "
-                "CUDA_VISIBLE_DEVICES=0"
+                f"one process sees {self.n_gpu} GPUs, and needs one for itself: start one on each, "
+                f"with accelerate launch --multi_gpu --num_processes {self.n_gpu} -m "
+                "mrp_trainer.cli train ..., or show it one with CUDA_VISIBLE_DEVICES=0"
             )
         if self.deepspeed_plugin is not None:
-            raise ValueError("deepspeed was never run with this trainer: use FSDP2, which shards the frozen backbone, too")
+            raise ValueError(
+                "deepspeed was never run with this trainer: use FSDP2, which shards the frozen "
+                "backbone, too"
+            )
 
     def head_objective(self) -> HeadObjective:
         """Return the objective of the head that these options describe."""

@@ -18,14 +18,21 @@ _QUERIES = 128  # per tile
 
 
 def flex_attention_of_one_type(
-    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Run flex attention with queries and keys in the dtype of the values.
 
-    Under autocast the float32 weights of q_norm and k_norm make queries and keys float32 beside bfloat16 values; flex attention
-    on CUDA has no backward pass for mixed dtypes.
+    Under autocast the float32 weights of q_norm and k_norm make queries and keys float32 beside
+    bfloat16 values; flex attention on CUDA has no backward pass for mixed dtypes.
     """
-    return flex_attention_forward(module, query.to(value.dtype), key.to(value.dtype), value, attention_mask, **kwargs)
+    return flex_attention_forward(
+        module, query.to(value.dtype), key.to(value.dtype), value, attention_mask, **kwargs
+    )
 
 
 @dataclass(frozen=True)
@@ -33,8 +40,9 @@ class Tiles:
     """A mask cut into tiles: groups of queries, with only the columns that some of them see.
 
     Attributes:
-        parts: For each tile: the slice of its queries; the columns [n] that any query sees in any row; and a mask [rows, 1,
-            queries, n] bool that is True where a query does not see a column.
+        parts: For each tile: the slice of its queries; the columns [n] that any query sees in any
+            row; and a mask [rows, 1, queries, n] bool that is True where a query does not see a
+            column.
     """
 
     parts: Sequence[tuple[slice, Tensor, Tensor]]
@@ -51,12 +59,21 @@ class Tiles:
 
 
 def tiled_attention(
-    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tiles, scaling: float, **kwargs: Any
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tiles,
+    scaling: float,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend by matrix products over each tile's columns; on CPUs fused attention would compute masked columns, too."""
+    """Attend by matrix products over each tile's columns; on CPUs fused attention would compute
+    masked columns, too."""
     found, heads = [], query.shape[1] // key.shape[1]
     for queries, columns, hidden in attention_mask.parts:
-        keys, values = (repeat_kv(states.index_select(2, columns), heads) for states in (key, value))
+        keys, values = (
+            repeat_kv(states.index_select(2, columns), heads) for states in (key, value)
+        )
         scores = (query[:, :, queries] * scaling) @ keys.transpose(2, 3)
         found.append(scores.masked_fill(hidden, -torch.inf).softmax(-1) @ values)
     return torch.cat(found, 2).transpose(1, 2).contiguous(), None
@@ -64,7 +81,8 @@ def tiled_attention(
 
 @contextmanager
 def attending(model: MRPForCausalLM, implementation: str | None) -> Iterator[str]:
-    """Set a model's attention implementation, unless it is None, while the context is open; yield the previous one's name."""
+    """Set a model's attention implementation, unless it is None, while the context is open; yield
+    the previous one's name."""
     AttentionInterface.register(TRAINING_FLEX, flex_attention_of_one_type)
     AttentionInterface.register(TILES, tiled_attention)
     before = model.config._attn_implementation

@@ -1,7 +1,8 @@
-"""Checkpoints of training runs: finding the last complete one, logging at each, and saving sharded models.
+"""Checkpoints of training runs: finding the last complete one, logging at each, and saving sharded
+models.
 
-The Trainer writes a checkpoint's `trainer_state.json` last: a checkpoint is incomplete if that file cannot be read. It is
-damaged if another file is missing or cannot be read.
+The Trainer writes a checkpoint's `trainer_state.json` last: a checkpoint is incomplete if that file
+cannot be read. It is damaged if another file is missing or cannot be read.
 """
 
 import json
@@ -24,7 +25,8 @@ log = logging.getLogger(__name__)
 
 
 class LogAtSaves(TrainerCallback):
-    """A callback that also logs at checkpoints, so that a resumed run averages over the same steps as an uninterrupted one."""
+    """A callback that also logs at checkpoints, so that a resumed run averages over the same steps
+    as an uninterrupted one."""
 
     def on_step_end(  # noqa: D102 - the class says it
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -37,8 +39,8 @@ class LogAtSaves(TrainerCallback):
 
 @contextmanager
 def under_own_class(model: Any) -> Iterator[None]:
-    """Restore a model's own class, which FSDP2 replaces when it shards, while the context is open: saving writes the name and
-    the file of the class as remote code."""
+    """Restore a model's own class, which FSDP2 replaces when it shards, while the context is open:
+    saving writes the name and the file of the class as remote code."""
     sharded = type(model)
     own: Any = next(kind for kind in sharded.__mro__ if not issubclass(kind, FSDPModule))
     model.__class__ = own
@@ -49,16 +51,23 @@ def under_own_class(model: Any) -> Iterator[None]:
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """List a run's folders `checkpoint-N`, complete or not, by step; names that only begin so are none."""
-    found = [path for path in folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name) and path.is_dir()]
+    """List a run's folders `checkpoint-N`, complete or not, by step; names that only begin so are
+    none."""
+    found = [
+        path
+        for path in folder.glob("checkpoint-*")
+        if re.fullmatch(r"checkpoint-\d+", path.name) and path.is_dir()
+    ]
     return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
 
 
 def last_whole_checkpoint(folder: Path, with_states: bool = True) -> Path | None:
-    """Find the newest complete checkpoint in a run's folder that is not damaged; None if no checkpoint is complete.
+    """Find the newest complete checkpoint in a run's folder that is not damaged; None if no
+    checkpoint is complete.
 
-    Damaged ones are passed over with a warning; `ValueError` if all complete ones are. `with_states` says that checkpoints hold
-    the states of optimizer, scheduler and random generators in files of their own.
+    Damaged ones are passed over with a warning; `ValueError` if all complete ones are.
+    `with_states` says that checkpoints hold the states of optimizer, scheduler and random
+    generators in files of their own.
     """
     damaged = ""
     for path in reversed(checkpoints_in(folder)):
@@ -69,12 +78,16 @@ def last_whole_checkpoint(folder: Path, with_states: bool = True) -> Path | None
         damaged = f"{path} is damaged: {damage}"
         log.warning(f"{damaged}. It is passed over, for the checkpoint before it")
     if damaged:
-        raise ValueError(f"{damaged}, and no older one is whole: restore it from a copy, or begin again with --restart")
+        raise ValueError(
+            f"{damaged}, and no older one is whole: restore it from a copy, or begin again with "
+            "--restart"
+        )
     return None
 
 
 def make_room(own: OwnFolder, limit: int, kept: set[str]) -> None:
-    """Remove the oldest checkpoints of a run's listing until at most `limit` are left, or those of the names in `kept`."""
+    """Remove the oldest checkpoints of a run's listing until at most `limit` are left, or those of
+    the names in `kept`."""
     names = set(own.names())
     listed = [path.name for path in checkpoints_in(own.path) if path.name in names]
     removable = [name for name in listed if name not in kept]
@@ -82,7 +95,8 @@ def make_room(own: OwnFolder, limit: int, kept: set[str]) -> None:
 
 
 def damage_of(checkpoint: Path, with_states: bool = True) -> str | None:
-    """Say which file of a checkpoint is missing or cannot be read; None if all are whole. Nothing is unpickled."""
+    """Say which file of a checkpoint is missing or cannot be read; None if all are whole. Nothing
+    is unpickled."""
     files = sorted(path for path in checkpoint.iterdir() if path.is_file())
     needed = [
         ("config.json", "adapter_config.json"),
@@ -105,7 +119,14 @@ def damage_of(checkpoint: Path, with_states: bool = True) -> str | None:
                 with zipfile.ZipFile(path) as archive:
                     if (part := archive.testzip()) is not None:
                         return f"{path.name} has other contents than were written, in {part}"
-        except (OSError, ValueError, RecursionError, SafetensorError, zipfile.BadZipFile, EOFError) as error:
+        except (
+            OSError,
+            ValueError,
+            RecursionError,
+            SafetensorError,
+            zipfile.BadZipFile,
+            EOFError,
+        ) as error:
             return f"{path.name} cannot be read ({error})"
     return None
 

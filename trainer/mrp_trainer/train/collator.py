@@ -16,27 +16,33 @@ from .packed import CLEAN_VIEW, NO_VIEW, PackedBatch
 class DiffusionCollator:
     """A collator that adds noise to samples and packs them as [x_t^1 | ... | x_t^n | x_0].
 
-    A row holds one sample, or several that do not see each other. Only blocks with response tokens are repeated as noisy
-    copies. Each block of each sample draws its noise level t ~ U(0, 1] (or each sample one for all its blocks, as published);
-    with two copies the second masks exactly what the first reveals (at level 1 - t), so that every response token is learned
-    once a pass. Positions after the end of the text are always masked, as in decoding, with the target `BLANK`. Positions
-    between the end of an earlier turn and the end of its block are masked, too, but have no loss.
+    A row holds one sample, or several that do not see each other. Only blocks with response tokens
+    are repeated as noisy copies. Each block of each sample draws its noise level t ~ U(0, 1] (or
+    each sample one for all its blocks, as published); with two copies the second masks exactly what
+    the first reveals (at level 1 - t), so that every response token is learned once a pass.
+    Positions after the end of the text are always masked, as in decoding, with the target `BLANK`.
+    Positions between the end of an earlier turn and the end of its block are masked, too, but have
+    no loss.
 
-    A copy of a sample with `reveal_step` shows each block as decoding left it after the last step with at most n tokens
-    revealed, where n is uniform from 0 to all but one; tokens after the end of the text do not count. Two copies have values of
-    n that are half the range apart.
+    A copy of a sample with `reveal_step` shows each block as decoding left it after the last step
+    with at most n tokens revealed, where n is uniform from 0 to all but one; tokens after the end
+    of the text do not count. Two copies have values of n that are half the range apart.
 
     Args:
         block_size: Tokens per block.
-        mask_token_id, pad_token_id: Ids of the mask token, and of the token that pads rows to the longest.
+        mask_token_id, pad_token_id: Ids of the mask token, and of the token that pads rows to the
+            longest.
         copies: Noisy copies per sample, 1 or 2.
-        inverse_level: Whether masked tokens are weighed by 1 / t as published (halved with two copies), instead of 1.
+        inverse_level: Whether masked tokens are weighed by 1 / t as published (halved with two
+            copies), instead of 1.
         noise_per: Whether each `block` or each `sample` draws its level.
         seed: Decides the noise, together with a sample's index.
-        block_sizes: Divisors of `block_size`; each sample draws one as its block size. If empty, all have `block_size`.
+        block_sizes: Divisors of `block_size`; each sample draws one as its block size. If empty,
+            all have `block_size`.
 
-    Returns the fields of a `PackedBatch`, all columns in whole blocks. `ValueError` if one of `block_sizes` does not divide
-    `block_size`, and for samples with `reveal_step` if `inverse_level` is set.
+    Returns the fields of a `PackedBatch`, all columns in whole blocks. `ValueError` if one of
+    `block_sizes` does not divide `block_size`, and for samples with `reveal_step` if
+    `inverse_level` is set.
     """
 
     block_size: int
@@ -50,17 +56,28 @@ class DiffusionCollator:
 
     def __post_init__(self) -> None:
         if wrong := [size for size in self.block_sizes if size < 1 or self.block_size % size]:
-            raise ValueError(f"block_sizes holds {wrong[0]}, which does not divide the model's block_size, {self.block_size}")
+            raise ValueError(
+                f"block_sizes holds {wrong[0]}, which does not divide the model's block_size, "
+                f"{self.block_size}"
+            )
 
-    def __call__(self, rows: Sequence[Sample | Sequence[Sample]]) -> dict[str, Any]:  # noqa: D102 - the class says it
+    def __call__(  # noqa: D102 - the class says it
+        self, rows: Sequence[Sample | Sequence[Sample]]
+    ) -> dict[str, Any]:
         packed = [[self._noisy_and_clean(sample) for sample in samples_of(row)] for row in rows]
         noisy = [[part for parts, _ in row for part in parts] for row in packed]
         clean = [[part for _, part in row] for row in packed]
-        # One block at least, of padding if there is nothing to learn: layers take no tensors without columns.
-        width = max(self.block_size, *(sum(len(part["input_ids"]) for part in row) for row in noisy))
+        # One block at least, of padding if there is nothing to learn: layers take no tensors
+        # without columns.
+        width = max(
+            self.block_size, *(sum(len(part["input_ids"]) for part in row) for row in noisy)
+        )
         length = width + max(sum(len(part["input_ids"]) for part in row) for row in clean)
         shape = (len(rows), length)
-        columns = {name: np.zeros(shape, np.int64) for name in ("position_ids", "block", "sample", "noise_key")}
+        columns = {
+            name: np.zeros(shape, np.int64)
+            for name in ("position_ids", "block", "sample", "noise_key")
+        }
         columns |= {name: np.full(shape, self.pad_token_id) for name in ("input_ids", "target_ids")}
         columns |= {"view": np.full(shape, NO_VIEW), "weight": np.zeros(shape, np.float32)}
         for index in range(len(rows)):
@@ -72,7 +89,9 @@ class DiffusionCollator:
                         columns[name][index, at:end] = values
                     columns["sample"][index, at:end] = number if begin else number // self.copies
                     at = end
-        response_tokens = sum(int(sample.response.sum()) for row in rows for sample in samples_of(row))
+        response_tokens = sum(
+            int(sample.response.sum()) for row in rows for sample in samples_of(row)
+        )
         tensors = {name: torch.from_numpy(values) for name, values in columns.items()}
         return vars(PackedBatch(**tensors, response_tokens=torch.tensor(response_tokens)))
 
@@ -94,8 +113,13 @@ class DiffusionCollator:
             chosen = (hidden if copy == 0 else ~hidden) & sample.response[where]
             if sample.reveal_step is not None:
                 if self.inverse_level:
-                    raise ValueError("inverse_level weighs random masks: samples with reveal_step have none, leave it off")
-                chosen = self._left_by_decoding(sample, where, size, (level + copy / self.copies) % 1) | (chosen & behind)
+                    raise ValueError(
+                        "inverse_level weighs random masks: samples with reveal_step have none, "
+                        "leave it off"
+                    )
+                chosen = self._left_by_decoding(
+                    sample, where, size, (level + copy / self.copies) % 1
+                ) | (chosen & behind)
             share = level if copy == 0 else 1 - level
             copies.append(
                 {
@@ -104,16 +128,26 @@ class DiffusionCollator:
                     "position_ids": where,
                     "block": where // size,
                     "view": copy + 1,
-                    "weight": np.where(chosen, 1 / (self.copies * share) if self.inverse_level else 1.0, 0.0),
+                    "weight": np.where(
+                        chosen, 1 / (self.copies * share) if self.inverse_level else 1.0, 0.0
+                    ),
                     "noise_key": key,
                 }
             )
         positions = np.arange(len(sample.ids))
-        clean = {"input_ids": sample.ids, "target_ids": sample.ids, "position_ids": positions, "block": positions // size}
+        clean = {
+            "input_ids": sample.ids,
+            "target_ids": sample.ids,
+            "position_ids": positions,
+            "block": positions // size,
+        }
         return copies, {**clean, "view": CLEAN_VIEW, "noise_key": key}
 
-    def _left_by_decoding(self, sample: Sample, where: np.ndarray, size: int, share: np.ndarray) -> np.ndarray:
-        """Mask tokens revealed in or after the step that exceeds a `share` of their block's tokens; return [tokens] bool."""
+    def _left_by_decoding(
+        self, sample: Sample, where: np.ndarray, size: int, share: np.ndarray
+    ) -> np.ndarray:
+        """Mask tokens revealed in or after the step that exceeds a `share` of their block's tokens;
+        return [tokens] bool."""
         assert sample.reveal_step is not None
         masked = np.zeros(len(where), dtype=bool)
         end = len(sample.ids) if sample.length is None else sample.length

@@ -1,8 +1,10 @@
-"""The command `mrp decode`: texts that a model decodes itself, with the order of their reveals, as training data for its head.
+"""The command `mrp decode`: texts that a model decodes itself, with the order of their reveals, as
+training data for its head.
 
-Random masks show a head states that decoding does not reach. Decoding reveals the most confident positions first, so that what
-is still masked is what the backbone cannot know yet, and the text is the backbone's own. The command decodes the prompts of a
-user's records with `static` and writes lines that `mrp train` reads (see `mrp_trainer.data.records`).
+Random masks show a head states that decoding does not reach. Decoding reveals the most confident
+positions first, so that what is still masked is what the backbone cannot know yet, and the text is
+the backbone's own. The command decodes the prompts of a user's records with `static` and writes
+lines that `mrp train` reads (see `mrp_trainer.data.records`).
 """
 
 import json
@@ -27,26 +29,31 @@ from ..outputs import OwnFolder, check_output
 from .inputs import check_tokenizer, digest, encoder_of
 from .options import DecodeOptions, TrainerFlags
 
-# How long finished processes wait for the others, in place of the short default of torch.distributed.
+# How long finished processes wait for the others, in place of the short default of
+# torch.distributed.
 _PATIENCE = timedelta(days=30)
 
 
 def decode(options: DecodeOptions) -> str | None:
     """Decode the prompts of records, and write texts and reveal steps as JSON lines.
 
-    An interrupted call, repeated with the same options, decodes only the missing batches. Several processes (`torchrun`,
-    `accelerate launch`) share the batches and write the same file as one process: each batch is first a file of its own,
-    `OUTPUT.part/KEY-BEGIN.jsonl`, and the main process joins them.
+    An interrupted call, repeated with the same options, decodes only the missing batches. Several
+    processes (`torchrun`, `accelerate launch`) share the batches and write the same file as one
+    process: each batch is first a file of its own, `OUTPUT.part/KEY-BEGIN.jsonl`, and the main
+    process joins them.
 
     Returns:
         A message about the written file; None in all processes but the main one.
 
     Raises:
         RecordError: if a record is malformed, its prompt is too long, or there is none.
-        ValueError: if the output exists, the tokenizer is another model's, or `max_new_tokens` is less than a block.
+        ValueError: if the output exists, the tokenizer is another model's, or `max_new_tokens` is
+            less than a block.
         OSError: if there is no such checkpoint.
     """
-    state = PartialState(cpu=options.device == "cpu" or not torch.accelerator.is_available(), timeout=_PATIENCE)
+    state = PartialState(
+        cpu=options.device == "cpu" or not torch.accelerator.is_available(), timeout=_PATIENCE
+    )
     path, folder = Path(options.output), OwnFolder(f"{options.output}.part")
     _check_free(path)
     folder.check()
@@ -55,10 +62,14 @@ def decode(options: DecodeOptions) -> str | None:
     device = options.device or str(state.device)
     model = load_model(options.model, options.dtype, device, options.revision, options.backbone)
     check_tokenizer(tokenizer, model)
-    block_size, longest = model.config.block_size, model.config.max_position_embeddings - options.max_new_tokens
+    block_size, longest = (
+        model.config.block_size,
+        model.config.max_position_embeddings - options.max_new_tokens,
+    )
     if options.max_new_tokens < block_size:
         raise ValueError(
-            f"max_new_tokens is {options.max_new_tokens}: training takes whole blocks, give at least {block_size}, one of them"
+            f"max_new_tokens is {options.max_new_tokens}: training takes whole blocks, give at "
+            f"least {block_size}, one of them"
         )
     encoder = encoder_of(model, tokenizer, TrainerFlags.max_length)
 
@@ -78,12 +89,27 @@ def decode(options: DecodeOptions) -> str | None:
     }
     told = json.dumps([prompts, {**decoded_by, "model": None}, options.batch_size])
     key = sha256(told.encode()).hexdigest()[:16]
-    batches = {begin: folder.path / f"{key}-{begin}.jsonl" for begin in range(0, len(prompts), options.batch_size)}
-    folder.claim("whole", *(batch.with_suffix(suffix).name for batch in batches.values() for suffix in (".jsonl", ".partial")))
-    for begin, batch in tqdm(list(batches.items())[state.process_index :: state.num_processes], "decoding"):
+    batches = {
+        begin: folder.path / f"{key}-{begin}.jsonl"
+        for begin in range(0, len(prompts), options.batch_size)
+    }
+    folder.claim(
+        "whole",
+        *(
+            batch.with_suffix(suffix).name
+            for batch in batches.values()
+            for suffix in (".jsonl", ".partial")
+        ),
+    )
+    for begin, batch in tqdm(
+        list(batches.items())[state.process_index :: state.num_processes], "decoding"
+    ):
         if not batch.exists():
             inputs = pad_left(prompts[begin : begin + options.batch_size], padding_id(tokenizer))
-            how = {"max_new_tokens": options.max_new_tokens, "eos_token_id": list(encoder.end_token_ids)}
+            how = {
+                "max_new_tokens": options.max_new_tokens,
+                "eos_token_id": list(encoder.end_token_ids),
+            }
             lines = _decoded_lines(model, inputs, decoded_by, **how)
             partial = batch.with_suffix(".partial")
             partial.write_text("".join(f"{line}\n" for line in lines))
@@ -97,7 +123,9 @@ def decode(options: DecodeOptions) -> str | None:
     (folder.path / "whole").replace(os.path.realpath(path))
     folder.give_up()
     cut = sum(json.loads(line)["ids"][-1] not in encoder.end_token_ids for line in made)
-    without = f", {cut} of them without an end (of these training takes whole blocks)" if cut else ""
+    without = (
+        f", {cut} of them without an end (of these training takes whole blocks)" if cut else ""
+    )
     return f"wrote {len(made)} texts to {path}{without}"
 
 
@@ -108,15 +136,26 @@ def _check_free(path: Path) -> None:
         raise ValueError(f"{path} is there already: name another file, or remove it")
 
 
-def _decoded_lines(model: Any, inputs: dict[str, Tensor], decoded_by: Mapping[str, Any], **options: Any) -> list[str]:
-    """Decode padded prompts, `inputs` [rows, length] long, greedily; return a JSON line that training reads for each prompt."""
+def _decoded_lines(
+    model: Any, inputs: dict[str, Tensor], decoded_by: Mapping[str, Any], **options: Any
+) -> list[str]:
+    """Decode padded prompts, `inputs` [rows, length] long, greedily; return a JSON line that
+    training reads for each prompt."""
     given = {name: value.to(model.device) for name, value in inputs.items()}
     with torch.inference_mode():
-        out = model.generate(**given, decoding="static", do_sample=False, return_dict_in_generate=True, **options)
+        out = model.generate(
+            **given, decoding="static", do_sample=False, return_dict_in_generate=True, **options
+        )
     lines, (_, width) = [], inputs["input_ids"].shape
     lengths = inputs["attention_mask"].sum(1)
-    for ids, real, steps in zip(out.sequences.tolist(), lengths.tolist(), out.reveal_step.tolist(), strict=True):
+    for ids, real, steps in zip(
+        out.sequences.tolist(), lengths.tolist(), out.reveal_step.tolist(), strict=True
+    ):
         length = sum(step >= 0 for step in steps)
-        line = {"ids": ids[width - real : width + length], "response_start": real, "reveal_step": steps[:length]}
+        line = {
+            "ids": ids[width - real : width + length],
+            "response_start": real,
+            "reveal_step": steps[:length],
+        }
         lines.append(json.dumps({**line, "decoded_by": decoded_by}))
     return lines

@@ -27,31 +27,42 @@ def bare_model(model: Any) -> MRPForCausalLM:
 
 
 def make_ready(model: Any, args: MRPTrainingArguments) -> None:
-    """Freeze the weights that the objective does not train, and cast the others to float32: in bfloat16 most updates would be
-    rounded away. With objective `mrp` the model decodes with `mrp_spec` by default, unless its generation config names a mode.
+    """Freeze the weights that the objective does not train, and cast the others to float32: in
+    bfloat16 most updates would be rounded away. With objective `mrp` the model decodes with
+    `mrp_spec` by default, unless its generation config names a mode.
 
     Raises:
-        ValueError: if `mrp` or `eval_prompts` is given without a head, frozen weights have 16 bits and the passes do not, or
-            the generation config is one that no checkpoint can hold.
+        ValueError: if `mrp` or `eval_prompts` is given without a head, frozen weights have 16 bits
+            and the passes do not, or the generation config is one that no checkpoint can hold.
     """
     bare = bare_model(model)
     if args.objective == "mrp" and bare.mrp_head is None:
         raise ValueError(
             "objective 'mrp' needs a model with a head: give it a new one by "
-            "mrp_trainer.heads.with_new_head(model), or one that is there by model.attach_head(head)"
+            "mrp_trainer.heads.with_new_head(model), or one that is there by "
+            "model.attach_head(head)"
         )
     if args.eval_prompts and bare.mrp_head is None:
-        raise ValueError(f"eval_prompts is {args.eval_prompts}, but there is no head to decode them with: use 0")
+        raise ValueError(
+            f"eval_prompts is {args.eval_prompts}, but there is no head to decode them with: use 0"
+        )
     try:
         bare.generation_config.validate(strict=True)  # as every save does
     except ValueError as error:
         raise ValueError(
-            f"the model's generation_config could not be saved with a checkpoint ({error}): correct its fields before "
-            "training, such as model.generation_config.temperature = None"
+            f"the model's generation_config could not be saved with a checkpoint ({error}): "
+            "correct its fields before training, such as model.generation_config.temperature = None"
         ) from error
     passes = _HALF.get(bare.dtype)
-    if args.objective == "mrp" and bare is model and passes is not None and not getattr(args, passes):
-        raise ValueError(f"the model is {bare.dtype}: give {passes}=True, or load it with dtype=torch.float32")
+    if (
+        args.objective == "mrp"
+        and bare is model
+        and passes is not None
+        and not getattr(args, passes)
+    ):
+        raise ValueError(
+            f"the model is {bare.dtype}: give {passes}=True, or load it with dtype=torch.float32"
+        )
     if args.objective == "mrp" and bare is model:
         model.requires_grad_(False)
         bare.get_submodule("mrp_head").requires_grad_(True)
@@ -77,21 +88,29 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: MRPForCausalLM) -
     wrong = []
     if size > config.vocab_size:
         wrong.append(f"it has {size} tokens, and the model's vocabulary {config.vocab_size}")
-    if mask is None and config.mask_token_id < size and config.mask_token_id not in tokenizer.added_tokens_decoder:
+    if (
+        mask is None
+        and config.mask_token_id < size
+        and config.mask_token_id not in tokenizer.added_tokens_decoder
+    ):
         token = tokenizer.convert_ids_to_tokens(config.mask_token_id)
         wrong.append(f"the model's mask, id {config.mask_token_id}, is its token {token!r}")
     elif mask not in (None, config.mask_token_id):
         wrong.append(f"its mask has the id {mask}, and the model's {config.mask_token_id}")
     if ends and eos is not None and eos not in ends:
-        wrong.append(f"its eos has the id {eos}, and the model's texts end with {', '.join(map(str, ends))}")
+        wrong.append(
+            f"its eos has the id {eos}, and the model's texts end with {', '.join(map(str, ends))}"
+        )
     if wrong:
         raise ValueError(
-            f"the tokenizer does not fit the model: {'; '.join(wrong)}. Give the tokenizer that belongs to the model"
+            f"the tokenizer does not fit the model: {'; '.join(wrong)}. Give the tokenizer that "
+            "belongs to the model"
         )
 
 
 def digest(model: Any) -> str | None:
-    """Return a digest of a backbone's weights that does not depend on the dtype they are loaded in; None on the meta device.
+    """Return a digest of a backbone's weights that does not depend on the dtype they are loaded in;
+    None on the meta device.
 
     It covers the first values of every tensor, rounded to bfloat16, without those of adapters.
     """
@@ -107,37 +126,64 @@ def encoder_of(model: Any, tokenizer: PreTrainedTokenizerBase, max_length: int) 
     bare, config = bare_model(model), bare_model(model).config
     ids = config.mask_token_id, ends_of(bare), config.vocab_size
     positions = config.max_position_embeddings
-    if max_length > positions and max_length != TrainerFlags.max_length:  # the default is for models with more positions
-        raise ValueError(f"max_length is {max_length}: the model has {positions} positions (max_position_embeddings), lower it")
-    return RecordEncoder(tokenizer, config.block_size, min(max_length, positions), *ids, digest(bare))
+    # the default is for models with more positions
+    if max_length > positions and max_length != TrainerFlags.max_length:
+        raise ValueError(
+            f"max_length is {max_length}: the model has {positions} positions "
+            "(max_position_embeddings), lower it"
+        )
+    return RecordEncoder(
+        tokenizer, config.block_size, min(max_length, positions), *ids, digest(bare)
+    )
 
 
-def as_rows(dataset: Any, name: str, model: Any, args: MRPTrainingArguments, tokenizer: Any, held_out: bool = False) -> Any:
-    """Return a dataset as rows of samples: records (see `source_of`) are checked and encoded as `mrp train` does it; any other
-    dataset, or None, is returned as it is. Held-out records keep their order, and may be a mapping of several datasets.
-    Errors call the dataset `name`.
+def as_rows(
+    dataset: Any,
+    name: str,
+    model: Any,
+    args: MRPTrainingArguments,
+    tokenizer: Any,
+    held_out: bool = False,
+) -> Any:
+    """Return a dataset as rows of samples: records (see `source_of`) are checked and encoded as
+    `mrp train` does it; any other dataset, or None, is returned as it is. Held-out records keep
+    their order, and may be a mapping of several datasets. Errors call the dataset `name`.
 
     Raises:
         RecordError: if records are malformed, or there is none.
-        ValueError: for records without a tokenizer, a mapping to train on, and records that are all too long.
+        ValueError: for records without a tokenizer, a mapping to train on, and records that are all
+            too long.
     """
     if dataset is None:
         return None
     if isinstance(dataset, Mapping) and held_out:
         each = dataset.items()
-        return {split: as_rows(part, f"{name}[{split!r}]", model, args, tokenizer, True) for split, part in each}
+        return {
+            split: as_rows(part, f"{name}[{split!r}]", model, args, tokenizer, True)
+            for split, part in each
+        }
     if isinstance(dataset, Mapping):
         raise ValueError(f"{name} has the splits {', '.join(dataset)}: give one of them")
     source = source_of(dataset, name)
     if source is None:
         return dataset
     if tokenizer is None:
-        raise ValueError(f"{name} holds records: give processing_class, the tokenizer that encodes them, too")
-    return RecordRows(source, encoder_of(model, tokenizer, args.max_length), args.packed, args.seed, shuffle=not held_out)
+        raise ValueError(
+            f"{name} holds records: give processing_class, the tokenizer that encodes them, too"
+        )
+    return RecordRows(
+        source,
+        encoder_of(model, tokenizer, args.max_length),
+        args.packed,
+        args.seed,
+        shuffle=not held_out,
+    )
 
 
 def prompts_of(rows: Any, count: int) -> list[list[int]]:
-    """List up to `count` prompts, as ids: the tokens before the first response token of each sample, if there are any."""
-    samples = (sample for number in range(len(rows)) for sample in samples_of(rows[number]))  # later epochs have larger numbers
+    """List up to `count` prompts, as ids: the tokens before the first response token of each
+    sample, if there are any."""
+    # later epochs have larger numbers
+    samples = (sample for number in range(len(rows)) for sample in samples_of(rows[number]))
     begun = (sample.ids[: int(sample.response.argmax())].tolist() for sample in samples)
     return list(islice(filter(None, begun), count))

@@ -1,7 +1,8 @@
 """Losses over the vocabulary that never hold the logits of all tokens.
 
-Each loss is a plain function of logits [n, vocab]; `over_vocabulary` applies it to hidden states, a chunk of tokens at a time,
-so that logits of student and teacher, their softmaxes and gradients exist for one chunk only.
+Each loss is a plain function of logits [n, vocab]; `over_vocabulary` applies it to hidden states, a
+chunk of tokens at a time, so that logits of student and teacher, their softmaxes and gradients
+exist for one chunk only.
 """
 
 from collections.abc import Callable
@@ -18,7 +19,8 @@ BLANK = -1  # the target after the end of a text: the uniform distribution
 # Logits of the student that exist at once: 64 MB in float32.
 _LOGITS_AT_ONCE = 1 << 24
 
-# (the student's logits [n, vocab], chunks of further arguments) -> values [n, m] with gradients, notes [n, k] without.
+# (the student's logits [n, vocab], chunks of further arguments) -> values [n, m] with gradients,
+# notes [n, k] without.
 TokenLoss = Callable[..., tuple[Tensor, Tensor]]
 
 
@@ -29,13 +31,17 @@ def project(hidden: Tensor, lm_head_weight: Tensor) -> Tensor:
 
 
 def over_vocabulary(
-    loss: TokenLoss, hidden: Tensor, lm_head_weight: Tensor, *others: Tensor, at_once: int = _LOGITS_AT_ONCE
+    loss: TokenLoss,
+    hidden: Tensor,
+    lm_head_weight: Tensor,
+    *others: Tensor,
+    at_once: int = _LOGITS_AT_ONCE,
 ) -> tuple[Tensor, Tensor]:
     """Apply a loss of logits to hidden states, in chunks of tokens.
 
-    With a frozen `lm_head_weight`, a token's values depend on its own hidden state alone: their derivatives, [n, m,
-    hidden_size], are computed while the chunk's logits exist, and nothing is computed twice. With a trainable one, each chunk
-    is computed again in the backward pass.
+    With a frozen `lm_head_weight`, a token's values depend on its own hidden state alone: their
+    derivatives, [n, m, hidden_size], are computed while the chunk's logits exist, and nothing is
+    computed twice. With a trainable one, each chunk is computed again in the backward pass.
 
     Args:
         loss: See `TokenLoss`; tensors that it closes over get no gradient.
@@ -56,7 +62,10 @@ def over_vocabulary(
     if not torch.is_grad_enabled() or not (hidden.requires_grad or lm_head_weight.requires_grad):
         parts = [apply(hidden[at], *(other[at] for other in others)) for at in chunks]
     elif lm_head_weight.requires_grad:
-        parts = [checkpoint(apply, hidden[at], *(other[at] for other in others), use_reentrant=False) for at in chunks]
+        parts = [
+            checkpoint(apply, hidden[at], *(other[at] for other in others), use_reentrant=False)
+            for at in chunks
+        ]
     else:
         return _FrozenVocabulary.apply(apply, chunks, hidden, *others)
     values, notes = (torch.cat(part) for part in zip(*parts, strict=True))
@@ -64,17 +73,22 @@ def over_vocabulary(
 
 
 class _FrozenVocabulary(torch.autograd.Function):
-    """An autograd function that computes derivatives by hidden states in its forward pass, so that logits are computed once."""
+    """An autograd function that computes derivatives by hidden states in its forward pass, so that
+    logits are computed once."""
 
     @staticmethod
-    def forward(ctx: Any, apply: TokenLoss, chunks: list[slice], hidden: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, apply: TokenLoss, chunks: list[slice], hidden: Tensor, *others: Tensor
+    ) -> tuple[Tensor, Tensor]:
         all_values, all_notes, slopes = [], [], []
         for at in chunks:
             with torch.enable_grad():
                 piece = hidden[at].detach().requires_grad_()
                 values, notes = apply(piece, *(other[at].detach() for other in others))
                 columns = [column.sum() for column in values.unbind(-1)]
-            by_column = [torch.autograd.grad(c, piece, retain_graph=c is not columns[-1])[0] for c in columns]
+            by_column = [
+                torch.autograd.grad(c, piece, retain_graph=c is not columns[-1])[0] for c in columns
+            ]
             slopes.append(torch.stack(by_column, 1))
             all_values.append(values.detach())
             all_notes.append(notes.detach())
@@ -92,24 +106,30 @@ class _FrozenVocabulary(torch.autograd.Function):
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Compute the cross-entropy [n] of targets [n] long; a `BLANK` target stands for the uniform distribution."""
+    """Compute the cross-entropy [n] of targets [n] long; a `BLANK` target stands for the uniform
+    distribution."""
     log_probs = logits.log_softmax(-1)
     of_target = log_probs.gather(-1, targets.clamp(min=0)[:, None])[:, 0]
     return -torch.where(targets == BLANK, log_probs.mean(-1), of_target)
 
 
 def forward_kl(student: Tensor, teacher: Tensor) -> Tensor:
-    """Compute KL( softmax(teacher) || softmax(student) ), [n], of logits [n, vocab] (MRP, section 3)."""
-    return F.kl_div(student.log_softmax(-1), teacher.log_softmax(-1), log_target=True, reduction="none").sum(-1)
+    """Compute KL( softmax(teacher) || softmax(student) ), [n], of logits [n, vocab] (MRP, section
+    3)."""
+    return F.kl_div(
+        student.log_softmax(-1), teacher.log_softmax(-1), log_target=True, reduction="none"
+    ).sum(-1)
 
 
-def weighted_cross_entropy(hidden: Tensor, lm_head_weight: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
+def weighted_cross_entropy(
+    hidden: Tensor, lm_head_weight: Tensor, targets: Tensor, weight: Tensor
+) -> Tensor:
     """Compute the block-diffusion loss, a weighted sum of cross-entropies (SDAR, equation 3).
 
-    A `BLANK` target is the uniform distribution: the model learns to have no confidence after the end of its text, so that
-    decoding, which reveals the most confident positions first, spends no step there. `hidden` are final hidden states at masked
-    positions, [tokens, hidden_size]; targets are [tokens] long, weights [tokens] float. The sum is a scalar, 0 (with a graph)
-    without tokens.
+    A `BLANK` target is the uniform distribution: the model learns to have no confidence after the
+    end of its text, so that decoding, which reveals the most confident positions first, spends no
+    step there. `hidden` are final hidden states at masked positions, [tokens, hidden_size]; targets
+    are [tokens] long, weights [tokens] float. The sum is a scalar, 0 (with a graph) without tokens.
     """
 
     def loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,20 +140,23 @@ def weighted_cross_entropy(hidden: Tensor, lm_head_weight: Tensor, targets: Tens
 
 
 def order_kl(student: Tensor, teacher: Tensor, block: Tensor, blocks: int) -> Tensor:
-    """Compute the divergence of student and teacher over the position of a block to reveal next; sum over blocks.
+    """Compute the divergence of student and teacher over the position of a block to reveal next;
+    sum over blocks.
 
-    `student` and `teacher` are log-odds [tokens] of the teacher's tokens (`favourite_odds`), `block` the block number of each
-    token, [tokens] long below `blocks`. Decoding reveals the most confident position first. Where several tokens are nearly
-    certain, `forward_kl` is blind to their order, but the order is what most drafts get wrong. Here a position is the first of
-    its block with a probability in proportion to the odds p / (1 - p) of the teacher's token; the result is KL(teacher ||
-    student).
+    `student` and `teacher` are log-odds [tokens] of the teacher's tokens (`favourite_odds`),
+    `block` the block number of each token, [tokens] long below `blocks`. Decoding reveals the most
+    confident position first. Where several tokens are nearly certain, `forward_kl` is blind to
+    their order, but the order is what most drafts get wrong. Here a position is the first of its
+    block with a probability in proportion to the odds p / (1 - p) of the teacher's token; the
+    result is KL(teacher || student).
     """
     wanted = _log_softmax_within(teacher.detach(), block, blocks)
     return (wanted.exp() * (wanted - _log_softmax_within(student, block, blocks))).sum()
 
 
 def favourite_odds(student: Tensor, teacher: Tensor, mask_token_id: int) -> tuple[Tensor, Tensor]:
-    """Compute log-odds [n] of the teacher's likeliest token, never the mask, for student and teacher; logits are [n, vocab]."""
+    """Compute log-odds [n] of the teacher's likeliest token, never the mask, for student and
+    teacher; logits are [n, vocab]."""
     mask = torch.tensor([mask_token_id], device=teacher.device)
     teacher, student = (logits.index_fill(1, mask, -torch.inf) for logits in (teacher, student))
     token = teacher.argmax(-1)
@@ -141,7 +164,10 @@ def favourite_odds(student: Tensor, teacher: Tensor, mask_token_id: int) -> tupl
 
 
 def _log_softmax_within(values: Tensor, group: Tensor, groups: int) -> Tensor:
-    """Compute the log-softmax of values [n] within groups; `group` has the group number of each, [n] long below `groups`."""
-    largest = values.new_full((groups,), -torch.inf).scatter_reduce(0, group, values.detach(), "amax")
+    """Compute the log-softmax of values [n] within groups; `group` has the group number of each,
+    [n] long below `groups`."""
+    largest = values.new_full((groups,), -torch.inf).scatter_reduce(
+        0, group, values.detach(), "amax"
+    )
     total = values.new_zeros(groups).index_add(0, group, (values - largest[group]).exp())
     return values - largest[group] - total[group].log()

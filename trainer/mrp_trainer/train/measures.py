@@ -23,7 +23,8 @@ class Measures:
             self._sums[name] = self._sums.get(name, 0) + both
 
     def take(self, accelerator: Accelerator) -> dict[str, tuple[float, float]]:
-        """Return sums and counts over all processes since the last call; every process has to call this, with equal names."""
+        """Return sums and counts over all processes since the last call; every process has to call
+        this, with equal names."""
         if not self._sums:
             return {}
         names = sorted(self._sums)

@@ -1,4 +1,5 @@
-"""The two objectives as functions of a model and a packed batch: sums over tokens, which the Trainer normalises."""
+"""The two objectives as functions of a model and a packed batch: sums over tokens, which the
+Trainer normalises."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,15 @@ from modeling_mrp.modeling import MRPForCausalLM
 from modeling_mrp.networks.picker import Picker
 
 from .attention import TILES, TRAINING_FLEX, Tiles
-from .losses import BLANK, favourite_odds, forward_kl, order_kl, over_vocabulary, project, weighted_cross_entropy
+from .losses import (
+    BLANK,
+    favourite_odds,
+    forward_kl,
+    order_kl,
+    over_vocabulary,
+    project,
+    weighted_cross_entropy,
+)
 from .packed import CleanCache, PackedBatch, noisy_copies, noisy_length, sparse_mask
 from .reveals import Reveals, block_numbers
 
@@ -20,37 +29,48 @@ Measured = dict[str, tuple[Tensor, Tensor]]
 
 
 def packed_masks(model: MRPForCausalLM, batch: PackedBatch) -> tuple[Any, Any]:
-    """Make two attention masks over all columns as the model's attention takes them: for all queries, and for noisy ones."""
+    """Make two attention masks over all columns as the model's attention takes them: for all
+    queries, and for noisy ones."""
     rule = batch.rule()
     if model.config._attn_implementation in ("flex_attention", TRAINING_FLEX):
         return sparse_mask(rule, batch.input_ids.shape[1]), sparse_mask(rule, noisy_length(batch))
     whole = rule.dense()
     noisy = whole[:, :, : noisy_length(batch)]
-    return (Tiles.of(whole), Tiles.of(noisy)) if model.config._attn_implementation == TILES else (whole, noisy)
+    return (
+        (Tiles.of(whole), Tiles.of(noisy))
+        if model.config._attn_implementation == TILES
+        else (whole, noisy)
+    )
 
 
 def block_diffusion(model: MRPForCausalLM, batch: PackedBatch) -> tuple[Tensor, Measured]:
-    """Compute the backbone's loss (SDAR, equation 3); return the scalar sum over masked positions, and no measurements."""
+    """Compute the backbone's loss (SDAR, equation 3); return the scalar sum over masked positions,
+    and no measurements."""
     hidden = model.backbone(batch.input_ids, batch.position_ids, packed_masks(model, batch)[0])
     if model.model.shifted:
         hidden = taken_from(hidden, batch.before())
     chosen = batch.supervised
-    return weighted_cross_entropy(hidden[chosen], model.lm_head.weight, batch.target_ids[chosen], batch.weight[chosen]), {}
+    return weighted_cross_entropy(
+        hidden[chosen], model.lm_head.weight, batch.target_ids[chosen], batch.weight[chosen]
+    ), {}
 
 
 @dataclass(frozen=True)
 class HeadObjective:
-    """The head's loss: divergence of its estimated logits from those that the backbone computes after each of K reveals.
+    """The head's loss: divergence of its estimated logits from those that the backbone computes
+    after each of K reveals.
 
-    In the symbols of MRP, section 4: A are the backbone's logits before the reveals, A + C the head's estimate, and B the
-    backbone's logits after a reveal.
+    In the symbols of MRP, section 4: A are the backbone's logits before the reveals, A + C the
+    head's estimate, and B the backbone's logits after a reveal.
 
     Attributes:
-        reveals: Rule of the reveals, which make the states where the head is compared with the backbone.
+        reveals: Rule of the reveals, which make the states where the head is compared with the
+            backbone.
         unroll: K, the number of reveals; their losses are averaged.
         order_weight: Weight of `order_kl`.
-        reread_weight: Weight of the leave-one-out loss: at a revealed token, the head learns the logits that the backbone would
-            have if this one token were still masked. Each block contributes one such token, after the first reveal.
+        reread_weight: Weight of the leave-one-out loss: at a revealed token, the head learns the
+            logits that the backbone would have if this one token were still masked. Each block
+            contributes one such token, after the first reveal.
     """
 
     reveals: Reveals
@@ -59,7 +79,8 @@ class HeadObjective:
     reread_weight: float = 1.0
 
     def __call__(self, model: MRPForCausalLM, batch: PackedBatch) -> tuple[Tensor, Measured]:
-        """Return the loss, a scalar, and measurements; compute h_A first, then after each of K reveals an estimate and h_B."""
+        """Return the loss, a scalar, and measurements; compute h_A first, then after each of K
+        reveals an estimate and h_B."""
         passes = _Passes(model, batch)
         noisy, sampler = passes.noisy, Picker(model.lm_head.weight, model.config.mask_token_id)
         ids, masked, estimate = noisy.input_ids, noisy.supervised, passes.h_a
@@ -70,7 +91,12 @@ class HeadObjective:
             ids, masked = self.reveals(noisy, ids, masked, estimate.detach(), sampler, step)
             estimate = estimate + passes.head(ids, estimate)
             loss, notes = self._divergence(
-                passes, masked, passes.backbone(ids), estimate, self.order_weight, measured=step == 0
+                passes,
+                masked,
+                passes.backbone(ids),
+                estimate,
+                self.order_weight,
+                measured=step == 0,
             )
             losses.append(loss)
             measured.update(notes)
@@ -91,8 +117,9 @@ class HeadObjective:
         order_weight: float = 0.0,
         measured: bool = True,
     ) -> tuple[Tensor, Measured]:
-        """Compute the loss at positions `where`, [batch, length] bool; if `measured`, also return KL(B||A), KL(B||A+C), how
-        often A+C and B have the same likeliest token, and the divergence of the order."""
+        """Compute the loss at positions `where`, [batch, length] bool; if `measured`, also return
+        KL(B||A), KL(B||A+C), how often A+C and B have the same likeliest token, and the divergence
+        of the order."""
         weight, config = passes.model.lm_head.weight, passes.model.config
 
         def token_loss(student: Tensor, teacher: Tensor, stale: Tensor) -> tuple[Tensor, Tensor]:
@@ -108,10 +135,14 @@ class HeadObjective:
                     notes.append(values[0].detach())
                     notes.append(forward_kl(project(stale, weight), wanted))
                     notes.append((student.argmax(-1) == wanted.argmax(-1)).to(student.dtype))
-            return torch.stack(values, 1), torch.stack(notes, 1) if notes else student.new_zeros(len(student), 0)
+            return torch.stack(values, 1), torch.stack(notes, 1) if notes else student.new_zeros(
+                len(student), 0
+            )
 
         batch = passes.noisy
-        values, notes = over_vocabulary(token_loss, estimate[where], weight, teacher[where], passes.h_a[where])
+        values, notes = over_vocabulary(
+            token_loss, estimate[where], weight, teacher[where], passes.h_a[where]
+        )
         loss, found = (values[:, 0] * batch.weight[where]).sum(), {}
         if order_weight:
             shown = batch.target_ids[where] != BLANK
@@ -119,17 +150,22 @@ class HeadObjective:
             order = order_kl(values[shown, 1], notes[shown, 0], blocks, where.numel())
             loss = loss + order_weight * order
             # Count distinct blocks on the device: each sets the entry of its number to 1.
-            found["kl_order"] = order, torch.zeros(where.numel(), device=where.device).index_fill(0, blocks, 1.0).sum()
+            found["kl_order"] = (
+                order,
+                torch.zeros(where.numel(), device=where.device).index_fill(0, blocks, 1.0).sum(),
+            )
         if not measured:
             return loss, {}
         sums, count = notes[:, -3:].sum(0), where.sum()
-        return loss, found | {name: (sums[i], count) for i, name in enumerate(("kl_head", "kl_stale", "agreement"))}
+        return loss, found | {
+            name: (sums[i], count) for i, name in enumerate(("kl_head", "kl_stale", "agreement"))
+        }
 
 
 @dataclass
 class _Passes:
-    """The passes of backbone and head over one batch. The first pass of each includes the clean columns; later passes take the
-    noisy copies alone."""
+    """The passes of backbone and head over one batch. The first pass of each includes the clean
+    columns; later passes take the noisy copies alone."""
 
     model: MRPForCausalLM
     batch: PackedBatch
@@ -141,7 +177,9 @@ class _Passes:
         self._mask, self._noisy_mask = packed_masks(self.model, self.batch)
         self._of_backbone, self._of_head = CleanCache(self._length), CleanCache(self._length)
         with torch.no_grad():
-            whole = self.model.backbone(self.batch.input_ids, self.batch.position_ids, self._mask, self._of_backbone)
+            whole = self.model.backbone(
+                self.batch.input_ids, self.batch.position_ids, self._mask, self._of_backbone
+            )
         self.noisy = noisy_copies(self.batch)
         self._before = self.batch.before() if self.model.model.shifted else None
         self._clean = whole[:, self._length :]
@@ -151,8 +189,11 @@ class _Passes:
 
     @torch.no_grad()
     def backbone(self, ids: Tensor) -> Tensor:
-        """Compute the backbone's hidden states h_B, [batch, noisy length, hidden_size], for new ids in the noisy copies."""
-        hidden = self.model.backbone(ids, self.noisy.position_ids, self._noisy_mask, self._of_backbone)
+        """Compute the backbone's hidden states h_B, [batch, noisy length, hidden_size], for new ids
+        in the noisy copies."""
+        hidden = self.model.backbone(
+            ids, self.noisy.position_ids, self._noisy_mask, self._of_backbone
+        )
         if self._before is None:
             return hidden
         return taken_from(torch.cat([hidden, self._clean], 1), self._before[:, : self._length])
@@ -160,7 +201,11 @@ class _Passes:
     def head(self, ids: Tensor, hidden: Tensor) -> Tensor:
         """Compute the head's residual h_C, [batch, noisy length, hidden_size], with gradients."""
         if self._of_head.filled:
-            return self.model.residual(ids, hidden, self.noisy.position_ids, self._noisy_mask, self._of_head)
+            return self.model.residual(
+                ids, hidden, self.noisy.position_ids, self._noisy_mask, self._of_head
+            )
         ids = torch.cat([ids, self.batch.input_ids[:, self._length :]], 1)
         hidden = torch.cat([hidden, self._clean_hidden], 1)
-        return self.model.residual(ids, hidden, self.batch.position_ids, self._mask, self._of_head)[:, : self._length]
+        return self.model.residual(ids, hidden, self.batch.position_ids, self._mask, self._of_head)[
+            :, : self._length
+        ]

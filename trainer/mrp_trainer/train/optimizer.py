@@ -10,30 +10,42 @@ from torch import nn
 class MuonAdamW(torch.optim.Optimizer):
     """Muon and AdamW as one optimizer, so that the HF Trainer schedules, saves and resumes both.
 
-    On the synthetic tasks Muon needs about a third fewer steps than AdamW for the same loss (benchmarks/NOTES.md).
+    On the synthetic tasks Muon needs about a third fewer steps than AdamW for the same loss
+    (benchmarks/NOTES.md).
 
-    Muon trains a model's trainable matrices inside `layers`, at rate `muon_lr` in the scale of AdamW's updates
-    (`match_rms_adamw`) and with `weight_decay`. AdamW trains all other trainable parameters, without decay; `adamw` are its
-    `betas` and `eps`.
+    Muon trains a model's trainable matrices inside `layers`, at rate `muon_lr` in the scale of
+    AdamW's updates (`match_rms_adamw`) and with `weight_decay`. AdamW trains all other trainable
+    parameters, without decay; `adamw` are its `betas` and `eps`.
     """
 
-    def __init__(self, model: nn.Module, lr: float, muon_lr: float, weight_decay: float = 0.01, **adamw: Any) -> None:
+    def __init__(
+        self, model: nn.Module, lr: float, muon_lr: float, weight_decay: float = 0.01, **adamw: Any
+    ) -> None:
         matrices: list[nn.Parameter] = []
         others: list[nn.Parameter] = []
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                (matrices if parameter.dim() == 2 and "layers." in name else others).append(parameter)
+                (matrices if parameter.dim() == 2 and "layers." in name else others).append(
+                    parameter
+                )
         self.parts: list[torch.optim.Optimizer] = []
         if matrices:
-            self.parts.append(torch.optim.Muon(matrices, lr=muon_lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"))
+            self.parts.append(
+                torch.optim.Muon(
+                    matrices, lr=muon_lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
+                )
+            )
         if others:
             self.parts.append(torch.optim.AdamW(others, lr=lr, weight_decay=0.0, **adamw))
         super().__init__(matrices + others, {"lr": lr})
         self.param_groups = [group for part in self.parts for group in part.param_groups]
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Make one step of Muon and AdamW; return the loss that `closure` computes before, if it is given."""
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], float] | None = None
+    ) -> float | None:
+        """Make one step of Muon and AdamW; return the loss that `closure` computes before, if it is
+        given."""
         loss = closure() if closure is not None else None
         for part in self.parts:
             part.step()

@@ -1,4 +1,5 @@
-"""Options of `mrp train` and `mrp decode`: type, range, default and help of each flag, declared once.
+"""Options of `mrp train` and `mrp decode`: type, range, default and help of each flag, declared
+once.
 
 Nothing here imports torch, so that help appears at once.
 """
@@ -22,24 +23,42 @@ _ASKED, _HOW, _OUTPUT = "Prompts", "Decoding", "Output"
 class RunOptions:
     """Options of a run beside `MRPTrainingArguments`; the help of each flag describes it.
 
-    With `early_stopping_patience` the weights with the lowest held-out loss are saved. `block_size` and `mask_token_id` are for
-    an autoregressive Qwen3 checkpoint that becomes a block-diffusion model.
+    With `early_stopping_patience` the weights with the lowest held-out loss are saved. `block_size`
+    and `mask_token_id` are for an autoregressive Qwen3 checkpoint that becomes a block-diffusion
+    model.
     """
 
-    model: str = flag("Checkpoint: folder or Hub id.", panel=_MODEL, metavar="PATH", name="--model --backbone")
-    revision: str | None = flag("The model's commit, branch or tag.", None, panel=_MODEL, metavar="NAME")
-    tokenizer: str | None = flag("Another tokenizer.", None, panel=_MODEL, metavar="PATH", shown="the model's")
+    model: str = flag(
+        "Checkpoint: folder or Hub id.", panel=_MODEL, metavar="PATH", name="--model --backbone"
+    )
+    revision: str | None = flag(
+        "The model's commit, branch or tag.", None, panel=_MODEL, metavar="NAME"
+    )
+    tokenizer: str | None = flag(
+        "Another tokenizer.", None, panel=_MODEL, metavar="PATH", shown="the model's"
+    )
     block_size: int | None = flag(
-        "Tokens per block, for a Qwen3 checkpoint.", None, panel=_MODEL, shown="16", only="block_diffusion"
+        "Tokens per block, for a Qwen3 checkpoint.",
+        None,
+        panel=_MODEL,
+        shown="16",
+        only="block_diffusion",
     )
     mask_token_id: int | None = flag(
-        "Mask id, for a Qwen3 checkpoint of another vocabulary.", None, panel=_MODEL, only="block_diffusion"
+        "Mask id, for a Qwen3 checkpoint of another vocabulary.",
+        None,
+        panel=_MODEL,
+        only="block_diffusion",
     )
-    data: list[str] = flag("JSON lines, a datasets folder or Hub id.", [], panel=_DATA, metavar="FILE")
+    data: list[str] = flag(
+        "JSON lines, a datasets folder or Hub id.", [], panel=_DATA, metavar="FILE"
+    )
     split: str = flag("Split to read of a --data folder or Hub id.", "train", panel=_DATA)
     eval_data: list[str] = flag("Data to evaluate on.", [], panel=_DATA, metavar="FILE")
     eval_split: str = flag("Split to read of an --eval-data folder or Hub id.", "test", panel=_DATA)
-    head: str | None = flag("Head to train further.", None, panel=_HEAD, metavar="PATH", shown="a new one", only="mrp")
+    head: str | None = flag(
+        "Head to train further.", None, panel=_HEAD, metavar="PATH", shown="a new one", only="mrp"
+    )
     head_layers: int = flag("Layers of a new head.", 3, panel=_HEAD, only="mrp", min=1)
     head_init: str = flag(
         "Start of a new head, which adds nothing, copies layers, or is random.",
@@ -49,50 +68,86 @@ class RunOptions:
         only="mrp",
     )
     save: str = flag(
-        "Save the head alone, or with the backbone.", "head", panel=_HEAD, kind=Literal["head", "full"], only="mrp"
+        "Save the head alone, or with the backbone.",
+        "head",
+        panel=_HEAD,
+        kind=Literal["head", "full"],
+        only="mrp",
     )
-    early_stopping_patience: int = flag("Evaluations without a lower loss before stopping; 0: never.", 0, panel=_WATCH, min=0)
+    early_stopping_patience: int = flag(
+        "Evaluations without a lower loss before stopping; 0: never.", 0, panel=_WATCH, min=0
+    )
 
     def __post_init__(self) -> None:
         self.model = located(self.model)
-        self.head, self.tokenizer = (one if one is None else located(one) for one in (self.head, self.tokenizer))
+        self.head, self.tokenizer = (
+            one if one is None else located(one) for one in (self.head, self.tokenizer)
+        )
 
 
 @dataclass
 class TrainerFlags:
     """Fields of `MRPTrainingArguments` that have a flag, with their defaults."""
 
-    output_dir: str | None = flag("Folder for checkpoints and the result.", None, panel=_RUN, metavar="FOLDER")
+    output_dir: str | None = flag(
+        "Folder for checkpoints and the result.", None, panel=_RUN, metavar="FOLDER"
+    )
     seed: int = flag("Seed of noise, order and new weights.", 42, panel=_RUN)
     max_length: int = flag("Tokens per row.", 2048, panel=_DATA, min=1)
     packed: bool = flag("Several samples per row.", True, panel=_DATA, name="--packed/--not-packed")
     unroll: int = flag("Head steps unrolled in training.", 1, panel=_LOSS, only="mrp", min=1)
-    reveal_rule: str = flag("Reveals before each head step.", "on_policy", panel=_LOSS, kind=RevealRule, only="mrp")
+    reveal_rule: str = flag(
+        "Reveals before each head step.", "on_policy", panel=_LOSS, kind=RevealRule, only="mrp"
+    )
     noisy_copies: int = flag("Noisy copies per sample.", 2, panel=_LOSS, min=1, max=2)
-    num_train_epochs: float = flag("Passes over the data.", 1.0, panel=_OPTIMIZER, name="--epochs", min=0)
-    max_steps: int = flag("Training steps.", -1, panel=_OPTIMIZER, name="--steps", shown="by epochs")
-    per_device_train_batch_size: int = flag("Rows per device and pass.", 4, panel=_OPTIMIZER, name="--batch-size", min=1)
+    num_train_epochs: float = flag(
+        "Passes over the data.", 1.0, panel=_OPTIMIZER, name="--epochs", min=0
+    )
+    max_steps: int = flag(
+        "Training steps.", -1, panel=_OPTIMIZER, name="--steps", shown="by epochs"
+    )
+    per_device_train_batch_size: int = flag(
+        "Rows per device and pass.", 4, panel=_OPTIMIZER, name="--batch-size", min=1
+    )
     gradient_accumulation_steps: int = flag(
         "Forward and backward passes per step.", 1, panel=_OPTIMIZER, name="--accumulate", min=1
     )
-    learning_rate: float | None = flag("Learning rate of AdamW.", None, panel=_OPTIMIZER, shown="1e-3 head, 1e-4 backbone")
-    muon_learning_rate: float | None = flag("Muon's learning rate for layer matrices.", None, panel=_OPTIMIZER, shown="no Muon")
-    bf16: bool = flag("bfloat16 for passes and frozen weights.", False, panel=_OPTIMIZER, name="--bf16/--no-bf16")
+    learning_rate: float | None = flag(
+        "Learning rate of AdamW.", None, panel=_OPTIMIZER, shown="1e-3 head, 1e-4 backbone"
+    )
+    muon_learning_rate: float | None = flag(
+        "Muon's learning rate for layer matrices.", None, panel=_OPTIMIZER, shown="no Muon"
+    )
+    bf16: bool = flag(
+        "bfloat16 for passes and frozen weights.", False, panel=_OPTIMIZER, name="--bf16/--no-bf16"
+    )
     eval_steps: float = flag("Steps between evaluations.", 500, panel=_WATCH)
-    eval_prompts: int = flag("Held-out prompts decoded at each evaluation.", 0, panel=_WATCH, only="mrp", min=0)
+    eval_prompts: int = flag(
+        "Held-out prompts decoded at each evaluation.", 0, panel=_WATCH, only="mrp", min=0
+    )
     save_steps: float = flag("Steps between checkpoints.", 500, panel=_WATCH)
     logging_steps: float = flag("Steps between log lines.", 10, panel=_WATCH)
-    report_to: list[str] = flag("Trackers: tensorboard, trackio, ...", [], panel=_WATCH, shown="none")
+    report_to: list[str] = flag(
+        "Trackers: tensorboard, trackio, ...", [], panel=_WATCH, shown="none"
+    )
 
 
 def check_declared(options: Any) -> None:
-    """Raise `ValueError` for a value outside of the choices or the range that its field declares."""
+    """Raise `ValueError` for a value outside of the choices or the range that its field
+    declares."""
     for one in fields(options):
         flagged = one.metadata.get("flag", {"kind": None, "more": one.metadata})
-        value, least, most = getattr(options, one.name), flagged["more"].get("min"), flagged["more"].get("max")
+        value, least, most = (
+            getattr(options, one.name),
+            flagged["more"].get("min"),
+            flagged["more"].get("max"),
+        )
         choices = one.metadata.get("one_of", get_args(flagged["kind"]))
         if choices and value not in choices:
-            raise ValueError(f"{one.name} is {value!r}: choose {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}")
+            raise ValueError(
+                f"{one.name} is {value!r}: choose {', '.join(map(repr, choices[:-1]))} or "
+                f"{choices[-1]!r}"
+            )
         if least is not None and not least <= value <= (value if most is None else most):
             needed = f"{least} or more" if most is None else f"from {least} to {most}"
             raise ValueError(f"{one.name} is {value}: it must be {needed}")
@@ -102,17 +157,28 @@ def check_declared(options: Any) -> None:
 class TrainCommand:
     """Options of `mrp train` that are not settings of the run itself."""
 
-    config: str | None = flag("YAML file, or a recipe's name: sdar-4b-mrp, ...", None, panel=_RUN, metavar="FILE")
-    set: list[str] = flag("Any other field of MRPTrainingArguments.", [], panel=_RUN, metavar="NAME=VALUE")
-    restart: bool = flag("Remove checkpoints and begin again, instead of resuming.", False, panel=_RUN)
-    dry_run: bool = flag("Only print parameters and memory; no weights are loaded.", False, panel=_RUN)
+    config: str | None = flag(
+        "YAML file, or a recipe's name: sdar-4b-mrp, ...", None, panel=_RUN, metavar="FILE"
+    )
+    set: list[str] = flag(
+        "Any other field of MRPTrainingArguments.", [], panel=_RUN, metavar="NAME=VALUE"
+    )
+    restart: bool = flag(
+        "Remove checkpoints and begin again, instead of resuming.", False, panel=_RUN
+    )
+    dry_run: bool = flag(
+        "Only print parameters and memory; no weights are loaded.", False, panel=_RUN
+    )
 
 
 @dataclass(kw_only=True)
 class DecodeOptions(ModelOptions):
-    """Options of `mrp decode`; each field is a flag. Without `device` each process takes its own GPU."""
+    """Options of `mrp decode`; each field is a flag. Without `device` each process takes its own
+    GPU."""
 
-    data: list[str] = flag("JSON lines or a datasets folder, with prompts.", panel=_ASKED, metavar="FILE")
+    data: list[str] = flag(
+        "JSON lines or a datasets folder, with prompts.", panel=_ASKED, metavar="FILE"
+    )
     output: str = flag("JSON lines that mrp train reads.", panel=_OUTPUT, metavar="FILE")
     split: str = flag("Split of a datasets folder.", "train", panel=_ASKED)
     limit: int | None = flag("Limit of records.", None, panel=_ASKED, min=1)

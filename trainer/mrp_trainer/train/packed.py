@@ -1,7 +1,8 @@
-"""Packed training passes over noisy copies of samples and their clean tokens: the attention rule, random numbers, and the keys
-and values that several passes share.
+"""Packed training passes over noisy copies of samples and their clean tokens: the attention rule,
+random numbers, and the keys and values that several passes share.
 
-Positions and blocks count from 0 at a sample's first token; each sample may have a block size of its own.
+Positions and blocks count from 0 at a sample's first token; each sample may have a block size of
+its own.
 """
 
 from dataclasses import dataclass, replace
@@ -20,10 +21,12 @@ NO_VIEW = -1  # padding
 
 @dataclass(frozen=True)
 class PackedRule:
-    """The rule of attention in a pass over noisy copies and the clean sequence, [x_t | x_0] (SDAR, section 3; MRP, section 4).
+    """The rule of attention in a pass over noisy copies and the clean sequence, [x_t | x_0] (SDAR,
+    section 3; MRP, section 4).
 
-    A noisy token sees its own noisy block and the clean tokens of earlier blocks; a clean token sees the clean tokens of its
-    own and earlier blocks; nothing crosses from one sample to another. Padding (view -1) sees only itself.
+    A noisy token sees its own noisy block and the clean tokens of earlier blocks; a clean token
+    sees the clean tokens of its own and earlier blocks; nothing crosses from one sample to another.
+    Padding (view -1) sees only itself.
 
     Attributes:
         view: [batch, length] long: 0 clean, 1, 2, ... the noisy copy, -1 padding.
@@ -36,7 +39,8 @@ class PackedRule:
     sample: Tensor
 
     def __call__(self, row: Tensor, head: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
-        """Return whether queries see keys, as flex attention's `mask_mod`; indices broadcast, and all heads see the same."""
+        """Return whether queries see keys, as flex attention's `mask_mod`; indices broadcast, and
+        all heads see the same."""
         query_view, key_view = self.view[row, query], self.view[row, key]
         query_block, key_block = self.block[row, query], self.block[row, key]
         clean = (key_view == CLEAN_VIEW) & (
@@ -55,18 +59,21 @@ class PackedRule:
 
 @dataclass
 class PackedBatch:
-    """One training pass [x_t | x_0] (noisy copies first, then the clean sequence), padded to a common length.
+    """One training pass [x_t | x_0] (noisy copies first, then the clean sequence), padded to a
+    common length.
 
     Attributes:
         input_ids: [batch, length] long; masked positions hold `mask_token_id`.
-        target_ids: [batch, length] long; the true token; in noisy copies -1 (`BLANK`) after the end of a text.
+        target_ids: [batch, length] long; the true token; in noisy copies -1 (`BLANK`) after the end
+            of a text.
         position_ids: [batch, length] long; absolute positions.
         block: [batch, length] long; position // block size.
         view: [batch, length] long; 0 clean, 1, 2, ... noisy copies, -1 padding.
         sample: [batch, length] long; the number of a token's sample within the row.
         weight: [batch, length] float32; the loss weight of a masked position, 0 elsewhere.
         response_tokens: [] long; the supervised response tokens, by which the loss is divided.
-        noise_key: [batch, length] long below 2**32; one number for all tokens of a sample, new at each visit.
+        noise_key: [batch, length] long below 2**32; one number for all tokens of a sample, new at
+            each visit.
     """
 
     input_ids: Tensor
@@ -92,8 +99,8 @@ class PackedBatch:
     def before(self) -> Tensor:
         """Find the column of the previous position, [batch, length] long; -1 where there is none.
 
-        That column is in the same view or, at the start of a block, in the clean one. Models whose hidden states predict the
-        next position take their prediction from it.
+        That column is in the same view or, at the start of a block, in the clean one. Models whose
+        hidden states predict the next position take their prediction from it.
         """
         view = torch.where(self.begins, CLEAN_VIEW, self.view)
         size = int(self.position_ids.max()) + 2
@@ -101,7 +108,9 @@ class PackedBatch:
         def place(view: Tensor, position: Tensor) -> Tensor:
             return (self.sample * (int(self.view.max()) + 1) + view) * size + position
 
-        known, order = torch.where(self.view == NO_VIEW, -1, place(self.view, self.position_ids)).sort(-1)
+        known, order = torch.where(
+            self.view == NO_VIEW, -1, place(self.view, self.position_ids)
+        ).sort(-1)
         wanted = place(view, self.position_ids - 1)
         at = torch.searchsorted(known, wanted).clamp(max=known.shape[1] - 1)
         there = (known.gather(1, at) == wanted) & (self.view != NO_VIEW) & (self.position_ids > 0)
@@ -121,36 +130,45 @@ def noisy_length(batch: PackedBatch) -> int:
 def noisy_copies(batch: PackedBatch) -> PackedBatch:
     """Select the columns of the noisy copies."""
     length = noisy_length(batch)
-    return replace(batch, **{name: value[:, :length] for name, value in vars(batch).items() if value.dim()})
+    return replace(
+        batch, **{name: value[:, :length] for name, value in vars(batch).items() if value.dim()}
+    )
 
 
 def sparse_mask(rule: PackedRule, queries: int) -> BlockMask:
-    """Make flex attention's mask between the first `queries` columns and all columns, as tiles that all heads share.
+    """Make flex attention's mask between the first `queries` columns and all columns, as tiles that
+    all heads share.
 
-    To find the tiles, a [queries, length] bool is made and dropped for each batch row; attention itself holds none.
+    To find the tiles, a [queries, length] bool is made and dropped for each batch row; attention
+    itself holds none.
     """
     rows, length = rule.view.shape
     return create_block_mask(rule, rows, None, queries, length, device=rule.view.device)
 
 
 def widest(device: torch.device) -> torch.dtype:
-    """Return float64, or float32 for devices that may lack it, such as Apple's and some of Intel's."""
+    """Return float64, or float32 for devices that may lack it, such as Apple's and some of
+    Intel's."""
     return torch.float64 if device.type in ("cpu", "cuda") else torch.float32
 
 
 def uniform(batch: PackedBatch, purpose: int, of: Tensor) -> Tensor:
-    """Draw uniform numbers in (0, 1), [batch, length] in the `widest` dtype, which depend on sample, noisy copy, `purpose` and
-    `of`, [batch, length] long: positions, or blocks for one number per block."""
-    bits, dtype = noise_key(batch.noise_key, of, mix_bits(batch.view + 1) ^ purpose), widest(of.device)
+    """Draw uniform numbers in (0, 1), [batch, length] in the `widest` dtype, which depend on
+    sample, noisy copy, `purpose` and `of`, [batch, length] long: positions, or blocks for one
+    number per block."""
+    bits, dtype = (
+        noise_key(batch.noise_key, of, mix_bits(batch.view + 1) ^ purpose),
+        widest(of.device),
+    )
     return ((bits.to(dtype) + 0.5) * 2.0**-32).clamp(max=1 - torch.finfo(dtype).eps)
 
 
 class CleanCache(Cache):
     """A cache of keys and values of the clean half of a packed pass [x_t | x_0], computed once.
 
-    Clean tokens never see noisy ones, so their keys and values do not depend on the noisy copies. The first pass, over all
-    columns (the noisy copies' first), stores them; later passes, over the noisy columns alone, read them, with gradients where
-    the first pass had them.
+    Clean tokens never see noisy ones, so their keys and values do not depend on the noisy copies.
+    The first pass, over all columns (the noisy copies' first), stores them; later passes, over the
+    noisy columns alone, read them, with gradients where the first pass had them.
     """
 
     def __init__(self, noisy_length: int) -> None:
@@ -164,15 +182,23 @@ class CleanCache(Cache):
         return bool(self.kept)
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        layer_idx: int,
+        *args: object,
+        **kwargs: object,
     ) -> tuple[Tensor, Tensor]:
-        """Return keys and values of all columns, [batch, heads, columns, head_dim]; store the clean ones in the first pass."""
+        """Return keys and values of all columns, [batch, heads, columns, head_dim]; store the clean
+        ones in the first pass."""
         if layer_idx in self.kept:
             keys, values = self.kept[layer_idx]
             return torch.cat([key_states, keys], 2), torch.cat([value_states, values], 2)
         keys, values = (states[:, :, self.noisy_length :] for states in (key_states, value_states))
         # A copy frees the noisy columns; with gradients the backward pass holds them anyway.
-        self.kept[layer_idx] = (keys, values) if keys.requires_grad else (keys.contiguous(), values.contiguous())
+        self.kept[layer_idx] = (
+            (keys, values) if keys.requires_grad else (keys.contiguous(), values.contiguous())
+        )
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

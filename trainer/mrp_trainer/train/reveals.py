@@ -1,4 +1,5 @@
-"""The choice of positions and tokens to reveal in noisy copies, which makes the states that a head is trained on."""
+"""The choice of positions and tokens to reveal in noisy copies, which makes the states that a head
+is trained on."""
 
 from dataclasses import dataclass
 
@@ -16,20 +17,23 @@ _EAGER_FROM, _EAGER_TO = 0.2, 0.95
 
 
 def block_numbers(batch: PackedBatch) -> Tensor:
-    """Number the blocks of a batch over rows and copies; return each token's number, [batch, length] long < batch * length."""
+    """Number the blocks of a batch over rows and copies; return each token's number, [batch,
+    length] long < batch * length."""
     begins = batch.begins
     return begins.flatten().cumsum(0).view_as(begins) - 1
 
 
 @dataclass(frozen=True)
 class Reveals:
-    """A rule that chooses the next reveals in each block; nothing after the end of a text is ever revealed.
+    """A rule that chooses the next reveals in each block; nothing after the end of a text is ever
+    revealed.
 
     Attributes:
-        rule: `on_policy`: as in decoding, the most confident position with the model's own token. `random`: one position with
-            its true token (as published).
-        eager_share: Under `on_policy`, the share of blocks in which everything above a threshold is revealed, as `dynamic`
-            does: such states occur in its drafts, in `mrp_remask` and in `mrp_direct`.
+        rule: `on_policy`: as in decoding, the most confident position with the model's own token.
+            `random`: one position with its true token (as published).
+        eager_share: Under `on_policy`, the share of blocks in which everything above a threshold is
+            revealed, as `dynamic` does: such states occur in its drafts, in `mrp_remask` and in
+            `mrp_direct`.
     """
 
     rule: RevealRule
@@ -37,7 +41,13 @@ class Reveals:
 
     @torch.no_grad()
     def __call__(
-        self, batch: PackedBatch, ids: Tensor, masked: Tensor, hidden: Tensor, sampler: Picker, step: int
+        self,
+        batch: PackedBatch,
+        ids: Tensor,
+        masked: Tensor,
+        hidden: Tensor,
+        sampler: Picker,
+        step: int,
     ) -> tuple[Tensor, Tensor]:
         """Reveal the next positions of each block.
 
@@ -47,7 +57,8 @@ class Reveals:
             masked: [batch, length] bool, the positions that may be revealed.
             hidden: [batch, length, hidden_size], the model's hidden states for `ids`.
             sampler: Picks the model's own token and its log-odds.
-            step: Number of the reveal: `random` draws anew at each, but a block's threshold for eager reveals stays.
+            step: Number of the reveal: `random` draws anew at each, but a block's threshold for
+                eager reveals stays.
 
         Returns:
             `ids` and `masked` after the reveals.
@@ -59,10 +70,17 @@ class Reveals:
             picks = sampler(hidden[open_])
             token, score = picks.token, picks.odds
             lot = uniform(batch, 1, batch.block)[open_]
-            threshold = _EAGER_FROM + (_EAGER_TO - _EAGER_FROM) * uniform(batch, 2, batch.block)[open_]
-            chosen = (_rank(score, group, groups) < 1) | ((lot < self.eager_share) & (score > threshold.logit()))
+            threshold = (
+                _EAGER_FROM + (_EAGER_TO - _EAGER_FROM) * uniform(batch, 2, batch.block)[open_]
+            )
+            chosen = (_rank(score, group, groups) < 1) | (
+                (lot < self.eager_share) & (score > threshold.logit())
+            )
         else:
-            token, score = batch.target_ids[open_], uniform(batch, 16 + step, batch.position_ids)[open_]
+            token, score = (
+                batch.target_ids[open_],
+                uniform(batch, 16 + step, batch.position_ids)[open_],
+            )
             chosen = _rank(score, group, groups) < 1
         row, column = open_[0][chosen], open_[1][chosen]
         ids, masked = ids.clone(), masked.clone()
@@ -71,7 +89,8 @@ class Reveals:
         return ids, masked
 
     def one_per_block(self, batch: PackedBatch, where: Tensor) -> Tensor:
-        """Choose one marked position of each block at random; return a mask, [batch, length] bool."""
+        """Choose one marked position of each block at random; return a mask, [batch, length]
+        bool."""
         marked = where.nonzero(as_tuple=True)
         lot = uniform(batch, 3, batch.position_ids)[marked]
         first = _rank(lot, block_numbers(batch)[marked], where.numel()) < 1
@@ -79,9 +98,12 @@ class Reveals:
 
 
 def _rank(score: Tensor, group: Tensor, groups: int) -> Tensor:
-    """Rank scores [n] within their groups [n], from 0 for the highest; equal scores from left to right."""
+    """Rank scores [n] within their groups [n], from 0 for the highest; equal scores from left to
+    right."""
     order = score.argsort(descending=True, stable=True)
     order = order[group[order].argsort(stable=True)]
-    size = torch.zeros(groups, dtype=torch.long, device=group.device).index_add(0, group, torch.ones_like(group))
+    size = torch.zeros(groups, dtype=torch.long, device=group.device).index_add(
+        0, group, torch.ones_like(group)
+    )
     place = torch.arange(len(group), device=group.device) - (size.cumsum(0) - size)[group[order]]
     return torch.empty_like(place).index_put_((order,), place)

@@ -33,8 +33,8 @@ _FULL = "free some space and repeat the command, which goes on from the last who
 
 @dataclass(frozen=True)
 class OpenRun:
-    """A training run with its model and data loaded and checked. Its main process holds a lock on the folder, which the system
-    releases if the process is killed."""
+    """A training run with its model and data loaded and checked. Its main process holds a lock on
+    the folder, which the system releases if the process is killed."""
 
     settings: Settings
     trainer: MRPTrainer
@@ -47,7 +47,8 @@ class OpenRun:
         return Path(self.settings.training["output_dir"])
 
     def train(self) -> Path:
-        """Train from the last complete checkpoint on, if any, save the result, and return the folder."""
+        """Train from the last complete checkpoint on, if any, save the result, and return the
+        folder."""
         newest = self.trainer.newest_checkpoint()
         if newest is not None and self.trainer.args.process_index == 0:
             print(f"resuming from {newest.name}")
@@ -57,8 +58,15 @@ class OpenRun:
     def _train(self, newest: Path | None) -> Path:
         self.trainer.train(resume_from_checkpoint=None if newest is None else str(newest))
         state = self.trainer.state
-        if newest is not None and step_of(newest) == state.global_step and self.trainer.args.process_index == 0:
-            print(f"all {state.global_step} steps of this run are done.{_how_to_go_on(self.folder, self.settings)}")
+        if (
+            newest is not None
+            and step_of(newest) == state.global_step
+            and self.trainer.args.process_index == 0
+        ):
+            print(
+                f"all {state.global_step} steps of this run are "
+                f"done.{_how_to_go_on(self.folder, self.settings)}"
+            )
         evaluated = [line["step"] for line in state.log_history if "eval_loss" in line]
         if self.trainer.eval_dataset is not None and evaluated[-1:] != [state.global_step]:
             self.trainer.evaluate()
@@ -69,11 +77,13 @@ class OpenRun:
 
 
 def open_run(settings: Settings, restart: bool = False) -> OpenRun:
-    """Load what a run needs, and write its settings to `run.yaml` in its folder; `restart` removes the folder's checkpoints.
+    """Load what a run needs, and write its settings to `run.yaml` in its folder; `restart` removes
+    the folder's checkpoints.
 
     Raises:
-        ValueError: if the folder holds a run that has other settings or data, or is still running; if there is no data, or a
-            tracker is not installed; if model, data, tokenizer and settings do not fit together.
+        ValueError: if the folder holds a run that has other settings or data, or is still running;
+            if there is no data, or a tracker is not installed; if model, data, tokenizer and
+            settings do not fit together.
         OSError: if a checkpoint is not there.
     """
     options = settings.options
@@ -86,7 +96,9 @@ def open_run(settings: Settings, restart: bool = False) -> OpenRun:
     settings = settings.written_down(arguments, _data_digest(options.data))
     set_seed(arguments.seed)
     tokenizer = tokenizer_of(options)
-    trainer = MRPTrainer(load_model(settings), arguments, data, held_out, processing_class=tokenizer)
+    trainer = MRPTrainer(
+        load_model(settings), arguments, data, held_out, processing_class=tokenizer
+    )
     if options.early_stopping_patience:
         trainer.add_callback(EarlyStoppingCallback(options.early_stopping_patience))
     lock = FileLock(folder / ".lock")
@@ -97,13 +109,16 @@ def open_run(settings: Settings, restart: bool = False) -> OpenRun:
 
 
 def _check_trackers(names: str | Sequence[str] | None) -> None:
-    """Raise `ValueError` for a tracker that is not installed, or that transformers does not know."""
+    """Raise `ValueError` for a tracker that is not installed, or that transformers does not
+    know."""
     installed = get_available_reporting_integrations()
     for name in [names] if isinstance(names, str) else names or ():
-        if name not in (*installed, "all", "none", "flyte"):  # flyte is not listed, and needs no package of its own
+        # flyte is not listed, and needs no package of its own
+        if name not in (*installed, "all", "none", "flyte"):
             raise ValueError(
-                f"report_to is {name!r}: this tracker is not installed, or transformers has no such one. Install its package "
-                f"(such as pip install wandb), or leave it out; installed: {', '.join(installed) or 'none'}"
+                f"report_to is {name!r}: this tracker is not installed, or transformers has no "
+                "such one. Install its package (such as pip install wandb), or leave it out; "
+                f"installed: {', '.join(installed) or 'none'}"
             )
 
 
@@ -112,14 +127,22 @@ def _check_inputs(folder: Path, options: RunOptions) -> None:
     for name in ("model", "head", "tokenizer"):
         source = getattr(options, name)
         if source is not None and os.path.realpath(source) == os.path.realpath(folder):
-            raise ValueError(f"output_dir is {folder}, which is also {name}, and would be overwritten: name another folder")
+            raise ValueError(
+                f"output_dir is {folder}, which is also {name}, and would be overwritten: name "
+                "another folder"
+            )
 
 
 def _data_digest(paths: Sequence[str]) -> str | None:
     """Return a digest of data files; None for a dataset on the Hub."""
     if not all(map(os.path.exists, paths)):
         return None
-    files = {file for path in map(Path, paths) for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file()}
+    files = {
+        file
+        for path in map(Path, paths)
+        for file in ([path] if path.is_file() else path.rglob("*"))
+        if file.is_file()
+    }
     digests = {}
     for path in sorted(files):
         with path.open("rb") as file:
@@ -128,23 +151,32 @@ def _data_digest(paths: Sequence[str]) -> str | None:
 
 
 def _take(folder: Path, lock: FileLock, settings: Settings, restart: bool) -> None:
-    """Make a run's folder if needed, lock it, and write the run's settings; `ValueError` if another run has the folder."""
+    """Make a run's folder if needed, lock it, and write the run's settings; `ValueError` if another
+    run has the folder."""
     own, path, checkpoints = OwnFolder(folder), folder / RUN_FILE, checkpoints_in(folder)
     own.check()
     own.check_free("config.json", "model.safetensors")
     if restart and (others := sorted({one.name for one in checkpoints} - {*own.names()})):
-        raise ValueError(f"{folder} holds {others[0]}, which no run here wrote, and so --restart leaves: remove it")
+        raise ValueError(
+            f"{folder} holds {others[0]}, which no run here wrote, and so --restart leaves: remove "
+            "it"
+        )
     if (checkpoints or (folder / "config.json").is_file()) and not restart:
         if not path.is_file():
             raise ValueError(f"{folder} holds checkpoints and no {RUN_FILE}. {_RESTART}")
         if different := settings.differences(read_yaml(path)):
             more = _how_to_go_on(folder, settings) if (folder / "config.json").is_file() else ""
-            raise ValueError(f"{folder} holds a run with other settings: {'; '.join(different)}. {_RESTART}.{more}")
+            raise ValueError(
+                f"{folder} holds a run with other settings: {'; '.join(different)}. "
+                f"{_RESTART}.{more}"
+            )
     own.claim(Path(lock.lock_file).name, RUN_FILE)
     try:
         lock.acquire(timeout=0)
     except Timeout as error:
-        raise ValueError(f"{folder} is held by a run that goes on: wait for it, end it, or name another folder") from error
+        raise ValueError(
+            f"{folder} is held by a run that goes on: wait for it, end it, or name another folder"
+        ) from error
     if restart:
         own.remove(*(name for name in own.names() if name.startswith("checkpoint-")))
     replace_file(path, yaml.safe_dump(settings.as_dict(), sort_keys=False).encode())
@@ -157,12 +189,14 @@ def _how_to_go_on(folder: Path, settings: Settings) -> str:
 
 
 def load_model(settings: Settings) -> Any:
-    """Load the model that a run trains. Frozen weights have the dtype of the passes, bfloat16 or float32; trained ones are
-    always float32: in bfloat16 most updates would be rounded away."""
+    """Load the model that a run trains. Frozen weights have the dtype of the passes, bfloat16 or
+    float32; trained ones are always float32: in bfloat16 most updates would be rounded away."""
     options = settings.options
     where: dict[str, Any] = {} if options.revision is None else {"revision": options.revision}
     if settings.objective == "block_diffusion":
-        model = MRPForCausalLM.from_backbone(options.model, dtype=torch.float32, **where, **_of_qwen3(options))
+        model = MRPForCausalLM.from_backbone(
+            options.model, dtype=torch.float32, **where, **_of_qwen3(options)
+        )
         if model.mrp_head is not None:
             model.detach_head()  # it was trained for the old backbone
         return model
@@ -181,7 +215,8 @@ def _of_qwen3(options: RunOptions) -> dict[str, Any]:
 
 
 def dry_run(settings: Settings) -> str:
-    """Describe a run's needs: parameters, memory of a process without activations, rows per step. Errors: see `meta_model`."""
+    """Describe a run's needs: parameters, memory of a process without activations, rows per step.
+    Errors: see `meta_model`."""
     arguments = settings.arguments(bf16=False, fp16=False, use_cpu=True)
     model = meta_model(settings)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -189,7 +224,8 @@ def dry_run(settings: Settings) -> str:
     parameters, numbers = model.num_parameters(), sum(p.numel() for p in trained.values())
     half = bool(settings.training.get("bf16"))
     memory = {
-        "weights": (parameters - numbers) * (2 if half else 4) + numbers * (6 if half else 4),  # autocast copies what trains
+        "weights": (parameters - numbers) * (2 if half else 4)
+        + numbers * (6 if half else 4),  # autocast copies what trains
         "gradients": 4 * numbers,
         "optimizer": 8 * numbers - (0 if arguments.muon_learning_rate is None else 4 * matrices),
     }
@@ -197,13 +233,17 @@ def dry_run(settings: Settings) -> str:
     sizes = {**memory, "in all": sum(memory.values())}.items()
     lines = [f"parameters: {parameters:,}, of which {numbers:,} train"]
     lines += [f"{name}: {size / 2**30:.4g} GiB" for name, size in sizes]
-    lines += ["a process, and activations, which grow with the batch; DDP holds gradients twice, FSDP divides it all"]
+    lines += [
+        "a process, and activations, which grow with the batch; DDP holds gradients twice, FSDP "
+        "divides it all"
+    ]
     return "\n".join([*lines, f"rows per step: {arguments.rows_per_step or at_once}"])
 
 
 def meta_model(settings: Settings) -> Any:
-    """Make, on the meta device, the model that a run would train, from configs alone: nothing is allocated, downloaded or
-    written. `ValueError` if there is no head to train further, `OSError` if a config is neither here nor in the cache."""
+    """Make, on the meta device, the model that a run would train, from configs alone: nothing is
+    allocated, downloaded or written. `ValueError` if there is no head to train further, `OSError`
+    if a config is neither here nor in the cache."""
     options = settings.options
     found = stored_json(options.model, revision=options.revision, local_files_only=True)[0]
     if found.get("model_type") == "qwen3":
@@ -226,16 +266,26 @@ def meta_model(settings: Settings) -> Any:
     return model
 
 
-def _save(trainer: MRPTrainer, settings: Settings, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Save the head alone or the whole model, as the settings say, in the dtype of the passes, and the tokenizer."""
-    state = trainer.accelerator.get_state_dict(trainer.model_wrapped) if trainer.is_fsdp_enabled else None
+def _save(
+    trainer: MRPTrainer, settings: Settings, folder: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Save the head alone or the whole model, as the settings say, in the dtype of the passes, and
+    the tokenizer."""
+    state = (
+        trainer.accelerator.get_state_dict(trainer.model_wrapped)
+        if trainer.is_fsdp_enabled
+        else None
+    )
     if not trainer.args.should_save:
         return
     dtype = torch.bfloat16 if trainer.args.bf16 else torch.float32
     if state is None:
         trainer.model.to(dtype)
     else:
-        state = {name: value.to(dtype) if value.is_floating_point() else value for name, value in state.items()}
+        state = {
+            name: value.to(dtype) if value.is_floating_point() else value
+            for name, value in state.items()
+        }
     only = settings.objective == "mrp" and settings.options.save == "head"
     with OwnFolder(folder).saving() as partial, under_own_class(trainer.model):
         trainer.model.save_pretrained(partial, state_dict=state, head_only=only)

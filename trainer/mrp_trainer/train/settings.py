@@ -1,4 +1,5 @@
-"""The settings of a training run: flags override a YAML file, which overrides defaults; each is checked against its type."""
+"""The settings of a training run: flags override a YAML file, which overrides defaults; each is
+checked against its type."""
 
 import difflib
 from collections.abc import Mapping, Sequence
@@ -17,22 +18,47 @@ RECIPES = Path(__file__).parent / "recipes"
 RUN_FILE = "run.yaml"
 # Fields that the run decides itself.
 _NOT_SET = {"remove_unused_columns", "resume_from_checkpoint", "do_train", "do_eval", "do_predict"}
-# A resumed run may change these: they decide what is measured, logged and kept, but not the weights.
-_FREE = {"output_dir", "save", "report_to", "run_name", "project", "disable_tqdm", "push_to_hub", "bf16_full_eval"}
-_FREE_PREFIXES = ("eval_", "save_", "log_", "logging_", "hub_", "trackio_", "dataloader_num", "dataloader_p")
+# A resumed run may change these: they decide what is measured, logged and kept, but not the
+# weights.
+_FREE = {
+    "output_dir",
+    "save",
+    "report_to",
+    "run_name",
+    "project",
+    "disable_tqdm",
+    "push_to_hub",
+    "bf16_full_eval",
+}
+_FREE_PREFIXES = (
+    "eval_",
+    "save_",
+    "log_",
+    "logging_",
+    "hub_",
+    "trackio_",
+    "dataloader_num",
+    "dataloader_p",
+)
 # Fields that a run records even if they were not given.
 _WRITTEN = """
-num_train_epochs per_device_train_batch_size max_length packed logging_steps save_steps save_total_limit
-learning_rate lr_scheduler_type lr_scheduler_kwargs
+num_train_epochs per_device_train_batch_size max_length packed logging_steps save_steps
+save_total_limit learning_rate lr_scheduler_type lr_scheduler_kwargs
 """
-# Types that are allowed beyond the declared ones: transformers declares `fsdp` as str alone, which it has deprecated.
-_ALSO: dict[str, Any] = {"fsdp": bool | str | None, "report_to": str | list[str] | None, "eval_steps": float | None}
+# Types that are allowed beyond the declared ones: transformers declares `fsdp` as str alone, which
+# it has deprecated.
+_ALSO: dict[str, Any] = {
+    "fsdp": bool | str | None,
+    "report_to": str | list[str] | None,
+    "eval_steps": float | None,
+}
 
 
 @dataclass
 class Settings:
-    """The settings of a run: `training` are the given fields of `MRPTrainingArguments`, `data_digest` is a digest of the
-    training files, None before they are read and for a dataset on the Hub."""
+    """The settings of a run: `training` are the given fields of `MRPTrainingArguments`,
+    `data_digest` is a digest of the training files, None before they are read and for a dataset on
+    the Hub."""
 
     objective: str
     options: RunOptions
@@ -41,15 +67,23 @@ class Settings:
 
     def as_dict(self) -> dict[str, Any]:
         """Return all settings as one mapping, which can serve as a YAML file."""
-        options = {name: value for name, value in asdict(self.options).items() if name in _option_names(self.objective)}
+        options = {
+            name: value
+            for name, value in asdict(self.options).items()
+            if name in _option_names(self.objective)
+        }
         digest = {} if self.data_digest is None else {"data_digest": self.data_digest}
         return {"objective": self.objective, **options, **self.training, **digest}
 
     def differences(self, before: Mapping[str, Any]) -> list[str]:
-        """List the settings that change the weights and differ from `before` (as from `as_dict`), each with both values."""
+        """List the settings that change the weights and differ from `before` (as from `as_dict`),
+        each with both values."""
         now = self.as_dict()
         names = [name for name in {**before, **now} if changes_weights(name)]
-        pairs = [(name, before.get(name, _default(name)), now.get(name, _default(name))) for name in names]
+        pairs = [
+            (name, before.get(name, _default(name)), now.get(name, _default(name)))
+            for name in names
+        ]
         return [f"{name} was {old!r} and is {new!r}" for name, old, new in pairs if old != new]
 
     def arguments(self, **others: Any) -> MRPTrainingArguments:
@@ -57,9 +91,13 @@ class Settings:
         return MRPTrainingArguments(objective=self.objective, **{**self.training, **others})
 
     def written_down(self, arguments: MRPTrainingArguments, data_digest: str | None) -> "Settings":
-        """Return the settings with the data's digest, and with values for options left at defaults, as these may change."""
+        """Return the settings with the data's digest, and with values for options left at defaults,
+        as these may change."""
         values = {name: getattr(arguments, name) for name in _WRITTEN.split()}
-        values["lr_scheduler_type"] = str(arguments.lr_scheduler_type.value)  # type: ignore[attr-defined]  # an enum by now
+        # an enum by now
+        values["lr_scheduler_type"] = str(
+            arguments.lr_scheduler_type.value  # type: ignore[attr-defined]
+        )
         return replace(self, training={**values, **self.training}, data_digest=data_digest)
 
 
@@ -74,28 +112,43 @@ def read_settings(
     flags: Mapping[str, Any] | None = None,
     assignments: Sequence[str] = (),
 ) -> Settings:
-    """Read the settings of a run: flags win over assignments "name=value", these over a YAML file or a recipe of the package,
-    and that over the defaults. Names are fields of `RunOptions` and `MRPTrainingArguments`.
+    """Read the settings of a run: flags win over assignments "name=value", these over a YAML file
+    or a recipe of the package, and that over the defaults. Names are fields of `RunOptions` and
+    `MRPTrainingArguments`.
 
     Raises:
-        ValueError: for an unknown name, a value of another type, values that do not go together, or an unreadable file.
+        ValueError: for an unknown name, a value of another type, values that do not go together, or
+            an unreadable file.
     """
     found: dict[str, Any] = {}
     of_file = {} if config is None else read_yaml(_config_path(config))
     of_file.pop("data_digest", None)  # it was of the files at that time
-    for where, values in ((config, of_file), ("--set", assigned(assignments)), ("a flag", flags or {})):
+    for where, values in (
+        (config, of_file),
+        ("--set", assigned(assignments)),
+        ("a flag", flags or {}),
+    ):
         for name, value in values.items():
             if where != "a flag" or value not in (None, []):
                 found[name] = _checked(objective, str(name), value, str(where))
     if found.pop("objective", objective) != objective:
-        raise ValueError(f"{config} is for another objective than {objective!r}: use the other command of mrp train")
+        raise ValueError(
+            f"{config} is for another objective than {objective!r}: use the other command of mrp "
+            "train"
+        )
     names = _option_names(objective)
     given = {name: found.pop(name) for name in list(found) if name in names}
     for name, values in (("model", given), ("output_dir", found)):
         if name not in values:
-            raise ValueError(f"no {name}: give --{name.replace('_', '-')}, or {name} in the YAML file")
-    if given.get("head") is not None and (new := sorted({"head_layers", "head_init"} & given.keys())):
-        raise ValueError(f"head is {given['head']!r}, and {', '.join(new)} describe a new one: leave out either")
+            raise ValueError(
+                f"no {name}: give --{name.replace('_', '-')}, or {name} in the YAML file"
+            )
+    if given.get("head") is not None and (
+        new := sorted({"head_layers", "head_init"} & given.keys())
+    ):
+        raise ValueError(
+            f"head is {given['head']!r}, and {', '.join(new)} describe a new one: leave out either"
+        )
     options = RunOptions(**given)
     check_declared(options)
     if options.eval_data:
@@ -124,7 +177,9 @@ def _option_names(objective: str) -> tuple[str, ...]:
 def _config_path(config: str) -> Path:
     path, recipe = Path(config), RECIPES / f"{config}.yaml"
     if not path.is_file() and config not in recipe_names():
-        raise ValueError(f"{config} is neither a file nor one of the recipes {', '.join(recipe_names())}")
+        raise ValueError(
+            f"{config} is neither a file nor one of the recipes {', '.join(recipe_names())}"
+        )
     return path if path.is_file() else recipe
 
 
@@ -150,10 +205,15 @@ def _default(name: str) -> Any:
 
 
 def _checked(objective: str, name: str, value: Any, where: str) -> Any:
-    """Return a value in the type of its field; `ValueError` if it is of another type, or no field has that name."""
+    """Return a value in the type of its field; `ValueError` if it is of another type, or no field
+    has that name."""
     if name not in (known := known_names(objective)):
         near = difflib.get_close_matches(name, known, n=3)
-        hint = f"did you mean {' or '.join(near)}?" if near else "see the fields of MRPTrainingArguments and of RunOptions"
+        hint = (
+            f"did you mean {' or '.join(near)}?"
+            if near
+            else "see the fields of MRPTrainingArguments and of RunOptions"
+        )
         raise ValueError(f"{where}: nothing is called {name!r} here: {hint}")
     hint = _hints()[name]
     for candidate in [value, float(value)] if type(value) is int else [value]:
@@ -162,5 +222,9 @@ def _checked(objective: str, name: str, value: Any, where: str) -> Any:
         except TypeError:
             continue
         return candidate
-    needed = hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint).replace("typing.", "")
+    needed = (
+        hint.__name__
+        if isinstance(hint, type) and not get_args(hint)
+        else str(hint).replace("typing.", "")
+    )
     raise ValueError(f"{where}: {name} is {value!r}, and must be {needed}")

@@ -1,4 +1,5 @@
-"""An HF Trainer for the two objectives: the backbone's block diffusion and the head's residual prediction."""
+"""An HF Trainer for the two objectives: the backbone's block diffusion and the head's residual
+prediction."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,23 +34,27 @@ from .optimizer import MuonAdamW
 from .packed import PackedBatch
 
 Objective = Callable[[Any, PackedBatch], tuple[Tensor, Measured]]
-# In nats: a smaller KL(B||A) is rounding, as where the one token of a reveal is masked again, so that A and B are equal.
+# In nats: a smaller KL(B||A) is rounding, as where the one token of a reveal is masked again, so
+# that A and B are equal.
 _NO_GAP = 1e-6
 
 
 class MRPTrainer(Trainer):
-    """A Trainer for an `MRPForCausalLM`, bare or in a peft model, on records as `mrp train` reads them, or on rows of samples.
+    """A Trainer for an `MRPForCausalLM`, bare or in a peft model, on records as `mrp train` reads
+    them, or on rows of samples.
 
-    The loss is a sum over tokens divided by the response tokens of the whole step, over all processes and accumulation steps,
-    so that it does not depend on how a step is divided. All noise is a function of (seed, sample, visit). Training ends with a
-    `FloatingPointError` at a gradient norm, a weight or a held-out loss that is not finite, before anything is saved.
+    The loss is a sum over tokens divided by the response tokens of the whole step, over all
+    processes and accumulation steps, so that it does not depend on how a step is divided. All noise
+    is a function of (seed, sample, visit). Training ends with a `FloatingPointError` at a gradient
+    norm, a weight or a held-out loss that is not finite, before anything is saved.
 
     Args:
-        model: The model. Objective `mrp` freezes all but its head, `block_diffusion` freezes its head; in a peft model, what
-            is trainable stays trainable. Trainable weights become float32.
+        model: The model. Objective `mrp` freezes all but its head, `block_diffusion` freezes its
+            head; in a peft model, what is trainable stays trainable. Trainable weights become
+            float32.
         args: The training arguments.
-        train_dataset: Records: a `datasets.Dataset`, a list or a path (see `source_of`); or rows of samples, by number (see
-            `LengthBucketSampler`).
+        train_dataset: Records: a `datasets.Dataset`, a list or a path (see `source_of`); or rows of
+            samples, by number (see `LengthBucketSampler`).
         eval_dataset: The same, held out; or a mapping of several.
         data_collator: By default the `DiffusionCollator` that the options describe.
         processing_class: The tokenizer, which encodes records and is saved with the model.
@@ -74,55 +79,99 @@ class MRPTrainer(Trainer):
         **kwargs: Any,
     ) -> None:
         if not isinstance(args, MRPTrainingArguments):
-            raise ValueError(f"args is {type(args).__name__}: pass MRPTrainingArguments(output_dir, objective='mrp', ...)")
-        for name in ("compute_metrics", "compute_loss_func", "preprocess_logits_for_metrics", "model_init"):
+            raise ValueError(
+                f"args is {type(args).__name__}: pass MRPTrainingArguments(output_dir, "
+                "objective='mrp', ...)"
+            )
+        for name in (
+            "compute_metrics",
+            "compute_loss_func",
+            "preprocess_logits_for_metrics",
+            "model_init",
+        ):
             if kwargs.get(name) is not None:
                 raise ValueError(
-                    f"{name} is given and would never be called, as no logits are kept and one model trains: leave it out. "
-                    "Evaluations measure what is listed at MRPTrainer.log, and with eval_prompts how far drafts carry"
+                    f"{name} is given and would never be called, as no logits are kept and one "
+                    "model trains: leave it out. Evaluations measure what is listed at "
+                    "MRPTrainer.log, and with eval_prompts how far drafts carry"
                 )
         make_ready(model, args)
         bare = bare_model(model)
         if isinstance(processing_class, PreTrainedTokenizerBase):
             check_tokenizer(processing_class, bare)
         train_dataset = as_rows(train_dataset, "train_dataset", model, args, processing_class)
-        eval_dataset = as_rows(eval_dataset, "eval_dataset", model, args, processing_class, held_out=True)
+        eval_dataset = as_rows(
+            eval_dataset, "eval_dataset", model, args, processing_class, held_out=True
+        )
         for rows in eval_dataset.values() if isinstance(eval_dataset, Mapping) else [eval_dataset]:
-            if args.eval_prompts and (rows is None or processing_class is None or not prompts_of(rows, 1)):
+            if args.eval_prompts and (
+                rows is None or processing_class is None or not prompts_of(rows, 1)
+            ):
                 raise ValueError(
-                    f"eval_prompts is {args.eval_prompts}: give eval_dataset, with prompts, and processing_class, the tokenizer"
+                    f"eval_prompts is {args.eval_prompts}: give eval_dataset, with prompts, and "
+                    "processing_class, the tokenizer"
                 )
-        if args.ddp_find_unused_parameters is None:  # an adapter of the backbone beside one of the head may get no gradient
+        # an adapter of the backbone beside one of the head may get no gradient
+        if args.ddp_find_unused_parameters is None:
             args.ddp_find_unused_parameters = bare is not model
         if data_collator is None:
-            shape, pad = (bare.config.block_size, bare.config.mask_token_id), bare.config.pad_token_id or 0
-            noise: Any = {name: getattr(args, name) for name in ("inverse_level", "noise_per", "seed")}
+            shape, pad = (
+                (bare.config.block_size, bare.config.mask_token_id),
+                bare.config.pad_token_id or 0,
+            )
+            noise: Any = {
+                name: getattr(args, name) for name in ("inverse_level", "noise_per", "seed")
+            }
             noise["block_sizes"] = args.block_sizes or ()
             data_collator = DiffusionCollator(*shape, pad, args.noisy_copies, **noise)
-        super().__init__(model, args, data_collator, train_dataset, eval_dataset, processing_class, **kwargs)
+        super().__init__(
+            model, args, data_collator, train_dataset, eval_dataset, processing_class, **kwargs
+        )
         if args.muon_learning_rate is not None and self.is_fsdp_enabled:
-            raise ValueError("muon_learning_rate is set, but Muon needs whole matrices, which FSDP shards: leave it unset")
-        checkpointing = args.gradient_checkpointing or getattr(args, "activation_checkpointing", None)  # in transformers 5.23
-        checkpointing = checkpointing or (self.is_fsdp_enabled and self.accelerator.state.fsdp_plugin.activation_checkpointing)
+            raise ValueError(
+                "muon_learning_rate is set, but Muon needs whole matrices, which FSDP shards: "
+                "leave it unset"
+            )
+        # in transformers 5.23
+        checkpointing = args.gradient_checkpointing or getattr(
+            args, "activation_checkpointing", None
+        )
+        checkpointing = checkpointing or (
+            self.is_fsdp_enabled and self.accelerator.state.fsdp_plugin.activation_checkpointing
+        )
         if args.objective == "mrp" and checkpointing:
-            raise ValueError("gradient_checkpointing drops the keys that the head's passes share: leave it off for 'mrp'")
+            raise ValueError(
+                "gradient_checkpointing drops the keys that the head's passes share: leave it off "
+                "for 'mrp'"
+            )
         self.add_callback(LogAtSaves())
-        self.model_accepts_loss_kwargs = True  # the loss is divided by num_items_in_batch, not by the accumulation steps
+        self.model_accepts_loss_kwargs = (
+            True  # the loss is divided by num_items_in_batch, not by the accumulation steps
+        )
         self._head_objective = args.head_objective()
         self._trained, self._evaluated = Measures(), Measures()
         self._decoding_attention: str | None = None
         self._steps_done = 0
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
-        """Train as `Trainer.train` does; `resume_from_checkpoint=True` resumes from the newest complete checkpoint, if any. A
-        run whose last step is done makes no further one. `FloatingPointError` if a gradient norm or a weight is not finite."""
+        """Train as `Trainer.train` does; `resume_from_checkpoint=True` resumes from the newest
+        complete checkpoint, if any. A run whose last step is done makes no further one.
+        `FloatingPointError` if a gradient norm or a weight is not finite."""
         if resume_from_checkpoint is True:
             newest = self.newest_checkpoint()
             resume_from_checkpoint = None if newest is None else str(newest)
-        self._steps_done = (step_of(Path(resume_from_checkpoint)) or 0) if isinstance(resume_from_checkpoint, str) else 0
+        self._steps_done = (
+            (step_of(Path(resume_from_checkpoint)) or 0)
+            if isinstance(resume_from_checkpoint, str)
+            else 0
+        )
         bare, attention = bare_model(self.model), self.args.packed_attention
         if attention == "auto":
-            attention = "flex_attention" if self.args.device.type == "cuda" else bare.config._attn_implementation
+            attention = (
+                "flex_attention"
+                if self.args.device.type == "cuda"
+                else bare.config._attn_implementation
+            )
         if attention == "flex_attention":
             attention = TRAINING_FLEX
         if self.args.objective == "block_diffusion":
@@ -133,7 +182,8 @@ class MRPTrainer(Trainer):
         return output
 
     def newest_checkpoint(self) -> Path | None:
-        """Find the newest whole checkpoint of the output folder, in all processes; see `last_whole_checkpoint`."""
+        """Find the newest whole checkpoint of the output folder, in all processes; see
+        `last_whole_checkpoint`."""
         newest: Path | None = None
         if self.is_world_process_zero():
             with_states = not (self.args.save_only_model or self.is_fsdp_enabled)
@@ -142,15 +192,18 @@ class MRPTrainer(Trainer):
         return newest
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
-        """Compute epochs and steps as `Trainer` does, but leave no epoch if the resumed checkpoint is of the last step: the
-        Trainer checks only after a step whether training is done."""
-        epochs, steps_per_epoch, *rest, max_steps = super().set_initial_training_values(args, dataloader)
+        """Compute epochs and steps as `Trainer` does, but leave no epoch if the resumed checkpoint
+        is of the last step: the Trainer checks only after a step whether training is done."""
+        epochs, steps_per_epoch, *rest, max_steps = super().set_initial_training_values(
+            args, dataloader
+        )
         if self._steps_done >= max_steps:
             epochs = self._steps_done // steps_per_epoch
         return epochs, steps_per_epoch, *rest, max_steps
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Create the optimizer as `Trainer` does, or if a rate for Muon is given, Muon and AdamW as one."""
+        """Create the optimizer as `Trainer` does, or if a rate for Muon is given, Muon and AdamW as
+        one."""
         args = self.args
         if self.optimizer is None and args.muon_learning_rate is not None:
             rates = args.learning_rate, args.muon_learning_rate, args.weight_decay
@@ -159,28 +212,47 @@ class MRPTrainer(Trainer):
         return super().create_optimizer() if self.optimizer is None else self.optimizer
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
-        step = self.args.train_batch_size * self.args.world_size * self.args.gradient_accumulation_steps
+        step = (
+            self.args.train_batch_size
+            * self.args.world_size
+            * self.args.gradient_accumulation_steps
+        )
         rows = train_dataset if train_dataset is not None else self.train_dataset
         return LengthBucketSampler(rows, step, lambda: int(self.state.epoch or 0))
 
-    def _get_dataloader(self, dataset: Any, description: str, batch_size: int, *args: Any, **kwargs: Any) -> Any:
-        """Make a dataloader as `Trainer` does; records become rows, and no row is evaluated twice."""
+    def _get_dataloader(
+        self, dataset: Any, description: str, batch_size: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Make a dataloader as `Trainer` does; records become rows, and no row is evaluated
+        twice."""
         if description != "Training":
-            dataset = as_rows(dataset, "eval_dataset", self.model, self.args, self.processing_class, held_out=True)
-            dataset = FilledUp(dataset, batch_size * self.args.world_size) if self.args.world_size > 1 else dataset
+            dataset = as_rows(
+                dataset, "eval_dataset", self.model, self.args, self.processing_class, held_out=True
+            )
+            dataset = (
+                FilledUp(dataset, batch_size * self.args.world_size)
+                if self.args.world_size > 1
+                else dataset
+            )
         return super()._get_dataloader(dataset, description, batch_size, *args, **kwargs)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
     ) -> tuple[list[dict[str, Any]], Tensor | int | None]:
-        """Return the batches of a step, and the number of response tokens in the step's batches of all processes, [] long."""
+        """Return the batches of a step, and the number of response tokens in the step's batches of
+        all processes, [] long."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         counts = [batch["response_tokens"] for batch in batches]
-        total = torch.stack(counts).sum().to(device) if counts else torch.zeros((), dtype=torch.long, device=device)
+        total = (
+            torch.stack(counts).sum().to(device)
+            if counts
+            else torch.zeros((), dtype=torch.long, device=device)
+        )
         return batches, self.accelerator.reduce(total, reduction="sum")
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """Return the gradient norm; `FloatingPointError` if it is not finite, unless a float16 scaler skips such steps."""
+        """Return the gradient norm; `FloatingPointError` if it is not finite, unless a float16
+        scaler skips such steps."""
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         if norm is not None and not self.args.fp16:
             self._check_finite(f"the gradient norm of step {self.state.global_step + 1}", norm)
@@ -189,29 +261,46 @@ class MRPTrainer(Trainer):
     def _check_finite(self, name: str, value: Any) -> None:
         if not math.isfinite(value):
             raise FloatingPointError(
-                f"{name} is {float(value)}, and nothing is saved: lower learning_rate, which is {self.args.learning_rate:g}, "
-                "or look at the data and at the weights that were loaded"
+                f"{name} is {float(value)}, and nothing is saved: lower learning_rate, which is "
+                f"{self.args.learning_rate:g}, or look at the data and at the weights that were "
+                "loaded"
             )
 
     def _check_trained_weights(self) -> None:
         """Raise `FloatingPointError`, in all processes, if a weight that trains is not finite."""
-        whole = all(_is_finite(weight) for weight in self.model.parameters() if weight.requires_grad)
+        whole = all(
+            _is_finite(weight) for weight in self.model.parameters() if weight.requires_grad
+        )
         parts = torch.tensor(0.0 if whole else math.nan, device=self.args.device)
-        self._check_finite(f"a weight behind step {self.state.global_step}", self.accelerator.reduce(parts, reduction="sum"))
+        self._check_finite(
+            f"a weight behind step {self.state.global_step}",
+            self.accelerator.reduce(parts, reduction="sum"),
+        )
 
     def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
     ) -> Any:
-        """Compute a packed batch's loss divided by `num_items_in_batch` response tokens (default: those of the batch).
+        """Compute a packed batch's loss divided by `num_items_in_batch` response tokens (default:
+        those of the batch).
 
-        Gradients are averaged over processes, so a loss over the tokens of all processes is multiplied by their number.
+        Gradients are averaged over processes, so a loss over the tokens of all processes is
+        multiplied by their number.
         """
         batch = PackedBatch(**inputs)
-        objective = block_diffusion if self.args.objective == "block_diffusion" else self._head_objective
+        objective = (
+            block_diffusion if self.args.objective == "block_diffusion" else self._head_objective
+        )
         items = batch.response_tokens
         processes = 1
         if num_items_in_batch is not None:
-            items, processes = torch.as_tensor(num_items_in_batch, device=items.device), self.accelerator.num_processes
+            items, processes = (
+                torch.as_tensor(num_items_in_batch, device=items.device),
+                self.accelerator.num_processes,
+            )
         loss, measured = self._inside(model, objective, batch, processes / items.clamp(min=1))
         if model.training:
             self._trained.add(measured)
@@ -219,12 +308,16 @@ class MRPTrainer(Trainer):
             self._evaluated.add({**measured, "loss": (loss * items, items)})
         return (loss, {}) if return_outputs else loss
 
-    def _inside(self, model: nn.Module, objective: Objective, batch: PackedBatch, scale: Tensor) -> tuple[Tensor, Measured]:
-        """Compute the objective inside the wrapped model's forward; return the loss times `scale`, and the measurements.
+    def _inside(
+        self, model: nn.Module, objective: Objective, batch: PackedBatch, scale: Tensor
+    ) -> tuple[Tensor, Measured]:
+        """Compute the objective inside the wrapped model's forward; return the loss times `scale`,
+        and the measurements.
 
-        The wrappers of DDP, FSDP and peft synchronise gradients, gather shards and choose adapters in their own forward. They
-        also change its arguments and outputs: peft passes arguments by name, and FSDP rounds to bfloat16. So the batch bypasses
-        them, and of their output only the graph is used.
+        The wrappers of DDP, FSDP and peft synchronise gradients, gather shards and choose adapters
+        in their own forward. They also change its arguments and outputs: peft passes arguments by
+        name, and FSDP rounds to bfloat16. So the batch bypasses them, and of their output only the
+        graph is used.
         """
         bare = bare_model(self.accelerator.unwrap_model(model))
         own = vars(bare).get("forward")
@@ -232,7 +325,8 @@ class MRPTrainer(Trainer):
 
         def forward(*args: Any, **kwargs: Any) -> Tensor:
             if isinstance(bare.lm_head, FSDPModule) and not bare.lm_head.weight.requires_grad:
-                bare.lm_head.unshard()  # its weight is read without its forward, which would do that
+                # its weight is read without its forward, which would do that
+                bare.lm_head.unshard()
             with self.accelerator.autocast():
                 total, measured = objective(bare, batch)
             computed.append((total * scale, measured))
@@ -250,29 +344,39 @@ class MRPTrainer(Trainer):
         return loss.detach() + (returned - returned.detach()), measured
 
     def prediction_step(
-        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor, None, None]:
         """Compute the loss of a held-out batch."""
         with torch.no_grad():
             return self.compute_loss(model, self._prepare_inputs(inputs)).detach(), None, None
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model, also where FSDP's state dict is sharded: there `Trainer.save_model` silently saves nothing."""
+        """Save the model, also where FSDP's state dict is sharded: there `Trainer.save_model`
+        silently saves nothing."""
         if _internal_call or not self.is_fsdp_enabled:
             super().save_model(output_dir, _internal_call)
         else:
-            self._save(output_dir or self.args.output_dir, self.accelerator.get_state_dict(self.model))
+            self._save(
+                output_dir or self.args.output_dir, self.accelerator.get_state_dict(self.model)
+            )
 
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
+    def _save(
+        self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None
+    ) -> None:
         """Save as `Trainer` does, with the remote code of the model's own class."""
         with under_own_class(bare_model(self.model)):
             super()._save(output_dir, state_dict)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Save a checkpoint as `Trainer` does; `FloatingPointError` if a weight that trains is not finite.
+        """Save a checkpoint as `Trainer` does; `FloatingPointError` if a weight that trains is not
+        finite.
 
-        In a folder of `mrp train`, only checkpoints that its listing names make room for others (`save_total_limit`), and one
-        that cannot be saved, as on a full disk, is removed.
+        In a folder of `mrp train`, only checkpoints that its listing names make room for others
+        (`save_total_limit`), and one that cannot be saved, as on a full disk, is removed.
         """
         self._check_trained_weights()
         own, name = OwnFolder(str(self.args.output_dir)), f"checkpoint-{self.state.global_step}"
@@ -296,8 +400,9 @@ class MRPTrainer(Trainer):
 
     @contextmanager
     def _head_alone(self, pushed: bool) -> Iterator[None]:
-        """Make the model save its head alone while the context is open, if its frozen backbone has a name (one on the Hub if
-        the result is `pushed`) and the model is not sharded; otherwise everything is saved."""
+        """Make the model save its head alone while the context is open, if its frozen backbone has
+        a name (one on the Hub if the result is `pushed`) and the model is not sharded; otherwise
+        everything is saved."""
         bare: Any = bare_model(self.model)
         own = self.args.objective == "mrp" and not self.is_fsdp_enabled
         source = bare.backbone_source if own and bare is self.model else None
@@ -310,11 +415,14 @@ class MRPTrainer(Trainer):
             vars(bare).pop("save_pretrained", None)
 
     def push_to_hub(  # fewer arguments than Trainer's: `args` has the rest
-        self, commit_message: str | None = "End of training", revision: str | None = None, tags: str | Sequence[str] = ()
+        self,
+        commit_message: str | None = "End of training",
+        revision: str | None = None,
+        tags: str | Sequence[str] = (),
     ) -> CommitInfo | None:
-        """Save to the output folder, and push it as `mrp_trainer.publish.push` does, with its errors: in one commit, with a
-        card, without pickles; the head alone if the backbone has a name on the Hub. Processes other than the first return
-        None."""
+        """Save to the output folder, and push it as `mrp_trainer.publish.push` does, with its
+        errors: in one commit, with a card, without pickles; the head alone if the backbone has a
+        name on the Hub. Processes other than the first return None."""
         if self.hub_model_id is None:
             self.init_hf_repo()
         with self._head_alone(pushed=True):
@@ -332,35 +440,49 @@ class MRPTrainer(Trainer):
         return published.commit
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Warn as `Trainer` does, but not of missing frozen weights; `ValueError` if others are missing."""
-        frozen = {name for name, parameter in self.model.named_parameters() if not parameter.requires_grad}
+        """Warn as `Trainer` does, but not of missing frozen weights; `ValueError` if others are
+        missing."""
+        frozen = {
+            name for name, parameter in self.model.named_parameters() if not parameter.requires_grad
+        }
         missing = [name for name in load_result.missing_keys if name not in frozen]
         if missing:
-            raise ValueError(f"the checkpoint lacks {missing[0]} and {len(missing) - 1} more: resume from another one")
+            raise ValueError(
+                f"the checkpoint lacks {missing[0]} and {len(missing) - 1} more: resume from "
+                "another one"
+            )
         super()._issue_warnings_after_load(load_result._replace(missing_keys=[]))
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Save random states as `Trainer` does, and wait for all processes: the next file marks the checkpoint as complete."""
+        """Save random states as `Trainer` does, and wait for all processes: the next file marks the
+        checkpoint as complete."""
         super()._save_rng_state(output_dir)
         self.accelerator.wait_for_everyone()
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log as `Trainer.log` does, with means of KL(B||A) and KL(B||A+C) in nats (A, B: logits before and after a reveal; C:
-        the head's), the share of that gap closed, and how often A+C and B agree."""
+        """Log as `Trainer.log` does, with means of KL(B||A) and KL(B||A+C) in nats (A, B: logits
+        before and after a reveal; C: the head's), the share of that gap closed, and how often A+C
+        and B agree."""
         if "loss" in logs:
             logs = {**logs, **_summary(self._trained.take(self.accelerator))}
         super().log(logs, *args, **kwargs)
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate as `Trainer` does, and add the objective's measurements and, with `eval_prompts`, the acceptance of drafts.
-        The loss is over all response tokens, not a mean over batches; `FloatingPointError` if it is not finite."""
+        """Evaluate as `Trainer` does, and add the objective's measurements and, with
+        `eval_prompts`, the acceptance of drafts. The loss is over all response tokens, not a mean
+        over batches; `FloatingPointError` if it is not finite."""
         output = super().evaluation_loop(dataloader, *args, **kwargs)
         measured = self._evaluated.take(self.accelerator)
         summary = _summary(measured)
         self._check_finite("the held-out loss", summary.get("loss", 0.0))
         if self.args.eval_prompts:
-            inner = bare_model(self.model)  # autocast, as frozen weights may be bfloat16 and trained ones float32
-            with gathered(self.model), attending(inner, self._decoding_attention), self.accelerator.autocast():
+            # autocast, as frozen weights may be bfloat16 and trained ones float32
+            inner = bare_model(self.model)
+            with (
+                gathered(self.model),
+                attending(inner, self._decoding_attention),
+                self.accelerator.autocast(),
+            ):
                 prompts = prompts_of(dataloader.dataset, self.args.eval_prompts)
                 asked = inner, self.processing_class, prompts, self.args.eval_new_tokens
                 summary |= measure_acceptance(*asked)
@@ -373,7 +495,8 @@ class MRPTrainer(Trainer):
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Gather the weights of a model sharded by FSDP2 while the context is open, for calls that do not begin at its forward."""
+    """Gather the weights of a model sharded by FSDP2 while the context is open, for calls that do
+    not begin at its forward."""
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in sharded:
         module.unshard()
@@ -390,7 +513,8 @@ def _is_finite(weight: Any) -> bool:
 
 
 def _summary(measured: dict[str, tuple[float, float]]) -> dict[str, float]:
-    """Return the mean of each measurement (sum, count) and, if KL(B||A) > 0, the share that A+C removes (`gap_closed`)."""
+    """Return the mean of each measurement (sum, count) and, if KL(B||A) > 0, the share that A+C
+    removes (`gap_closed`)."""
     means = {name: total / count for name, (total, count) in measured.items() if count}
     closed = {}
     for name, value in means.items():

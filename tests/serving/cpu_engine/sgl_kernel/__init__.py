@@ -1,4 +1,5 @@
-"""A stand-in for the engine's compiled kernels: every name can be imported, and raises when it is called."""
+"""A stand-in for the engine's compiled kernels: every name can be imported, and raises when it is
+called."""
 
 import sys
 from importlib.abc import Loader, MetaPathFinder
@@ -25,7 +26,11 @@ class _Absent:
 
 class _Submodules(MetaPathFinder, Loader):
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        return ModuleSpec(fullname, self, is_package=True) if fullname.startswith(__name__ + ".") else None
+        return (
+            ModuleSpec(fullname, self, is_package=True)
+            if fullname.startswith(__name__ + ".")
+            else None
+        )
 
     def exec_module(self, module: ModuleType) -> None:
         module.__dict__["__getattr__"] = _Absent(module.__name__).__getattr__
