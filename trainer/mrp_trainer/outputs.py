@@ -63,8 +63,8 @@ def write_output(
     target = Path(os.path.realpath(path))
     if (
         target.exists()
-        and (before := target.read_bytes()) != content
-        and not (overwrite or is_own(before))
+        and (existing := target.read_bytes()) != content
+        and not (overwrite or is_own(existing))
     ):
         raise ValueError(
             f"{path} is there already, and holds something else: name another file, or pass "
@@ -112,16 +112,16 @@ class OwnFolder:
                 )
             _check_above(self.path)
             return
-        others = sorted(
+        foreign = sorted(
             path.name
             for path in self.path.iterdir()
             if not path.name.lstrip(".").startswith(LISTING[1:])
         )
-        if others and not self.claimed:
-            several = f" and {len(others) - 1} more" if others[1:] else ""
+        if foreign and not self.claimed:
+            remainder = f" and {len(foreign) - 1} more" if foreign[1:] else ""
             raise ValueError(
-                f"{self.path} holds {others[0]}{several}, which this command did not write: name a "
-                "folder that is empty or not there yet"
+                f"{self.path} holds {foreign[0]}{remainder}, which this command did not write: "
+                "name a folder that is empty or not there yet"
             )
         if not self.path.stat().st_mode & _WRITABLE:
             raise ValueError(f"{self.path} is read-only: name another folder")
@@ -152,9 +152,9 @@ class OwnFolder:
         `ValueError` as `check`."""
         self.check()
         self.path.mkdir(parents=True, exist_ok=True)
-        known = self.names()
-        if not self.claimed or set(names) - set(known):
-            self._list([*known, *names])
+        listed = self.names()
+        if not self.claimed or set(names) - set(listed):
+            self._list([*listed, *names])
 
     def remove(self, *names: str) -> None:
         """Remove listed files and folders; others are left as they are. Of a symbolic link only the
@@ -221,7 +221,7 @@ def _check_above(path: Path) -> None:
 
 
 @contextmanager
-def told_if_full(place: Path | str, remedy: str) -> Iterator[None]:
+def report_full_disk(path: Path | str, remedy: str) -> Iterator[None]:
     """Turn the errors by which libraries tell of a full disk into an `OSError` that names the place
     and the remedy."""
     try:
@@ -233,5 +233,5 @@ def told_if_full(place: Path | str, remedy: str) -> Iterator[None]:
         if not full or (isinstance(error, OSError) and remedy in str(error)):
             raise
         raise OSError(
-            errno.ENOSPC, f"the disk is full, or your quota is used up: {remedy}", str(place)
+            errno.ENOSPC, f"the disk is full, or your quota is used up: {remedy}", str(path)
         ) from error

@@ -42,21 +42,21 @@ class RecordRows(Dataset[list[Sample]]):
         shuffle: bool = True,
     ) -> None:
         self.seed, self.shuffle = seed, shuffle
-        made = [sample for _, sample in checked(source, encoder.sample)]
-        self._samples = [sample for sample in made if sample is not None]
-        count, whole = (
+        encoded = [sample for _, sample in checked(source, encoder.sample)]
+        self._samples = [sample for sample in encoded if sample is not None]
+        count, uncut = (
             len(self._samples),
             sum(sample.length is not None for sample in self._samples),
         )
-        if whole < len(made):
-            found = (
-                f"{', '.join(source.tables)}: of {len(made)} records {count - whole} lose their "
-                f"end to max_length {encoder.max_length}, and {len(made) - count} all that is "
+        if uncut < len(encoded):
+            problem = (
+                f"{', '.join(source.tables)}: of {len(encoded)} records {count - uncut} lose their "
+                f"end to max_length {encoder.max_length}, and {len(encoded) - count} all that is "
                 "learned"
             )
-            if not whole:
-                raise ValueError(f"{found}: raise max_length, or shorten the records")
-            logger.warning_once(f"{found}. Raise max_length to learn from all of them")
+            if not uncut:
+                raise ValueError(f"{problem}: raise max_length, or shorten the records")
+            logger.warning_once(f"{problem}. Raise max_length to learn from all of them")
         if packed:
             lengths = np.asarray([len(sample.ids) for sample in self._samples])
             order = _order(count, seed, 0) if shuffle else np.arange(count)

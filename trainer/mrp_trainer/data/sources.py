@@ -100,18 +100,18 @@ def checked(source: Source, read: Callable[[Any], Any]) -> Iterator[tuple[int, A
                 continue
             empty = False
             try:
-                made = read(decoded_line(row) if isinstance(row, bytes) else row)
+                parsed = read(decoded_line(row) if isinstance(row, bytes) else row)
             except FieldError as error:
-                where = (
+                location = (
                     f"{name}, line {line}"
                     f"{f', field {error.field_name}' if error.field_name else ''}"
                 )
-                problems.append(f"{where}: {error}")
+                problems.append(f"{location}: {error}")
                 if len(problems) == _MOST:
-                    raise RecordError(problems, more=True) from error
+                    raise RecordError(problems, incomplete=True) from error
             else:
                 if not problems:
-                    yield line, made
+                    yield line, parsed
         if empty:
             problems.append(f"{name}: found no records: at least one is needed")
     if problems:

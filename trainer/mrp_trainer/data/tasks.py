@@ -89,25 +89,25 @@ _RESULTS: dict[str, Callable[[int, int], int]] = {
 _LARGEST = 30
 
 
-def _name(rng: random.Random, taken: tuple[str, ...] = ()) -> str:
-    """Make up an identifier of one to three words that is not in `taken`."""
+def _name(rng: random.Random, reserved: tuple[str, ...] = ()) -> str:
+    """Make up an identifier of one to three words that is not in `reserved`."""
     while True:
         words = [rng.choice(_NAME_HEADS), *rng.sample(_NAME_TAILS, rng.choice((0, 0, 1, 2)))]
-        if (name := "_".join(words)) not in taken:
+        if (name := "_".join(words)) not in reserved:
             return name
 
 
 def _math(rng: random.Random) -> Problem:
-    person, other = rng.sample(_PEOPLE, 2)
-    things = rng.choice(_THINGS)
+    person, partner = rng.sample(_PEOPLE, 2)
+    items = rng.choice(_THINGS)
     value = rng.randint(2, 20)
     sentences = [
         rng.choice(("{p} has {n} {things}.", "{p} starts with {n} {things}.")).format(
-            p=person, n=value, things=things
+            p=person, n=value, things=items
         )
     ]
     unknown = _name(rng)
-    lines = [rng.choice(_OPENINGS).format(u=unknown, things=things)]
+    lines = [rng.choice(_OPENINGS).format(u=unknown, things=items)]
     for _ in range(rng.choice((2, 3))):
         possible = {"+": value < _LARGEST, "-": value > 1, "*": value * 2 <= _LARGEST}
         kind = rng.choice([kind for kind in _TOLD if possible[kind]])
@@ -117,16 +117,16 @@ def _math(rng: random.Random) -> Problem:
             operand = rng.randint(1, min(9, _LARGEST - value if kind == "+" else value - 1))
         words = {
             "p": person,
-            "q": other,
+            "q": partner,
             "n": operand,
             "times": {2: "two", 3: "three"}.get(operand),
         }
         sentences.append(rng.choice(_TOLD[kind]).format(**words))
-        left, right = (operand, value) if kind != "-" and rng.random() < 0.5 else (value, operand)
+        first, second = (operand, value) if kind != "-" and rng.random() < 0.5 else (value, operand)
         value = _RESULTS[kind](value, operand)
-        lines.append(f"{unknown} = {left} {kind} {right} = {value}")
+        lines.append(f"{unknown} = {first} {kind} {second} = {value}")
     sentences.append(
-        rng.choice((f"How many {things} does {person} have?", f"How many {things} are there now?"))
+        rng.choice((f"How many {items} does {person} have?", f"How many {items} are there now?"))
     )
     lines.append(f"#### {value}")
     return Problem("math", " ".join(sentences), "\n".join(lines), number=value)
@@ -146,8 +146,8 @@ def _judge_math(problem: Problem, text: str) -> bool:
     for line in lines[1:-1]:
         if (match := _EQUATION.fullmatch(line)) is None:
             return False
-        unknown, left, sign, right, result = match.groups()
-        a, b = int(left), int(right)
+        unknown, first, sign, second, result = match.groups()
+        a, b = int(first), int(second)
         if _RESULTS[sign](a, b) != int(result) or (results and results[-1] not in (a, b)):
             return False
         unknowns.add(unknown)
@@ -273,7 +273,7 @@ _GOALS: dict[str, tuple[tuple[str, ...], str, str, str]] = {
 
 
 def _code_list(rng: random.Random) -> Problem:
-    test, each = _test(rng), _map(rng)
+    test, transform = _test(rng), _map(rng)
     goal = rng.choice(("sum", "list", "count"))
     prompts, zero, gain, comprehension = _GOALS[goal]
     layouts = (_LOOP.replace("ZERO", zero).replace("GAIN", gain), comprehension)
@@ -281,7 +281,7 @@ def _code_list(rng: random.Random) -> Problem:
     xs = _name(rng, (function,))
     x = _name(rng, (function, xs))
     acc = _name(rng, (function, xs, x))
-    python_each = rng.choice(each.python).format(x=x)
+    python_each = rng.choice(transform.python).format(x=x)
     answer = rng.choice(layouts).format(
         f=function,
         xs=xs,
@@ -295,9 +295,9 @@ def _code_list(rng: random.Random) -> Problem:
 
     def expected(values: list[int]) -> Any:
         if goal == "count":
-            return sum(1 for v in values if test.compute(each.compute(v)))
-        kept = [each.compute(v) for v in values if test.compute(v)]
-        return sum(kept) if goal == "sum" else kept
+            return sum(1 for v in values if test.compute(transform.compute(v)))
+        results = [transform.compute(v) for v in values if test.compute(v)]
+        return sum(results) if goal == "sum" else results
 
     inputs: list[list[int]] = [
         [rng.randint(-5, 20) for _ in range(length)] for length in (0, 1, 5, 8, 12)
@@ -305,7 +305,7 @@ def _code_list(rng: random.Random) -> Problem:
     inputs.append(list(range(-5, 21)))
     return Problem(
         "code",
-        rng.choice(prompts).format(test=test.words, each=each.words),
+        rng.choice(prompts).format(test=test.words, each=transform.words),
         answer,
         cases=[(v, expected(v)) for v in inputs],
     )
@@ -359,21 +359,21 @@ def make_problem(family: Family, split: Split, index: int, seed: int = 0) -> Pro
 def problems(family: Family, split: Split, count: int, seed: int = 0) -> list[Problem]:
     """List the first ``count`` problems of a split with different prompts; `ValueError` if it has
     fewer."""
-    found: dict[str, Problem] = {}
+    by_prompt: dict[str, Problem] = {}
     index = 0
-    while len(found) < count:
+    while len(by_prompt) < count:
         if index == 100 * count:
             raise ValueError(
-                f"count is {count}, and {family}/{split} has about {len(found)} different prompts: "
-                "ask for fewer"
+                f"count is {count}, and {family}/{split} has about {len(by_prompt)} different "
+                "prompts: ask for fewer"
             )
         problem = make_problem(family, split, index, seed)
-        found.setdefault(problem.prompt, problem)
+        by_prompt.setdefault(problem.prompt, problem)
         index += 1
-    return list(found.values())
+    return list(by_prompt.values())
 
 
-def judge(asked: Sequence[Problem], texts: Sequence[str]) -> list[bool | None]:
+def judge(problems: Sequence[Problem], texts: Sequence[str]) -> list[bool | None]:
     """Judge one text, without special tokens, for each problem; functions run in a process of their
     own (`run_functions`).
 
@@ -381,17 +381,17 @@ def judge(asked: Sequence[Problem], texts: Sequence[str]) -> list[bool | None]:
     the text is one function, allowed by the sandbox, that reproduces every hidden case. ``source``:
     None, since real text has no right continuation.
     """
-    code = [(p, text) for p, text in zip(asked, texts, strict=True) if p.family == "code"]
+    code = [(p, text) for p, text in zip(problems, texts, strict=True) if p.family == "code"]
     results = iter(
         run_functions([(text, [argument for argument, _ in p.cases]) for p, text in code])
     )
 
-    def right(problem: Problem, text: str) -> bool | None:
+    def verdict(problem: Problem, text: str) -> bool | None:
         if problem.family == "code":
             return next(results) == [result for _, result in problem.cases]
         return _judge_math(problem, text) if problem.family == "math" else None
 
-    return [right(problem, text) for problem, text in zip(asked, texts, strict=True)]
+    return [verdict(problem, text) for problem, text in zip(problems, texts, strict=True)]
 
 
 def training_lines(family: Family, split: Split, count: int, seed: int = 0) -> Iterator[str]:

@@ -55,20 +55,20 @@ class Report:
 
     def page(self) -> str:
         """Format the report as Markdown."""
-        parts = [
+        sections = [
             "# mrp doctor",
             markdown_table(["", ""], self.machine.items()),
             "## Checks",
             *self._checked(),
         ]
         if self.rounds:
-            parts += ["## Rounds", self._times()]
-        said = [
+            sections += ["## Rounds", self._times()]
+        proposals = [
             f"batch {batch}: `num_draft_states={states}`" for batch, states in self.proposed.items()
         ]
-        said = said and [
-            f"Most tokens a second on these prompts, {'; '.join(said)}. `auto`, the default, finds "
-            "it by trying."
+        proposals = proposals and [
+            f"Most tokens a second on these prompts, {'; '.join(proposals)}. `auto`, the default, "
+            "finds it by trying."
         ]
         counted = sum(check.ok is True for check in self.checks)
         verdict = (
@@ -76,7 +76,7 @@ class Report:
             if self.failed
             else f"All {counted} checks passed."
         )
-        return "\n\n".join([*parts, *map(_filled, said), _filled(verdict)])
+        return "\n\n".join([*sections, *map(_filled, proposals), _filled(verdict)])
 
     def _checked(self) -> list[str]:
         """Format the checks as a table; a note that does not fit beside its check stands below,
@@ -97,17 +97,21 @@ class Report:
         return [markdown_table(["check", "", "largest difference", ""], rows), *notes]
 
     def _times(self) -> str:
-        alone = {one.batch: one.seconds for one in self.rounds if one.states == 1}
+        single_state = {
+            timing.batch: timing.seconds for timing in self.rounds if timing.states == 1
+        }
         rows = []
-        for one in self.rounds:
-            base = alone.get(one.batch)
+        for timing in self.rounds:
+            base = single_state.get(timing.batch)
             speed = (
-                [f"{one.tokens_per_forward:.2f}", f"{one.tokens_per_second:.0f}"]
+                [f"{timing.tokens_per_forward:.2f}", f"{timing.tokens_per_second:.0f}"]
                 if self.proposed
                 else ["", ""]
             )
-            pays = "" if base is None or one.states == 1 else f"{one.seconds / base:.2f}"
-            rows.append([str(one.batch), str(one.states), f"{1e3 * one.seconds:.2f}", pays, *speed])
+            pays = "" if base is None or timing.states == 1 else f"{timing.seconds / base:.2f}"
+            rows.append(
+                [str(timing.batch), str(timing.states), f"{1e3 * timing.seconds:.2f}", pays, *speed]
+            )
         head = ["rows", "K", "round, ms", "pays from", "tokens a forward", "tokens a second"]
         pays = (
             "*pays from*: K states are faster than K = 1 if they make more than this many times "
@@ -123,7 +127,7 @@ def _filled(text: str) -> str:
 
 def machine_of(device: torch.device) -> dict[str, str]:
     """Collect the versions of packages, and the device's name."""
-    cuda, where = (
+    cuda, processor = (
         device.type == "cuda",
         platform.machine() if device.type == "cpu" else f"{device}, {platform.machine()}",
     )
@@ -136,7 +140,7 @@ def machine_of(device: torch.device) -> dict[str, str]:
         else triton.__version__ + ", interpreted" * bool(triton.knobs.runtime.interpret),
         "device": torch.cuda.get_device_name(device)
         if cuda
-        else f"{where}, threads: {torch.get_num_threads()}",
+        else f"{processor}, threads: {torch.get_num_threads()}",
         **(
             {
                 "CUDA, capability": f"{torch.version.cuda}, "

@@ -27,8 +27,8 @@ def acceptance_by_depth(decoded: Decoded) -> list[tuple[int, Interval]]:
     """
     offered, accepted = decoded.offered_at_depth.T, decoded.accepted_at_depth.T
     rates = [
-        (int(one.sum()), ratio_of_sums(right, one))
-        for one, right in zip(offered, accepted, strict=True)
+        (int(offers.sum()), ratio_of_sums(acceptances, offers))
+        for offers, acceptances in zip(offered, accepted, strict=True)
     ]
     return [(count, rate) for count, rate in rates if rate is not None]
 
@@ -65,17 +65,17 @@ def measure_acceptance(
     Raises:
         ValueError: without a prompt or a head, or for options that `generate` refuses.
     """
-    own = getattr(model.generation_config, "num_draft_states", None)
-    asked = {
+    states = getattr(model.generation_config, "num_draft_states", None)
+    defaults = {
         "decoding": "mrp_spec",
         "do_sample": False,
-        "num_draft_states": own if isinstance(own, int) else UNTIMED_STATES,
+        "num_draft_states": states if isinstance(states, int) else UNTIMED_STATES,
     }
     decoded = decode_prompts(
-        model, tokenizer, prompts, None, max_new_tokens, batch_size, **{**asked, **options}
+        model, tokenizer, prompts, None, max_new_tokens, batch_size, **{**defaults, **options}
     )
     offered, accepted = (
-        at[:, :1].sum() for at in (decoded.offered_at_depth, decoded.accepted_at_depth)
+        counts[:, :1].sum() for counts in (decoded.offered_at_depth, decoded.accepted_at_depth)
     )
     rounds = sum(decoded.rounds)
     return {

@@ -35,7 +35,7 @@ def head_share(line: Mapping[str, Any], shape: str = CHARGED) -> float:
     )
 
 
-def charge(line: Mapping[str, Any], shape: str = CHARGED) -> float | None:
+def units_per_forward(line: Mapping[str, Any], shape: str = CHARGED) -> float | None:
     """Compute the cost, in units, of a result line's forward with its head passes; None if these
     were not counted."""
     passes = line.get("head_per_token")
@@ -53,7 +53,7 @@ def charged(line: Mapping[str, Any], shape: str = CHARGED) -> dict[str, Any]:
     The interval of tokens per forward is divided by the same number of units, as head passes per
     forward hardly vary.
     """
-    units = charge(line, shape)
+    units = units_per_forward(line, shape)
     speed, interval = line["tokens_per_forward"], line.get("tokens_per_forward_95")
     added: dict[str, Any] = {"tokens_per_unit": None if units is None else speed / units}
     if units is not None and interval is not None:
@@ -61,8 +61,9 @@ def charged(line: Mapping[str, Any], shape: str = CHARGED) -> dict[str, Any]:
     return {**line, **added}
 
 
-def break_even(drafted: Mapping[str, Any], other: Mapping[str, Any]) -> float:
+def break_even(drafted: Mapping[str, Any], baseline: Mapping[str, Any]) -> float:
     """Compute the largest cost of a head pass, as a share of a forward, at which the mode `drafted`
-    is no slower than the mode `other`, which has no head; below 0 if it is slower at any cost."""
-    saved = 1 / other["tokens_per_forward"] - 1 / drafted["tokens_per_forward"]
+    is no slower than the mode `baseline`, which has no head; below 0 if it is slower at any
+    cost."""
+    saved = 1 / baseline["tokens_per_forward"] - 1 / drafted["tokens_per_forward"]
     return float(saved / drafted["head_per_token"])

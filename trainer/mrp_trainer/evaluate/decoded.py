@@ -26,7 +26,7 @@ class Decoded:
     Attributes:
         texts: The decoded answers.
         ids: The generated ids, without padding.
-        right: Whether the judge accepts each text; None where there is no right answer.
+        verdicts: Whether the judge accepts each text; None where there is no right answer.
         seconds: Wall clock of decoding.
         forwards: Forwards of all batches by role, and the counts `drafted`, `accepted` and
             `revoked` (reveals masked again).
@@ -39,7 +39,7 @@ class Decoded:
 
     texts: list[str]
     ids: list[list[int]]
-    right: list[bool | None]
+    verdicts: list[bool | None]
     seconds: float
     forwards: dict[str, int]
     row_forwards: list[int]
@@ -67,7 +67,7 @@ class Decoded:
     @property
     def judged(self) -> list[bool]:
         """List the judgements that are not None."""
-        return [right for right in self.right if right is not None]
+        return [verdict for verdict in self.verdicts if verdict is not None]
 
     @property
     def accuracy(self) -> float | None:
@@ -75,9 +75,9 @@ class Decoded:
         there are none."""
         return 100 * sum(self.judged) / len(self.judged) if self.judged else None
 
-    def equal(self, other: "Decoded") -> int:
-        """Count the problems whose generated ids are the same as in `other`."""
-        return sum(a == b for a, b in zip(self.ids, other.ids, strict=True))
+    def equal(self, reference: "Decoded") -> int:
+        """Count the problems whose generated ids are the same as in `reference`."""
+        return sum(a == b for a, b in zip(self.ids, reference.ids, strict=True))
 
 
 def pad_left(rows: Sequence[Sequence[int]], pad_token_id: int) -> dict[str, Tensor]:
@@ -95,16 +95,16 @@ def pad_left(rows: Sequence[Sequence[int]], pad_token_id: int) -> dict[str, Tens
 def decode_problems(
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
-    asked: Sequence[Problem],
+    problems: Sequence[Problem],
     batch_size: int = 32,
     **options: Any,
 ) -> Decoded:
     """Decode problems of one family and judge the answers; other arguments and errors are those of
     `decode_prompts`."""
-    prompts = [encode(problem, tokenizer)[0] for problem in asked]
-    limit = NEW_TOKENS[asked[0].family]
+    prompts = [encode(problem, tokenizer)[0] for problem in problems]
+    limit = NEW_TOKENS[problems[0].family]
     return decode_prompts(
-        model, tokenizer, prompts, partial(judge, asked), limit, batch_size, **options
+        model, tokenizer, prompts, partial(judge, problems), limit, batch_size, **options
     )
 
 
@@ -147,9 +147,11 @@ def decode_prompts(
         *([eos] if isinstance(eos, int) else eos or []),
     }
     texts = [tokenizer.decode([i for i in row if i not in ends]) for row in ids]
-    right: list[bool | None] = judge_texts(texts) if judge_texts else [None] * len(texts)
+    verdicts: list[bool | None] = judge_texts(texts) if judge_texts else [None] * len(texts)
     stats = [out.stats for out, _ in outs]
-    forwards = {role: sum(part.forwards[role] for part in stats) for role in stats[0].forwards}
+    forwards = {
+        role: sum(batch_stats.forwards[role] for batch_stats in stats) for role in stats[0].forwards
+    }
     forwards |= {
         name: int(_of_rows(stats, name).sum()) for name in ("drafted", "accepted", "revoked")
     }
@@ -161,12 +163,12 @@ def decode_prompts(
         for name in ("row_forwards", "row_head_forwards", "accepted")
     }
     counts["rounds"] = _of_rows(stats, "accepted_lengths").sum(1).tolist()
-    return Decoded(texts, ids, right, seconds, forwards, **counts)
+    return Decoded(texts, ids, verdicts, seconds, forwards, **counts)
 
 
 def _of_rows(stats: Sequence[Any], name: str) -> np.ndarray:
     """Concatenate the statistic `name` of all batches; return an array [problems, ...]."""
-    return np.concatenate([getattr(part, name).cpu().numpy() for part in stats])
+    return np.concatenate([getattr(batch_stats, name).cpu().numpy() for batch_stats in stats])
 
 
 def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:

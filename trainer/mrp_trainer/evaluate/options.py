@@ -92,7 +92,9 @@ class GenerateOptions(ModelOptions):
     def extra(self) -> dict[str, Any]:
         """Parse the assignments of `set`, whose values are YAML."""
         flags = {
-            name: one for name, one in _BY_FLAG.items() if hasattr(self, one.replace("-", "_"))
+            name: flag_name
+            for name, flag_name in _BY_FLAG.items()
+            if hasattr(self, flag_name.replace("-", "_"))
         }
         return assigned(self.set, flags, _FIXED)
 
@@ -123,19 +125,22 @@ class ModeOptions(GenerateOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.states = [
-            int(one) if str(one).removeprefix("-").isdecimal() else one for one in self.states
+            int(count) if str(count).removeprefix("-").isdecimal() else count
+            for count in self.states
         ]
 
-    def of_checkpoint(self, own: Mapping[str, Any], has_head: bool = True, states: int = 4) -> Self:
+    def of_checkpoint(
+        self, defaults: Mapping[str, Any], has_head: bool = True, states: int = 4
+    ) -> Self:
         """Fill in what no flag sets: targets and numbers of states from a checkpoint's generation
-        config (`own`), and modes.
+        config (`defaults`), and modes.
 
         Modes are the targets alone, then drafted without and, if the checkpoint `has_head`, with a
         head; `states` replaces `auto`, which would count differently in every run.
         """
-        width = own.get("num_draft_states")
+        width = defaults.get("num_draft_states")
         width = width if isinstance(width, int) else states
-        targets = self.target or [own.get("target") or _OPTIONS["target"].default]
+        targets = self.target or [defaults.get("target") or _OPTIONS["target"].default]
         drafted = ["self_spec", "mrp_spec"] if has_head else ["self_spec"]
         decoding = self.decoding or [*targets, *drafted]
         return replace(self, decoding=decoding, target=targets, states=self.states or [width])
@@ -156,10 +161,10 @@ class ModeOptions(GenerateOptions):
                     if {decoding, target} & {*_OPTIONS[name].modes}
                 }
                 settings += [
-                    {**mode, **dict(zip(values, one, strict=True))}
-                    for one in product(*values.values())
+                    {**mode, **dict(zip(values, setting, strict=True))}
+                    for setting in product(*values.values())
                 ]
-        return [{**one, "set": extra} for one in settings] if extra else settings
+        return [{**setting, "set": extra} for setting in settings] if extra else settings
 
 
 @dataclass(kw_only=True)

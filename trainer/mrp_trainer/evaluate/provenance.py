@@ -30,7 +30,7 @@ def digests(model: nn.Module) -> dict[str, str | None]:
     A digest covers the names, shapes and values of tensors, in the order of names. Floating values
     are taken as float32, so that weights have the same digest after a cast to float64.
     """
-    parts = {"backbone": hashlib.sha256(), "head": hashlib.sha256()}
+    hashes = {"backbone": hashlib.sha256(), "head": hashlib.sha256()}
     tensors = {
         name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)
     }
@@ -40,13 +40,13 @@ def digests(model: nn.Module) -> dict[str, str | None]:
             .to("cpu", torch.float32 if tensor.is_floating_point() else tensor.dtype)
             .contiguous()
         )
-        part = parts["head" if name.startswith("mrp_head.") else "backbone"]
-        part.update(f"{name} {tuple(tensor.shape)}\n".encode())
-        part.update(values.numpy().tobytes())
+        part_hash = hashes["head" if name.startswith("mrp_head.") else "backbone"]
+        part_hash.update(f"{name} {tuple(tensor.shape)}\n".encode())
+        part_hash.update(values.numpy().tobytes())
     has_head = any(name.startswith("mrp_head.") for name in tensors)
     return {
-        "backbone": parts["backbone"].hexdigest()[:_DIGITS],
-        "head": parts["head"].hexdigest()[:_DIGITS] if has_head else None,
+        "backbone": hashes["backbone"].hexdigest()[:_DIGITS],
+        "head": hashes["head"].hexdigest()[:_DIGITS] if has_head else None,
     }
 
 
@@ -67,10 +67,14 @@ def _syntax(node: object) -> object:
     if isinstance(node, ast.AST):
         fields = [(name, _syntax(value)) for name, value in ast.iter_fields(node)]
         return [type(node).__name__, *(field for field in fields if field[1] not in (None, []))]
-    return [_syntax(one) for one in node if not _said(one)] if isinstance(node, list) else node
+    return (
+        [_syntax(item) for item in node if not _is_docstring(item)]
+        if isinstance(node, list)
+        else node
+    )
 
 
-def _said(node: object) -> bool:
+def _is_docstring(node: object) -> bool:
     """Tell if a statement is a string alone, such as a docstring."""
     text = node.value if isinstance(node, ast.Expr) else None
     return isinstance(text, ast.Constant) and isinstance(text.value, str)
@@ -98,7 +102,7 @@ def header(benchmark: str, options: object, model: nn.Module | None = None) -> d
     """Make the header, the first line of a command's output: the command (in the field `benchmark`,
     which no other line has), versions, date, options (the attributes of `options`), and digests of
     the measured weights, if any."""
-    asked = {
+    option_values = {
         name: str(value).replace(f"{ROOT}/", "") if isinstance(value, str | Path) else value
         for name, value in vars(options).items()
     }
@@ -113,5 +117,5 @@ def header(benchmark: str, options: object, model: nn.Module | None = None) -> d
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
         "threads": torch.get_num_threads(),
         "date": datetime.now(UTC).date().isoformat(),
-        "options": asked,
+        "options": option_values,
     }

@@ -89,28 +89,28 @@ class ResultsFile:
         self.header: Line | None = None
         check_output(self.path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        held = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
-        whole, newline, cut = held.rpartition("\n")
-        lines = [_record(line) for line in whole.splitlines()]
-        wrong = [
+        text = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
+        complete, newline, cut = text.rpartition("\n")
+        lines = [_record(line) for line in complete.splitlines()]
+        foreign = [
             number for number, line in enumerate(lines, 1) if not {key, "benchmark"} & line.keys()
         ]
         # A line that was cut short begins like a header where it is the first one; a whole one has
         # the key.
-        ours = (
+        recognized = (
             {key, "benchmark"} & _record(cut).keys()
             if _record(cut)
             else cut.startswith("{" if lines else _HEADER)
         )
-        if wrong or (cut and not ours):
-            number = wrong[0] if wrong else len(lines) + 1
+        if foreign or (cut and not recognized):
+            number = foreign[0] if foreign else len(lines) + 1
             raise ValueError(
                 f"{path}, line {number}: no result of this command: write into another file, or "
                 "remove it"
             )
         self.lines: list[Line] = lines
         if cut:
-            replace_file(Path(os.path.realpath(self.path)), (whole + newline).encode())
+            replace_file(Path(os.path.realpath(self.path)), (complete + newline).encode())
 
     def begin(self, header: Line) -> None:
         """Set the header of further lines: `find` returns only lines that match it, and the first
@@ -121,8 +121,8 @@ class ResultsFile:
     def find(self, **fields: Any) -> Line | None:
         """Find the last line with these fields (compared as JSON) measured with the header's
         weights; None if there is none."""
-        wanted = json.loads(json.dumps(fields))
-        known = [
+        query = json.loads(json.dumps(fields))
+        comparable = [
             line
             for header, line in with_headers(self.lines)
             if self.header is None or other_weights(header, line, self.header) is None
@@ -130,8 +130,8 @@ class ResultsFile:
         return next(
             (
                 line
-                for line in reversed(known)
-                if all(line.get(name) == value for name, value in wanted.items())
+                for line in reversed(comparable)
+                if all(line.get(name) == value for name, value in query.items())
             ),
             None,
         )

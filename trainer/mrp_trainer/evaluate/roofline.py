@@ -100,8 +100,8 @@ class Shape:
         """Compute the bytes of a dense model and its head whose layers' matrices take `per_weight`
         bytes a number; embedding, `lm_head` and norms are bf16."""
         matrices = (self.num_hidden_layers + self.head_layers) * self.layer_matrix + self.eh_proj
-        others = self.backbone + self.head + 2 * self.vocabulary - matrices
-        return int(matrices * per_weight + others * BYTES)
+        unquantized = self.backbone + self.head + 2 * self.vocabulary - matrices
+        return int(matrices * per_weight + unquantized * BYTES)
 
     @property
     def cache_bytes(self) -> int:
@@ -156,13 +156,13 @@ def decoder_layers(
     those that it chooses.
     """
     tokens = batch * states * shape.block_size
-    more = [
+    extra = [
         shape.with_experts(count) if sparse else 0
         for count in (shape.experts_read(tokens), shape.num_experts_per_tok)
     ]
     matrices = Work(
-        layers * (shape.layer + more[0]) * BYTES,
-        2 * layers * (shape.layer_matrix + more[1]) * tokens,
+        layers * (shape.layer + extra[0]) * BYTES,
+        2 * layers * (shape.layer_matrix + extra[1]) * tokens,
     )
     keys = prefix + states * shape.block_size
     query_size = shape.num_attention_heads * shape.head_dim

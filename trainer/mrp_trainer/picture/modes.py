@@ -29,10 +29,13 @@ def show_model(options: ShowOptions) -> Picture:
         inputs = tokenizer.apply_chat_template(
             chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
-    given = {name: inputs[name].to(model.device) for name in ("input_ids", "attention_mask")}
-    given |= {"max_new_tokens": options.max_new_tokens, "return_dict_in_generate": True}
+    arguments = {name: inputs[name].to(model.device) for name in ("input_ids", "attention_mask")}
+    arguments |= {"max_new_tokens": options.max_new_tokens, "return_dict_in_generate": True}
     settings = options.drawn(model.generation_config.to_dict(), model.mrp_head is not None)
-    outputs = {mode_name(one): model.generate(**given, **generate_options(one)) for one in settings}
+    outputs = {
+        mode_name(setting): model.generate(**arguments, **generate_options(setting))
+        for setting in settings
+    }
     picture = show(outputs, tokenizer, prompt=options.prompt, animated=options.animated)
     picture.save(options.output, options.overwrite)
     return picture

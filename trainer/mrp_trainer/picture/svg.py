@@ -47,8 +47,8 @@ class Picture:
         nobody changed; `ImportError` for a .png without cairosvg."""
         path = Path(path)
         check_name(path)
-        drawn = self._png() if path.suffix == ".png" else self.svg.encode()
-        write_output(path, drawn, overwrite=overwrite, is_own=is_unchanged)
+        content = self._png() if path.suffix == ".png" else self.svg.encode()
+        write_output(path, content, overwrite=overwrite, is_own=is_unchanged)
         return path
 
     def _png(self) -> bytes:
@@ -85,38 +85,37 @@ def draw(
     """
     if not decodes:
         raise ValueError("there are no decodes to draw: pass at least one")
-    forwards = [one for decode in decodes for one in decode.forwards]
+    forwards = [forward for decode in decodes for forward in decode.forwards]
     clock = max(1, *(len(decode.forwards) for decode in decodes))
     across = min(2, len(decodes))
     width = 2 * _MARGIN + across * _PANEL + (across - 1) * _GAP
     lines = _prompt(prompt or "", int((width - 2 * _MARGIN - 70) / _CHARACTER))
-    above = _height(max((one.own + one.accepted for one in forwards), default=1))
-    below = _height(max((one.refused for one in forwards), default=0))
+    above = _height(max((forward.own + forward.accepted for forward in forwards), default=1))
+    below = _height(max((forward.refused for forward in forwards), default=0))
     panels, top = [], 27.0 + 19 * len(lines) if lines else _MARGIN
     for begin in range(0, len(decodes), across):
         laid = [
-            (decode, *_pieces(decode, _PANEL - 2 * _INSET))
+            (decode, *_boxes(decode, _PANEL - 2 * _INSET))
             for decode in decodes[begin : begin + across]
         ]
         base = (
             92
             + above
-            + _LINE
-            * (1 + max((piece.line for _, pieces, _ in laid for piece in pieces), default=0))
+            + _LINE * (1 + max((box.line for _, boxes, _ in laid for box in boxes), default=0))
         )
-        for place, (decode, pieces, blocks) in enumerate(laid):
-            at = {
-                "x": _MARGIN + place * (_PANEL + _GAP),
+        for panel_index, (decode, boxes, blocks) in enumerate(laid):
+            position = {
+                "x": _MARGIN + panel_index * (_PANEL + _GAP),
                 "y": top,
                 "base": base,
                 "height": base + below + 26,
             }
             bars = [
-                (one, *map(_height, (one.own, one.accepted, one.refused)))
-                for one in decode.forwards
+                (forward, *map(_height, (forward.own, forward.accepted, forward.refused)))
+                for forward in decode.forwards
             ]
             panels.append(
-                {"decode": decode, "pieces": pieces, "blocks": blocks, "bars": bars, **at}
+                {"decode": decode, "pieces": boxes, "blocks": blocks, "bars": bars, **position}
             )
         top += base + below + 26 + _GAP
     legend = _legend(decodes)
@@ -152,7 +151,7 @@ def draw(
             "tick": min(max(_ALL / clock, _LEAST), _TICK),
             "hold": HOLD,
         },
-        colours=["inherit", *(colour(at / max(1, clock - 1)) for at in range(clock))],
+        colours=["inherit", *(colour(position / max(1, clock - 1)) for position in range(clock))],
     )
     return Picture(svg.replace(_ID, _id_of(svg)), title)
 
@@ -165,15 +164,15 @@ def _id_of(svg: str) -> str:
 def is_unchanged(content: bytes) -> bool:
     """Tell if a file is an SVG that `draw` made and nobody has changed since, by its id."""
     text = content.decode("utf-8", "replace")
-    found = re.search(r"mrp-[0-9a-f]{10}", text)
-    return found is not None and _id_of(text.replace(found[0], _ID)) == found[0]
+    match = re.search(r"mrp-[0-9a-f]{10}", text)
+    return match is not None and _id_of(text.replace(match[0], _ID)) == match[0]
 
 
-def _prompt(prompt: str, wide: int) -> list[str]:
-    """Break a prompt into lines of up to `wide` cells; if there are more lines than fit, the last
+def _prompt(prompt: str, width: int) -> list[str]:
+    """Break a prompt into lines of up to `width` cells; if there are more lines than fit, the last
     one ends with an ellipsis."""
     lines = [
-        part.lstrip() for line in visible(prompt).splitlines() for part in chop_cells(line, wide)
+        chunk.lstrip() for line in visible(prompt).splitlines() for chunk in chop_cells(line, width)
     ]
     if len(lines) > _PROMPT_LINES:
         lines = [*lines[: _PROMPT_LINES - 1], f"{lines[_PROMPT_LINES - 1][:-1]}…"]
@@ -181,7 +180,7 @@ def _prompt(prompt: str, wide: int) -> list[str]:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _TokenBox:
     """A part of a token on one line, with its position in the text."""
 
     token: Token
@@ -202,29 +201,29 @@ class _Piece:
         return cell_len(self.text) * _CHARACTER if cell_len(self.text) > 1 else None
 
 
-def _pieces(decode: Decode, width: float) -> tuple[list[_Piece], list[tuple[float, int]]]:
+def _boxes(decode: Decode, width: float) -> tuple[list[_TokenBox], list[tuple[float, int]]]:
     """Lay out a text's tokens with a break after each line end; return the pieces, and (x, line)
     where each block begins."""
-    pieces: list[_Piece] = []
+    boxes: list[_TokenBox] = []
     begins: list[tuple[float, int]] = []
     x, line = 0.0, 0
-    most = int((width - 5) / _CHARACTER)
+    max_cells = int((width - 5) / _CHARACTER)
     for column, token in enumerate(decode.tokens):
         begin = column in decode.blocks
         for of_line in (visible(token.text) or "‥").splitlines(keepends=True):
-            for part in chop_cells(of_line.removesuffix("\n"), most) or [""]:
-                wide = max(1, cell_len(part)) * _CHARACTER + 5
+            for chunk in chop_cells(of_line.removesuffix("\n"), max_cells) or [""]:
+                box_width = max(1, cell_len(chunk)) * _CHARACTER + 5
                 gap = 7.0 if begin and x else 0.0
-                if x + gap + wide > width:
+                if x + gap + box_width > width:
                     x, line, gap = 0.0, line + 1, 0.0
                 if begin:
                     begins.append((x + gap / 2 - (1 if gap else 3), line))
                 begin = False
-                pieces.append(_Piece(token, part, x + gap, line, wide))
-                x += gap + wide + 2
+                boxes.append(_TokenBox(token, chunk, x + gap, line, box_width))
+                x += gap + box_width + 2
             if of_line.endswith("\n"):
                 x, line = 0.0, line + 1
-    return pieces, begins
+    return boxes, begins
 
 
 def _legend(decodes: Sequence[Decode]) -> list[tuple[str, str]]:
@@ -236,12 +235,12 @@ def _legend(decodes: Sequence[Decode]) -> list[tuple[str, str]]:
         (
             "refused",
             "drafts refused",
-            any(one.refused for decode in decodes for one in decode.forwards),
+            any(forward.refused for decode in decodes for forward in decode.forwards),
         )
     ]
     entries += [("given", "given", any(token.forward is None for token in tokens))]
     entries += [("back", "a reveal was taken back here", any(token.taken_back for token in tokens))]
-    return [(kind, label) for kind, label, shown in entries if shown]
+    return [(kind, label) for kind, label, present in entries if present]
 
 
 def _height(count: int) -> float:
@@ -252,12 +251,12 @@ def _height(count: int) -> float:
 def visible(text: str) -> str:
     """Make every character of a text visible: line ends as ↵ before the break, controls as their
     code points."""
-    return "".join(map(_shown, text.replace("\r\n", "\n")))
+    return "".join(map(_visible_character, text.replace("\r\n", "\n")))
 
 
-def _shown(character: str) -> str:
-    if (shown := _SHOWN.get(character)) is not None:
-        return shown
+def _visible_character(character: str) -> str:
+    if (replacement := _SHOWN.get(character)) is not None:
+        return replacement
     # Categories that are invisible, unassigned, or not allowed in XML.
     unseen = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Cn", "Co", "Zl", "Zp")
     return f"⟨{ord(character):X}⟩" if unseen else character
@@ -267,8 +266,8 @@ def colour(fraction: float) -> str:
     """Return the colour of a forward by its fraction of the longest decode: warm at the first (0),
     cold at the last (1)."""
     return "#" + "".join(
-        f"{round(255 * part):02x}"
-        for part in hls_to_rgb((38 - 183 * fraction) / 360 % 1, 0.56, 0.78)
+        f"{round(255 * channel):02x}"
+        for channel in hls_to_rgb((38 - 183 * fraction) / 360 % 1, 0.56, 0.78)
     )
 
 
@@ -281,18 +280,18 @@ def _short(value: object) -> object:
 def _template() -> Any:
     from jinja2 import Environment, StrictUndefined  # imported late, as help does not need it
 
-    made = Environment(
+    environment = Environment(
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=StrictUndefined,
         finalize=_short,
     )
-    made.filters |= {
+    environment.filters |= {
         "colour": colour,
         "visible": visible,
         "spaced": lambda text: text.replace(" ", "\u00a0"),
     }
-    return made.from_string(
+    return environment.from_string(
         Path(__file__).with_name("decode.svg.jinja").read_text(encoding="utf-8") + "\n"
     )

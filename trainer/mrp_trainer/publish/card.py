@@ -92,7 +92,7 @@ def results_table(lines: Sequence[Mapping[str, Any]], shape: str = CHARGED) -> s
         values = [by.get(family, {}).get(name) for family in families]
         return ["-" if value is None else f"{value:.{digits}f}" for value in values]
 
-    shown = {
+    digits_by_name = {
         "tokens_per_unit": 2,
         "tokens_per_forward": 2,
         "head_per_token": 2,
@@ -102,7 +102,7 @@ def results_table(lines: Sequence[Mapping[str, Any]], shape: str = CHARGED) -> s
         [
             mode,
             *cells(by, "accuracy", 1),
-            *(", ".join(cells(by, name, digits)) for name, digits in shown.items()),
+            *(", ".join(cells(by, name, digits)) for name, digits in digits_by_name.items()),
         ]
         for mode, by in modes.items()
     ]
@@ -131,10 +131,12 @@ def eval_results(lines: Sequence[Mapping[str, Any]], shape: str = CHARGED) -> li
 def _facts(folder: Path, config: Mapping[str, Any]) -> str:
     """Format a Markdown table of a checkpoint folder's model shape, parameters and weights."""
     tensors = tensors_in(folder)
-    counts = {name: math.prod(of.shape) for name, of in tensors.items() if "F" in of.dtype}
+    counts = {
+        name: math.prod(tensor.shape) for name, tensor in tensors.items() if "F" in tensor.dtype
+    }
     head = sum(count for name, count in counts.items() if HEAD in name)
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    kinds = ", ".join(sorted({of.dtype for of in tensors.values()}))
+    kinds = ", ".join(sorted({tensor.dtype for tensor in tensors.values()}))
     rows = []
     if config.get("hidden_size"):
         shape = (
@@ -187,23 +189,23 @@ def render_card(
     family, shape = backbone_of(config.get("family", DENSE)), charged_as(config.get("hidden_size"))
     base = base or (model_of(folder) if kind == "full" else config.get("base_model_name_or_path"))
     person = None if about is None else RepoCard.load(about)
-    given = {} if person is None else person.data.to_dict()
+    user_metadata = {} if person is None else person.data.to_dict()
     tags = [*model_tags(config.get("family", DENSE)), *(["draft-model"] if kind == "head" else [])]
     metadata = {
         "library_name": "peft" if kind == "adapter" else "transformers",
         "pipeline_tag": "text-generation",
-        "license": "other" if "license_name" in given else "unknown",
+        "license": "other" if "license_name" in user_metadata else "unknown",
         "base_model": base if base is None or is_hub_id(base) else None,
-        **given,
-        "tags": [*tags, *(given.get("tags") or []), *extra_tags],
+        **user_metadata,
+        "tags": [*tags, *(user_metadata.get("tags") or []), *extra_tags],
     }
     if metadata["base_model"]:
         metadata.setdefault("base_model_relation", "finetune" if kind == "full" else "adapter")
     if results:
         metadata |= {"model_name": _title(name), "eval_results": eval_results(results, shape)}
     chosen = json_of(folder / "generation_config.json")
-    held = "backbone" if kind == "full" and not config.get("num_nextn_predict_layers") else kind
-    has_head = held in ("full", "head") or any(HEAD in tensor for tensor in tensors_in(folder))
+    contents = "backbone" if kind == "full" and not config.get("num_nextn_predict_layers") else kind
+    has_head = contents in ("full", "head") or any(HEAD in tensor for tensor in tensors_in(folder))
     return ModelCard.from_template(
         ModelCardData(**metadata),
         template_path=str(TEMPLATE),
@@ -214,12 +216,12 @@ def render_card(
         kind=kind,
         base=base or metadata["base_model"] or "org/backbone",
         about=None if person is None else person.text.strip(),
-        summary=_SUMMARIES[held].format(
+        summary=_SUMMARIES[contents].format(
             "An SDAR" if family.models == "SDAR" else f"A {family.models}"
         ),
         facts=_facts(folder, config),
         decoding="mrp_spec" if has_head else "self_spec",
-        custom=held in ("full", "head") and config.get("family", DENSE) == DENSE,
+        custom=contents in ("full", "head") and config.get("family", DENSE) == DENSE,
         picture=(folder / PICTURE).is_file(),
         defaults={option: chosen.get(option) or value for option, value in _DEFAULTS.items()},
         table=results_table(results, shape) if results else None,
@@ -238,15 +240,15 @@ def is_users_card(text: str) -> bool:
 def renamed(text: str, name: str) -> str:
     """Replace the name in a card that this package rendered: its title, and what its examples
     load."""
-    if (found := _RENDERED.search(text)) is None:
+    if (match := _RENDERED.search(text)) is None:
         return text
-    text = text.replace(found[0], found[0].replace(found[1], name)).replace(
-        f'"{found[1]}"', f'"{name}"'
+    text = text.replace(match[0], match[0].replace(match[1], name)).replace(
+        f'"{match[1]}"', f'"{name}"'
     )
     text = text.replace(
-        f'custom_generate="{_repository(found[1])}"', f'custom_generate="{_repository(name)}"'
+        f'custom_generate="{_repository(match[1])}"', f'custom_generate="{_repository(name)}"'
     )
-    return text.replace(f"\n# {_title(found[1])}\n", f"\n# {_title(name)}\n", 1)
+    return text.replace(f"\n# {_title(match[1])}\n", f"\n# {_title(name)}\n", 1)
 
 
 def _repository(name: str) -> str:

@@ -92,13 +92,13 @@ def _kind_of(path: Path) -> str:
         return "adapter"
     fields = json_of(path / "config.json")
     if fields.get("model_type") != "sdar_mrp":
-        found = (
+        contents = (
             f"a model of type {fields['model_type']!r}"
             if "model_type" in fields
             else "no checkpoint"
         )
         raise ValueError(
-            f"{path} holds {found}: give a folder that save_pretrained of this package wrote"
+            f"{path} holds {contents}: give a folder that save_pretrained of this package wrote"
         )
     return "head" if fields.get("base_model_name_or_path") else "full"
 

@@ -143,21 +143,21 @@ class _Options(BaseHandler):
         """Return the model's generation config with a request's options; `ValueError` for options
         that `generate` refuses."""
         model, _ = self.model_manager.only
-        given = json.loads(body.get("generation_config") or "{}")
-        given.pop("transformers_version", None)
-        given |= {
+        options = json.loads(body.get("generation_config") or "{}")
+        options.pop("transformers_version", None)
+        options |= {
             option: body[name] for name, option in _SAME.items() if body.get(name) is not None
         }
-        if "temperature" in given:
-            given["do_sample"] = given["temperature"] > 0
-            given |= {} if given["do_sample"] else {"temperature": 1.0}
+        if "temperature" in options:
+            options["do_sample"] = options["temperature"] > 0
+            options |= {} if options["do_sample"] else {"temperature": 1.0}
         if body.get("logit_bias"):
-            given["sequence_bias"] = [
+            options["sequence_bias"] = [
                 [[int(token)], float(bias)] for token, bias in body["logit_bias"].items()
             ]
-        check_setting({"set": given}, model.config)
+        check_setting({"set": options}, model.config)
         config = copy.deepcopy(model_generation_config)
-        config.update(**given)
+        config.update(**options)
         return config
 
 

@@ -103,14 +103,14 @@ class MRPTrainingArguments(TrainerFlags, TrainingArguments):
                 )
         check_declared(self)
         if self.max_steps == 0 or (self.max_steps < 0 and not self.num_train_epochs > 0):
-            name, other = (
+            name, alternative = (
                 ("max_steps", "-1 (by epochs)")
                 if self.max_steps == 0
                 else ("num_train_epochs", "a number above 0")
             )
             raise ValueError(
-                f"{name} is {getattr(self, name)!r}: nothing would be trained. Give {other}, or "
-                "max_steps of 1 or more"
+                f"{name} is {getattr(self, name)!r}: nothing would be trained. Give {alternative}, "
+                "or max_steps of 1 or more"
             )
         # Otherwise several processes on a CPU would each train alone, all alike.
         if not torch.accelerator.is_available():
@@ -121,17 +121,17 @@ class MRPTrainingArguments(TrainerFlags, TrainingArguments):
             self.lr_scheduler_kwargs = {"min_lr_rate": 0.1}
         super().__post_init__()
         if self.rows_per_step is not None:
-            at_once, given = (
+            at_once, accumulation = (
                 self.per_device_train_batch_size * self.world_size,
                 vars(self)["gradient_accumulation_steps"],
             )
-            passes, left = divmod(self.rows_per_step, at_once)
-            if left or passes < 1 or given not in (1, passes):
+            passes, remainder = divmod(self.rows_per_step, at_once)
+            if remainder or passes < 1 or accumulation not in (1, passes):
                 raise ValueError(
                     f"rows_per_step is {self.rows_per_step}: {self.world_size} processes with "
                     f"per_device_train_batch_size {self.per_device_train_batch_size} take "
                     f"{at_once} rows at once, so make it a multiple of that, and leave "
-                    f"gradient_accumulation_steps out, which is {given}"
+                    f"gradient_accumulation_steps out, which is {accumulation}"
                 )
             self.gradient_accumulation_steps = passes
         if self.n_gpu > 1:

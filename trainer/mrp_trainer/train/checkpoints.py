@@ -42,8 +42,8 @@ def under_own_class(model: Any) -> Iterator[None]:
     """Restore a model's own class, which FSDP2 replaces when it shards, while the context is open:
     saving writes the name and the file of the class as remote code."""
     sharded = type(model)
-    own: Any = next(kind for kind in sharded.__mro__ if not issubclass(kind, FSDPModule))
-    model.__class__ = own
+    own_class: Any = next(kind for kind in sharded.__mro__ if not issubclass(kind, FSDPModule))
+    model.__class__ = own_class
     try:
         yield
     finally:
@@ -53,12 +53,12 @@ def under_own_class(model: Any) -> Iterator[None]:
 def checkpoints_in(folder: Path) -> list[Path]:
     """List a run's folders `checkpoint-N`, complete or not, by step; names that only begin so are
     none."""
-    found = [
+    folders = [
         path
         for path in folder.glob("checkpoint-*")
         if re.fullmatch(r"checkpoint-\d+", path.name) and path.is_dir()
     ]
-    return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
+    return sorted(folders, key=lambda path: int(path.name.rpartition("-")[2]))
 
 
 def last_whole_checkpoint(folder: Path, with_states: bool = True) -> Path | None:
@@ -85,13 +85,13 @@ def last_whole_checkpoint(folder: Path, with_states: bool = True) -> Path | None
     return None
 
 
-def make_room(own: OwnFolder, limit: int, kept: set[str]) -> None:
+def make_room(folder: OwnFolder, limit: int, protected: set[str]) -> None:
     """Remove the oldest checkpoints of a run's listing until at most `limit` are left, or those of
-    the names in `kept`."""
-    names = set(own.names())
-    listed = [path.name for path in checkpoints_in(own.path) if path.name in names]
-    removable = [name for name in listed if name not in kept]
-    own.remove(*removable[: max(0, len(listed) - limit)])
+    the names in `protected`."""
+    names = set(folder.names())
+    listed = [path.name for path in checkpoints_in(folder.path) if path.name in names]
+    removable = [name for name in listed if name not in protected]
+    folder.remove(*removable[: max(0, len(listed) - limit)])
 
 
 def damage_of(checkpoint: Path, with_states: bool = True) -> str | None:
@@ -117,8 +117,8 @@ def damage_of(checkpoint: Path, with_states: bool = True) -> str | None:
                     pass
             elif path.suffix in (".pt", ".pth", ".bin"):
                 with zipfile.ZipFile(path) as archive:
-                    if (part := archive.testzip()) is not None:
-                        return f"{path.name} has other contents than were written, in {part}"
+                    if (member := archive.testzip()) is not None:
+                        return f"{path.name} has other contents than were written, in {member}"
         except (
             OSError,
             ValueError,

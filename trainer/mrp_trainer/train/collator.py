@@ -55,9 +55,9 @@ class DiffusionCollator:
     block_sizes: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        if wrong := [size for size in self.block_sizes if size < 1 or self.block_size % size]:
+        if invalid := [size for size in self.block_sizes if size < 1 or self.block_size % size]:
             raise ValueError(
-                f"block_sizes holds {wrong[0]}, which does not divide the model's block_size, "
+                f"block_sizes holds {invalid[0]}, which does not divide the model's block_size, "
                 f"{self.block_size}"
             )
 
@@ -65,14 +65,14 @@ class DiffusionCollator:
         self, rows: Sequence[Sample | Sequence[Sample]]
     ) -> dict[str, Any]:
         packed = [[self._noisy_and_clean(sample) for sample in samples_of(row)] for row in rows]
-        noisy = [[part for parts, _ in row for part in parts] for row in packed]
-        clean = [[part for _, part in row] for row in packed]
+        noisy = [[segment for segments, _ in row for segment in segments] for row in packed]
+        clean = [[segment for _, segment in row] for row in packed]
         # One block at least, of padding if there is nothing to learn: layers take no tensors
         # without columns.
         width = max(
-            self.block_size, *(sum(len(part["input_ids"]) for part in row) for row in noisy)
+            self.block_size, *(sum(len(segment["input_ids"]) for segment in row) for row in noisy)
         )
-        length = width + max(sum(len(part["input_ids"]) for part in row) for row in clean)
+        length = width + max(sum(len(segment["input_ids"]) for segment in row) for row in clean)
         shape = (len(rows), length)
         columns = {
             name: np.zeros(shape, np.int64)
@@ -81,14 +81,14 @@ class DiffusionCollator:
         columns |= {name: np.full(shape, self.pad_token_id) for name in ("input_ids", "target_ids")}
         columns |= {"view": np.full(shape, NO_VIEW), "weight": np.zeros(shape, np.float32)}
         for index in range(len(rows)):
-            for begin, parts in ((0, noisy[index]), (width, clean[index])):
-                at = begin
-                for number, part in enumerate(parts):
-                    end = at + len(part["input_ids"])
-                    for name, values in part.items():
-                        columns[name][index, at:end] = values
-                    columns["sample"][index, at:end] = number if begin else number // self.copies
-                    at = end
+            for begin, segments in ((0, noisy[index]), (width, clean[index])):
+                start = begin
+                for number, segment in enumerate(segments):
+                    end = start + len(segment["input_ids"])
+                    for name, values in segment.items():
+                        columns[name][index, start:end] = values
+                    columns["sample"][index, start:end] = number if begin else number // self.copies
+                    start = end
         response_tokens = sum(
             int(sample.response.sum()) for row in rows for sample in samples_of(row)
         )
@@ -100,17 +100,19 @@ class DiffusionCollator:
         random = np.random.Generator(np.random.Philox(key=[self.seed + (1 << 32), sample.index]))
         size = int(random.choice(self.block_sizes)) if self.block_sizes else self.block_size
         blocks = sample.response_blocks(size)
-        where = (blocks[:, None] * size + np.arange(size)).ravel()
-        learned = sample.response[where].reshape(-1, size)
+        positions = (blocks[:, None] * size + np.arange(size)).ravel()
+        learned = sample.response[positions].reshape(-1, size)
         answered = (~learned & np.logical_or.accumulate(learned, 1)).ravel()
-        behind = (where >= (len(sample.ids) if sample.length is None else sample.length)) | answered
+        past_end = (
+            positions >= (len(sample.ids) if sample.length is None else sample.length)
+        ) | answered
         level = 1 - random.random(len(blocks) if self.noise_per == "block" else 1)
         level = np.broadcast_to(level[:, None], (len(blocks), size)).ravel()
-        hidden = random.random(len(where)) < level
+        hidden = random.random(len(positions)) < level
         key = int(random.integers(1 << 32))
         copies = []
         for copy in range(self.copies):
-            chosen = (hidden if copy == 0 else ~hidden) & sample.response[where]
+            chosen = (hidden if copy == 0 else ~hidden) & sample.response[positions]
             if sample.reveal_step is not None:
                 if self.inverse_level:
                     raise ValueError(
@@ -118,15 +120,17 @@ class DiffusionCollator:
                         "leave it off"
                     )
                 chosen = self._left_by_decoding(
-                    sample, where, size, (level + copy / self.copies) % 1
-                ) | (chosen & behind)
+                    sample, positions, size, (level + copy / self.copies) % 1
+                ) | (chosen & past_end)
             share = level if copy == 0 else 1 - level
             copies.append(
                 {
-                    "input_ids": np.where(chosen | behind, self.mask_token_id, sample.ids[where]),
-                    "target_ids": np.where(behind, BLANK, sample.ids[where]),
-                    "position_ids": where,
-                    "block": where // size,
+                    "input_ids": np.where(
+                        chosen | past_end, self.mask_token_id, sample.ids[positions]
+                    ),
+                    "target_ids": np.where(past_end, BLANK, sample.ids[positions]),
+                    "position_ids": positions,
+                    "block": positions // size,
                     "view": copy + 1,
                     "weight": np.where(
                         chosen, 1 / (self.copies * share) if self.inverse_level else 1.0, 0.0
@@ -134,27 +138,27 @@ class DiffusionCollator:
                     "noise_key": key,
                 }
             )
-        positions = np.arange(len(sample.ids))
+        all_positions = np.arange(len(sample.ids))
         clean = {
             "input_ids": sample.ids,
             "target_ids": sample.ids,
-            "position_ids": positions,
-            "block": positions // size,
+            "position_ids": all_positions,
+            "block": all_positions // size,
         }
         return copies, {**clean, "view": CLEAN_VIEW, "noise_key": key}
 
     def _left_by_decoding(
-        self, sample: Sample, where: np.ndarray, size: int, share: np.ndarray
+        self, sample: Sample, positions: np.ndarray, size: int, share: np.ndarray
     ) -> np.ndarray:
         """Mask tokens revealed in or after the step that exceeds a `share` of their block's tokens;
         return [tokens] bool."""
         assert sample.reveal_step is not None
-        masked = np.zeros(len(where), dtype=bool)
+        masked = np.zeros(len(positions), dtype=bool)
         end = len(sample.ids) if sample.length is None else sample.length
-        for begin in range(0, len(where), size):
-            at = np.arange(begin, begin + size)
-            at = at[sample.response[where[at]] & (where[at] < end)]
-            steps = sample.reveal_step[where[at]]
-            if len(at):
-                masked[at[steps >= np.sort(steps)[int(share[begin] * len(at))]]] = True
+        for begin in range(0, len(positions), size):
+            indices = np.arange(begin, begin + size)
+            indices = indices[sample.response[positions[indices]] & (positions[indices] < end)]
+            steps = sample.reveal_step[positions[indices]]
+            if len(indices):
+                masked[indices[steps >= np.sort(steps)[int(share[begin] * len(indices))]]] = True
         return masked

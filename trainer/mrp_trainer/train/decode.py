@@ -87,8 +87,8 @@ def decode(options: DecodeOptions) -> str | None:
         "mask_token_id": model.config.mask_token_id,
         "max_new_tokens": options.max_new_tokens,
     }
-    told = json.dumps([prompts, {**decoded_by, "model": None}, options.batch_size])
-    key = sha256(told.encode()).hexdigest()[:16]
+    fingerprint = json.dumps([prompts, {**decoded_by, "model": None}, options.batch_size])
+    key = sha256(fingerprint.encode()).hexdigest()[:16]
     batches = {
         begin: folder.path / f"{key}-{begin}.jsonl"
         for begin in range(0, len(prompts), options.batch_size)
@@ -106,27 +106,27 @@ def decode(options: DecodeOptions) -> str | None:
     ):
         if not batch.exists():
             inputs = pad_left(prompts[begin : begin + options.batch_size], padding_id(tokenizer))
-            how = {
+            limits = {
                 "max_new_tokens": options.max_new_tokens,
                 "eos_token_id": list(encoder.end_token_ids),
             }
-            lines = _decoded_lines(model, inputs, decoded_by, **how)
+            batch_lines = _decoded_lines(model, inputs, decoded_by, **limits)
             partial = batch.with_suffix(".partial")
-            partial.write_text("".join(f"{line}\n" for line in lines))
+            partial.write_text("".join(f"{line}\n" for line in batch_lines))
             partial.replace(batch)
     state.wait_for_everyone()
     if not state.is_main_process:
         return None
-    made = [line for batch in batches.values() for line in batch.read_text().splitlines()]
-    (folder.path / "whole").write_text("".join(f"{line}\n" for line in made))
+    lines = [line for batch in batches.values() for line in batch.read_text().splitlines()]
+    (folder.path / "whole").write_text("".join(f"{line}\n" for line in lines))
     _check_free(path)  # others had time to write it, meanwhile
     (folder.path / "whole").replace(os.path.realpath(path))
     folder.give_up()
-    cut = sum(json.loads(line)["ids"][-1] not in encoder.end_token_ids for line in made)
+    cut = sum(json.loads(line)["ids"][-1] not in encoder.end_token_ids for line in lines)
     without = (
         f", {cut} of them without an end (of these training takes whole blocks)" if cut else ""
     )
-    return f"wrote {len(made)} texts to {path}{without}"
+    return f"wrote {len(lines)} texts to {path}{without}"
 
 
 def _check_free(path: Path) -> None:
@@ -141,10 +141,10 @@ def _decoded_lines(
 ) -> list[str]:
     """Decode padded prompts, `inputs` [rows, length] long, greedily; return a JSON line that
     training reads for each prompt."""
-    given = {name: value.to(model.device) for name, value in inputs.items()}
+    tensors = {name: value.to(model.device) for name, value in inputs.items()}
     with torch.inference_mode():
         out = model.generate(
-            **given, decoding="static", do_sample=False, return_dict_in_generate=True, **options
+            **tensors, decoding="static", do_sample=False, return_dict_in_generate=True, **options
         )
     lines, (_, width) = [], inputs["input_ids"].shape
     lengths = inputs["attention_mask"].sum(1)

@@ -26,7 +26,7 @@ def bare_model(model: Any) -> MRPForCausalLM:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def make_ready(model: Any, args: MRPTrainingArguments) -> None:
+def prepare_model(model: Any, args: MRPTrainingArguments) -> None:
     """Freeze the weights that the objective does not train, and cast the others to float32: in
     bfloat16 most updates would be rounded away. With objective `mrp` the model decodes with
     `mrp_spec` by default, unless its generation config names a mode.
@@ -85,25 +85,25 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: MRPForCausalLM) -
     """Raise `ValueError` for the tokenizer of another model, by its size, mask and eos token."""
     config, ends = model.config, ends_of(model)
     mask, eos, size = tokenizer.mask_token_id, tokenizer.eos_token_id, len(tokenizer)
-    wrong = []
+    problems = []
     if size > config.vocab_size:
-        wrong.append(f"it has {size} tokens, and the model's vocabulary {config.vocab_size}")
+        problems.append(f"it has {size} tokens, and the model's vocabulary {config.vocab_size}")
     if (
         mask is None
         and config.mask_token_id < size
         and config.mask_token_id not in tokenizer.added_tokens_decoder
     ):
         token = tokenizer.convert_ids_to_tokens(config.mask_token_id)
-        wrong.append(f"the model's mask, id {config.mask_token_id}, is its token {token!r}")
+        problems.append(f"the model's mask, id {config.mask_token_id}, is its token {token!r}")
     elif mask not in (None, config.mask_token_id):
-        wrong.append(f"its mask has the id {mask}, and the model's {config.mask_token_id}")
+        problems.append(f"its mask has the id {mask}, and the model's {config.mask_token_id}")
     if ends and eos is not None and eos not in ends:
-        wrong.append(
+        problems.append(
             f"its eos has the id {eos}, and the model's texts end with {', '.join(map(str, ends))}"
         )
-    if wrong:
+    if problems:
         raise ValueError(
-            f"the tokenizer does not fit the model: {'; '.join(wrong)}. Give the tokenizer that "
+            f"the tokenizer does not fit the model: {'; '.join(problems)}. Give the tokenizer that "
             "belongs to the model"
         )
 
@@ -157,10 +157,10 @@ def as_rows(
     if dataset is None:
         return None
     if isinstance(dataset, Mapping) and held_out:
-        each = dataset.items()
+        splits = dataset.items()
         return {
-            split: as_rows(part, f"{name}[{split!r}]", model, args, tokenizer, True)
-            for split, part in each
+            split: as_rows(split_dataset, f"{name}[{split!r}]", model, args, tokenizer, True)
+            for split, split_dataset in splits
         }
     if isinstance(dataset, Mapping):
         raise ValueError(f"{name} has the splits {', '.join(dataset)}: give one of them")
@@ -185,5 +185,5 @@ def prompts_of(rows: Any, count: int) -> list[list[int]]:
     sample, if there are any."""
     # later epochs have larger numbers
     samples = (sample for number in range(len(rows)) for sample in samples_of(rows[number]))
-    begun = (sample.ids[: int(sample.response.argmax())].tolist() for sample in samples)
-    return list(islice(filter(None, begun), count))
+    prompts = (sample.ids[: int(sample.response.argmax())].tolist() for sample in samples)
+    return list(islice(filter(None, prompts), count))

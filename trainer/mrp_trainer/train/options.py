@@ -81,7 +81,7 @@ class RunOptions:
     def __post_init__(self) -> None:
         self.model = located(self.model)
         self.head, self.tokenizer = (
-            one if one is None else located(one) for one in (self.head, self.tokenizer)
+            source if source is None else located(source) for source in (self.head, self.tokenizer)
         )
 
 
@@ -135,22 +135,22 @@ class TrainerFlags:
 def check_declared(options: Any) -> None:
     """Raise `ValueError` for a value outside of the choices or the range that its field
     declares."""
-    for one in fields(options):
-        flagged = one.metadata.get("flag", {"kind": None, "more": one.metadata})
-        value, least, most = (
-            getattr(options, one.name),
+    for option in fields(options):
+        flagged = option.metadata.get("flag", {"kind": None, "more": option.metadata})
+        value, minimum, maximum = (
+            getattr(options, option.name),
             flagged["more"].get("min"),
             flagged["more"].get("max"),
         )
-        choices = one.metadata.get("one_of", get_args(flagged["kind"]))
+        choices = option.metadata.get("one_of", get_args(flagged["kind"]))
         if choices and value not in choices:
             raise ValueError(
-                f"{one.name} is {value!r}: choose {', '.join(map(repr, choices[:-1]))} or "
+                f"{option.name} is {value!r}: choose {', '.join(map(repr, choices[:-1]))} or "
                 f"{choices[-1]!r}"
             )
-        if least is not None and not least <= value <= (value if most is None else most):
-            needed = f"{least} or more" if most is None else f"from {least} to {most}"
-            raise ValueError(f"{one.name} is {value}: it must be {needed}")
+        if minimum is not None and not minimum <= value <= (value if maximum is None else maximum):
+            needed = f"{minimum} or more" if maximum is None else f"from {minimum} to {maximum}"
+            raise ValueError(f"{option.name} is {value}: it must be {needed}")
 
 
 @dataclass

@@ -27,7 +27,7 @@ from .arguments import MRPTrainingArguments
 from .attention import TRAINING_FLEX, attending
 from .checkpoints import LogAtSaves, last_whole_checkpoint, make_room, step_of, under_own_class
 from .collator import DiffusionCollator
-from .inputs import as_rows, bare_model, check_tokenizer, make_ready, prompts_of
+from .inputs import as_rows, bare_model, check_tokenizer, prepare_model, prompts_of
 from .measures import Measures
 from .objectives import Measured, block_diffusion
 from .optimizer import MuonAdamW
@@ -95,7 +95,7 @@ class MRPTrainer(Trainer):
                     "model trains: leave it out. Evaluations measure what is listed at "
                     "MRPTrainer.log, and with eval_prompts how far drafts carry"
                 )
-        make_ready(model, args)
+        prepare_model(model, args)
         bare = bare_model(model)
         if isinstance(processing_class, PreTrainedTokenizerBase):
             check_tokenizer(processing_class, bare)
@@ -194,12 +194,12 @@ class MRPTrainer(Trainer):
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
         """Compute epochs and steps as `Trainer` does, but leave no epoch if the resumed checkpoint
         is of the last step: the Trainer checks only after a step whether training is done."""
-        epochs, steps_per_epoch, *rest, max_steps = super().set_initial_training_values(
+        epochs, steps_per_epoch, *counts, max_steps = super().set_initial_training_values(
             args, dataloader
         )
         if self._steps_done >= max_steps:
             epochs = self._steps_done // steps_per_epoch
-        return epochs, steps_per_epoch, *rest, max_steps
+        return epochs, steps_per_epoch, *counts, max_steps
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Create the optimizer as `Trainer` does, or if a rate for Muon is given, Muon and AdamW as
@@ -268,13 +268,13 @@ class MRPTrainer(Trainer):
 
     def _check_trained_weights(self) -> None:
         """Raise `FloatingPointError`, in all processes, if a weight that trains is not finite."""
-        whole = all(
+        finite = all(
             _is_finite(weight) for weight in self.model.parameters() if weight.requires_grad
         )
-        parts = torch.tensor(0.0 if whole else math.nan, device=self.args.device)
+        indicator = torch.tensor(0.0 if finite else math.nan, device=self.args.device)
         self._check_finite(
             f"a weight behind step {self.state.global_step}",
-            self.accelerator.reduce(parts, reduction="sum"),
+            self.accelerator.reduce(indicator, reduction="sum"),
         )
 
     def compute_loss(
@@ -320,7 +320,7 @@ class MRPTrainer(Trainer):
         graph is used.
         """
         bare = bare_model(self.accelerator.unwrap_model(model))
-        own = vars(bare).get("forward")
+        own_forward = vars(bare).get("forward")
         computed: list[tuple[Tensor, Measured]] = []
 
         def forward(*args: Any, **kwargs: Any) -> Tensor:
@@ -336,10 +336,10 @@ class MRPTrainer(Trainer):
         try:
             returned = model(batch.input_ids)
         finally:
-            if own is None:
+            if own_forward is None:
                 del bare.forward
             else:
-                bare.forward = own
+                bare.forward = own_forward
         loss, measured = computed[0]
         return loss.detach() + (returned - returned.detach()), measured
 
@@ -379,24 +379,24 @@ class MRPTrainer(Trainer):
         (`save_total_limit`), and one that cannot be saved, as on a full disk, is removed.
         """
         self._check_trained_weights()
-        own, name = OwnFolder(str(self.args.output_dir)), f"checkpoint-{self.state.global_step}"
+        folder, name = OwnFolder(str(self.args.output_dir)), f"checkpoint-{self.state.global_step}"
         limit = self.args.save_total_limit
-        ours = self.args.should_save and own.claimed
-        new = not (own.path / name).exists()
-        if ours:
-            own.claim(name)
+        has_listing = self.args.should_save and folder.claimed
+        new = not (folder.path / name).exists()
+        if has_listing:
+            folder.claim(name)
             self.args.save_total_limit = None
         try:
             with self._head_alone(self.args.push_to_hub):
                 super()._save_checkpoint(model, trial)
         except (OSError, RuntimeError, SafetensorError):
-            if ours and new:
-                own.remove(name)
+            if has_listing and new:
+                folder.remove(name)
             raise
         finally:
             self.args.save_total_limit = limit
-        if ours and limit is not None and limit > 0:
-            make_room(own, limit, {name, Path(self.state.best_model_checkpoint or "").name})
+        if has_listing and limit is not None and limit > 0:
+            make_room(folder, limit, {name, Path(self.state.best_model_checkpoint or "").name})
 
     @contextmanager
     def _head_alone(self, pushed: bool) -> Iterator[None]:
@@ -404,8 +404,8 @@ class MRPTrainer(Trainer):
         a name (one on the Hub if the result is `pushed`) and the model is not sharded; otherwise
         everything is saved."""
         bare: Any = bare_model(self.model)
-        own = self.args.objective == "mrp" and not self.is_fsdp_enabled
-        source = bare.backbone_source if own and bare is self.model else None
+        head_only = self.args.objective == "mrp" and not self.is_fsdp_enabled
+        source = bare.backbone_source if head_only and bare is self.model else None
         named = source is not None and (not pushed or is_hub_id(source[0]))
         if named:
             bare.save_pretrained = partial(bare.save_pretrained, head_only=True)
@@ -484,9 +484,9 @@ class MRPTrainer(Trainer):
                 self.accelerator.autocast(),
             ):
                 prompts = prompts_of(dataloader.dataset, self.args.eval_prompts)
-                asked = inner, self.processing_class, prompts, self.args.eval_new_tokens
-                summary |= measure_acceptance(*asked)
-                stale = measure_acceptance(*asked, decoding="self_spec")
+                arguments = inner, self.processing_class, prompts, self.args.eval_new_tokens
+                summary |= measure_acceptance(*arguments)
+                stale = measure_acceptance(*arguments, decoding="self_spec")
                 summary["stale_tokens_per_forward"] = stale["tokens_per_forward"]
         prefix = kwargs.get("metric_key_prefix", "eval")
         output.metrics.update({f"{prefix}_{name}": value for name, value in summary.items()})
