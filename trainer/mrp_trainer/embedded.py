@@ -9,9 +9,9 @@ _HERE = Path(__file__).parent
 TINY = str(
     next(
         (
-            at
-            for at in (_HERE / EMBEDDED, _HERE.parents[1] / "hub_configs" / EMBEDDED)
-            if at.is_dir()
+            folder
+            for folder in (_HERE / EMBEDDED, _HERE.parents[1] / "hub_configs" / EMBEDDED)
+            if folder.is_dir()
         ),
         EMBEDDED,
     )

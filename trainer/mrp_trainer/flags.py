@@ -92,26 +92,18 @@ def takes_flags(
 
     The function gets an argument for each flag that was given; choices are plain strings.
     """
-    parameters = [
-        _parameter(option, hints[option.name], option.name in required)
-        for group, hints in ((group, get_type_hints(group)) for group in groups)
-        for option in fields(group)
-        if "flag" in option.metadata and option.metadata["only"] in (None, only)
-    ]
+    parameters = []
+    for group in groups:
+        hints = get_type_hints(group)
+        for option in fields(group):
+            if "flag" in option.metadata and option.metadata["only"] in (None, only):
+                parameters.append(_parameter(option, hints[option.name], option.name in required))
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
-        def command(**given: Any) -> Any:
-            plain = {
-                name: [getattr(option, "value", option) for option in value]
-                if isinstance(value, list | tuple)
-                else value
-                for name, value in given.items()
-            }
+        def command(**flags: Any) -> Any:
             with reported_errors():
-                return function(
-                    **{name: value for name, value in plain.items() if value not in (None, [])}
-                )
+                return function(**_plain_values(flags))
 
         described: Any = command
         described.__signature__ = inspect.Signature(parameters)
@@ -119,6 +111,17 @@ def takes_flags(
         return command
 
     return decorate
+
+
+def _plain_values(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of the flags that were given, choices as plain strings."""
+    plain = {}
+    for name, value in flags.items():
+        if isinstance(value, list | tuple):
+            value = [getattr(choice, "value", choice) for choice in value]
+        if value not in (None, []):
+            plain[name] = value
+    return plain
 
 
 def _parameter(option: Field[Any], hint: Any, required: bool) -> inspect.Parameter:
@@ -130,25 +133,29 @@ def _parameter(option: Field[Any], hint: Any, required: bool) -> inspect.Paramet
     repeatable = get_origin(kind) is list
     plain = get_args(kind)[0] if repeatable else kind
     choices = get_args(plain)
-    described = (
-        f"{declared['help'].rstrip('.')}: {', '.join(choices)}." if choices else declared["help"]
-    )
+    description = declared["help"]
+    if choices:
+        description = f"{description.rstrip('.')}: {', '.join(choices)}."
+    if repeatable:
+        description = f"{description} Repeatable."
     metavar = option.name.upper() if choices else _METAVARS.get(plain)
-    names = (
-        declared["name"].split()
-        if declared["name"]
-        else [f"--{option.name.replace('_', '-')}"]
-        if kind is bool
-        else []
-    )
-    declaration = (typer.Argument if declared["positional"] else partial(typer.Option, *names))(
+    names = []
+    if declared["name"]:
+        names = declared["name"].split()
+    elif kind is bool:
+        names = [f"--{option.name.replace('_', '-')}"]
+    declare = typer.Argument if declared["positional"] else partial(typer.Option, *names)
+    declaration = declare(
         rich_help_panel=declared["panel"],
-        help=f"{described} Repeatable." if repeatable else described,
+        help=description,
         show_default=shown_default(option) or False,
         **({"metavar": metavar} | declared["more"]),
     )
-    default = inspect.Parameter.empty if required else None
-    kind = for_typer(kind) if required else for_typer(kind) | None
+    default: Any = inspect.Parameter.empty
+    kind = for_typer(kind)
+    if not required:
+        default = None
+        kind = kind | None
     return inspect.Parameter(
         option.name,
         inspect.Parameter.KEYWORD_ONLY,
@@ -202,12 +209,11 @@ def meant_flags(unknown: str, parameters: Sequence[Any]) -> list[str]:
     beginning, or a similar one. Where nothing is similar, a command with `--set` may take it
     there."""
     words = unknown.lstrip("-").replace("_", "-")
-    flags = {
-        name: parameter
-        for parameter in parameters
-        for name in parameter.opts
-        if name.startswith("--")
-    }
+    flags = {}
+    for parameter in parameters:
+        for name in parameter.opts:
+            if name.startswith("--"):
+                flags[name] = parameter
     names = [name for name, parameter in flags.items() if parameter.name.replace("_", "-") == words]
     names += [name for name in flags if "".join(word[:1] for word in name[2:].split("-")) == words]
     names += [name for name in flags if name.startswith(f"--{words}")]
@@ -224,13 +230,10 @@ def reported_errors() -> Iterator[None]:
     try:
         yield
     except (ValueError, ImportError, OSError, FloatingPointError) as error:
-        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-        full = full and "free some space" not in str(error)
-        remedy = (
-            ": free some space, and repeat the command. What was there before is as it was"
-            if full
-            else ""
-        )
+        is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        remedy = ""
+        if is_full and "free some space" not in str(error):
+            remedy = ": free some space, and repeat the command. What was there before is as it was"
         lines = [f"Error: {error}{remedy}", *getattr(error, "__notes__", ())]
         typer.secho("\n".join(lines), fg="red", err=True)
         raise typer.Exit(1) from error
@@ -265,7 +268,7 @@ def assigned(
     """
     values: dict[str, Any] = {}
     for assignment in assignments:
-        name, equals, text = (part.strip() for part in assignment.partition("="))
+        name, equals, text = map(str.strip, assignment.partition("="))
         if not (name and equals and text):
             raise ValueError(f"--set {assignment}: write it as NAME=VALUE")
         if name in values:

@@ -104,8 +104,12 @@ def load_model(
         )
     checked = checked_device(device)
     base, of_base, adapter = _base_and_adapter(source, revision, backbone)
-    weights: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
-    pinned: dict[str, Any] = {} if of_base is None else {"revision": of_base}
+    weights: dict[str, Any] = {}
+    if dtype is not None:
+        weights["dtype"] = dtype
+    pinned: dict[str, Any] = {}
+    if of_base is not None:
+        pinned["revision"] = of_base
     if backbone is None or adapter is not None:
         model = MRPForCausalLM.from_pretrained(base, **pinned, **weights)
     else:
@@ -147,7 +151,8 @@ def _base_and_adapter(
     """Return the source of the model, its revision, and the source of the adapter on it or None. A
     folder that holds both is loaded as a model; `backbone` replaces the model that an adapter
     names."""
-    source, adapter_config = located(source), None
+    source = located(source)
+    adapter_config = None
     if not (Path(source) / "config.json").is_file():
         # the error is raised when the model's config is not found either
         with suppress(OSError, ValueError):

@@ -56,7 +56,9 @@ def write_output(
         OSError: if it cannot be written, such as on a full disk; what was there is left as it was.
     """
     check_output(path)
-    path, content = Path(path), content.encode() if isinstance(content, str) else content
+    path = Path(path)
+    if isinstance(content, str):
+        content = content.encode()
     if path.exists() and not path.is_file():  # a device or a pipe
         path.write_bytes(content)
         return
@@ -129,11 +131,14 @@ class OwnFolder:
     def names(self) -> list[str]:
         """Read the paths in the listing, relative to the folder; lines that lead out of it are left
         out."""
-        lines = self.listing.read_text(encoding="utf-8").splitlines() if self.claimed else []
-        inside = [
-            line for line in lines if not Path(line).is_absolute() and ".." not in Path(line).parts
-        ]
-        return [line for line in inside if line not in ("", ".", _HEADING)]
+        if not self.claimed:
+            return []
+        names = []
+        for line in self.listing.read_text(encoding="utf-8").splitlines():
+            is_inside = not Path(line).is_absolute() and ".." not in Path(line).parts
+            if is_inside and line not in ("", ".", _HEADING):
+                names.append(line)
+        return names
 
     def check_free(self, *names: str) -> None:
         """Raise `ValueError` if something in the folder has one of these names and is not
@@ -186,20 +191,21 @@ class OwnFolder:
         try:
             partial.mkdir()
             yield partial
-            files = [
-                path.relative_to(partial) for path in sorted(partial.rglob("*")) if path.is_file()
-            ]
-            self.check_free(*(file.as_posix() for file in files))
+            names = []
+            for path in sorted(partial.rglob("*")):
+                if path.is_file():
+                    names.append(path.relative_to(partial).as_posix())
+            self.check_free(*names)
             stale = {
                 name
                 for name in self.names()
                 if name.endswith((".safetensors", ".safetensors.index.json"))
             }
-            self.claim(*(file.as_posix() for file in files))
-            for file in files:
-                (self.path / file).parent.mkdir(parents=True, exist_ok=True)
-                (partial / file).replace(self.path / file)
-            self.remove(*stale - {file.as_posix() for file in files})
+            self.claim(*names)
+            for name in names:
+                (self.path / name).parent.mkdir(parents=True, exist_ok=True)
+                (partial / name).replace(self.path / name)
+            self.remove(*stale - set(names))
         finally:
             self.remove(_SAVING)
 

@@ -78,13 +78,8 @@ def train_backbone(**flags: Any) -> None:
 def _train(objective: str, flags: dict[str, Any]) -> None:
     """Train a model, or with `--dry-run` only print the parameters and memory that the run would
     need."""
-    command = TrainCommand(
-        **{
-            option.name: flags.pop(option.name)
-            for option in fields(TrainCommand)
-            if option.name in flags
-        }
-    )
+    names = [option.name for option in fields(TrainCommand) if option.name in flags]
+    command = TrainCommand(**{name: flags.pop(name) for name in names})
     from ..train.runs import dry_run, open_run
     from ..train.settings import read_settings
 
@@ -190,9 +185,9 @@ def tasks(
     with reported_errors():
         from ..data.tasks import training_lines
 
-        lines = [
-            line for choice in family for line in training_lines(choice.value, split, count, seed)
-        ]
+        lines: list[str] = []
+        for choice in family:
+            lines += training_lines(choice.value, split, count, seed)
         _print_or_write("".join(f"{line}\n" for line in lines), output, overwrite)
         if output is not None:
             typer.echo(f"wrote {len(lines)} records to {output}")

@@ -4,7 +4,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from typing import Any
 
 from jinja2 import TemplateError
@@ -73,10 +72,12 @@ class RecordEncoder:
         `prompt`. `FieldError` if the record is malformed, its prompt is empty or holds the mask
         token, or the chat template refuses it."""
         record = parse_prompt(row)
+        begin: list[int] = []
         if isinstance(record, Chat):
-            begin, text = [], self._render(record, len(record.messages), add_generation_prompt=True)
+            text = self._render(record, len(record.messages), add_generation_prompt=True)
         else:
-            begin, text = self._begin_ids, record.prompt
+            begin = self._begin_ids
+            text = record.prompt
         if not (ids := self._ids([text])[0]):
             raise FieldError("prompt", "it has no token: write a longer one")
         return self._without_mask([*begin, *ids])
@@ -90,13 +91,17 @@ class RecordEncoder:
         renders.
         """
         record = parse(row)
+        ended = True
+        steps: list[int] | None = None
         if isinstance(record, Trajectory):
             self._check_decoder(record)
-            start, ids = record.response_start, record.ids
-            learned = [index >= start for index in range(len(ids))]
-            ended, steps = ids[-1] in self.end_token_ids, [*[-1] * start, *record.reveal_step]
+            ids = record.ids
+            start = record.response_start
+            learned = [False] * start + [True] * (len(ids) - start)
+            ended = ids[-1] in self.end_token_ids
+            steps = [-1] * start + record.reveal_step
         else:
-            (ids, learned), ended, steps = self._encode(record), True, None
+            ids, learned = self._encode(record)
         pad = self.tokenizer.pad_token_id
         return make_sample(
             self._without_mask(ids), learned, self.block_size, pad, ended, self.capacity, steps
@@ -114,7 +119,9 @@ class RecordEncoder:
         """List the ids that begin a plain text or prompt: the bos token if the tokenizer prepends
         one, else no ids."""
         begin = self.tokenizer.bos_token_id
-        return [begin] if begin is not None and self.tokenizer("a")["input_ids"][0] == begin else []
+        if begin is None or self.tokenizer("a")["input_ids"][0] != begin:
+            return []
+        return [begin]
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
         return self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
@@ -129,7 +136,8 @@ class RecordEncoder:
     def _check_decoder(self, record: Trajectory) -> None:
         """Raise `FieldError` if a trajectory's ids, block size or mask do not fit the model; warn
         if its backbone does not."""
-        vocab_size, decoder = self.vocab_size or len(self.tokenizer), record.decoded_by
+        vocab_size = self.vocab_size or len(self.tokenizer)
+        decoder = record.decoded_by
         if invalid := [token for token in record.ids if not 0 <= token < vocab_size]:
             raise FieldError(
                 "ids", f"found {invalid[0]}: needed are ids from 0 to {vocab_size - 1}"
@@ -149,22 +157,21 @@ class RecordEncoder:
             )
 
     def _encode(self, record: Chat | Text) -> tuple[list[int], list[bool]]:
-        segments = (
-            self._segments(record)
-            if isinstance(record, Chat)
-            else [(record.prompt, False), (record.completion, True)]
-        )
+        if isinstance(record, Chat):
+            segments = self._segments(record)
+            ids: list[int] = []
+        else:
+            segments = [(record.prompt, False), (record.completion, True)]
+            ids = list(self._begin_ids)
+        learned = [False] * len(ids)
         encoded = self._ids([text for text, _ in segments])
-        begin = [] if isinstance(record, Chat) else self._begin_ids
-        ids = [*begin, *chain.from_iterable(encoded)]
-        learned = [False] * len(begin)
         for segment_ids, (_, is_learned) in zip(encoded, segments, strict=True):
+            ids += segment_ids
             learned += [is_learned] * len(segment_ids)
-        return (
-            (ids, learned)
-            if ids and ids[-1] in self.end_token_ids
-            else ([*ids, self.end_token_ids[0]], [*learned, True])
-        )
+        if not ids or ids[-1] not in self.end_token_ids:
+            ids.append(self.end_token_ids[0])
+            learned.append(True)
+        return ids, learned
 
     def _segments(self, record: Chat) -> list[Segment]:
         """Cut a chat's text into learned turns and what lies between; each is tokenized alone, as a
@@ -195,7 +202,9 @@ class RecordEncoder:
         """Find an assistant turn in the whole text; return its begin and its end behind the end
         token, or None if not found."""
         prefix = self._render(record, index, add_generation_prompt=True)
-        rendered = text if index == len(record.messages) - 1 else self._render(record, index + 1)
+        rendered = text
+        if index < len(record.messages) - 1:
+            rendered = self._render(record, index + 1)
         if not text.startswith(prefix) or not rendered.startswith(prefix):
             return None
         begin = len(prefix)
@@ -203,11 +212,11 @@ class RecordEncoder:
         # messages change how this one is rendered (some templates drop an earlier turn's
         # reasoning).
         if any(token in rendered[begin:] for token in self._end_tokens):
-            ends = [
-                position + len(token)
-                for token in self._end_tokens
-                if (position := text.find(token, begin)) >= 0
-            ]
+            ends = []
+            for token in self._end_tokens:
+                position = text.find(token, begin)
+                if position >= 0:
+                    ends.append(position + len(token))
             return (begin, min(ends)) if ends else None
         return (begin, len(rendered)) if text.startswith(rendered) else None
 

@@ -83,11 +83,14 @@ class RecordError(ValueError):
     """An error that lists malformed records, each with its file, line and field."""
 
     def __init__(self, problems: Sequence[str], incomplete: bool = False) -> None:
-        head = (
-            f"{'the first ' * incomplete}{len(problems)} malformed "
-            f"records{' (there may be more)' * incomplete}:"
-        )
-        super().__init__("\n  ".join(problems if len(problems) == 1 else [head, *problems]))
+        lines = list(problems)
+        if len(problems) != 1:
+            lines.insert(
+                0,
+                f"{'the first ' * incomplete}{len(problems)} malformed "
+                f"records{' (there may be more)' * incomplete}:",
+            )
+        super().__init__("\n  ".join(lines))
 
 
 def parse(row: Any) -> Chat | Text | Trajectory:
@@ -101,11 +104,16 @@ def parse(row: Any) -> Chat | Text | Trajectory:
         return Text("", _learned("text", fields["text"]))
     if "reveal_step" in fields:
         return _trajectory(fields)
-    prompt, completion = fields.get("prompt"), fields.get("completion")
-    if "messages" not in fields and not (isinstance(prompt, list) and isinstance(completion, list)):
-        return Text(_string("prompt", prompt), _learned("completion", completion))
-    learned_from = 0 if "messages" in fields else len(prompt or [])
-    messages = _messages(fields.get("messages", [*(prompt or []), *(completion or [])]))
+    if "messages" in fields:
+        learned_from = 0
+        messages = _messages(fields["messages"])
+    else:
+        prompt = fields.get("prompt")
+        completion = fields.get("completion")
+        if not (isinstance(prompt, list) and isinstance(completion, list)):
+            return Text(_string("prompt", prompt), _learned("completion", completion))
+        learned_from = len(prompt)
+        messages = _messages([*prompt, *completion])
     replies = [
         index
         for index, message in enumerate(messages)
@@ -129,9 +137,9 @@ def parse_prompt(row: Any) -> Chat | Text:
     if names == ["prompt"] and not isinstance(value, list):
         return Text(_string("prompt", value), "")
     messages = _messages(value)
-    return Chat(
-        messages[:-1] if messages[-1]["role"] == "assistant" else messages, 0, fields.get("tools")
-    )
+    if messages[-1]["role"] == "assistant":
+        messages.pop()
+    return Chat(messages, 0, fields.get("tools"))
 
 
 def _record_fields(row: Any) -> dict[str, Any]:
@@ -169,12 +177,10 @@ def _of_sharegpt(message: Any) -> Any:
 def _trajectory(fields: Mapping[str, Any]) -> Trajectory:
     """Make a trajectory of a row's fields; `FieldError` unless each id of the response has a
     step."""
-    values: Any = [fields.get(name) for name in ("ids", "response_start", "reveal_step")]
-    ids, start, steps = values
-    well_formed = all(
-        isinstance(numbers, list) and numbers and {type(number) for number in numbers} == {int}
-        for numbers in (ids, [start], steps)
-    )
+    ids: Any = fields.get("ids")
+    start: Any = fields.get("response_start")
+    steps: Any = fields.get("reveal_step")
+    well_formed = _is_int_list(ids) and _is_int_list([start]) and _is_int_list(steps)
     if (
         not well_formed
         or not 0 <= start < len(ids)
@@ -198,6 +204,11 @@ def _trajectory(fields: Mapping[str, Any]) -> Trajectory:
     return Trajectory(ids, start, steps, decoder)
 
 
+def _is_int_list(value: Any) -> bool:
+    """Return whether a value is a list of ints, bools excluded, with at least one."""
+    return isinstance(value, list) and {type(number) for number in value} == {int}
+
+
 def _messages(messages: Any) -> list[dict[str, Any]]:
     """Check the messages of a conversation, prompt and completion joined; return them without
     fields that are null."""
@@ -215,7 +226,8 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
             )
         # Tables fill missing fields with null, which templates would print.
         message = {key: value for key, value in message.items() if value is not None}
-        role, calls = message.get("role"), message.get("tool_calls")
+        role = message.get("role")
+        calls = message.get("tool_calls")
         if role not in ROLES:
             raise FieldError(
                 f"{location}.role",
@@ -273,4 +285,6 @@ def _format_value(value: Any) -> str:
     if value is None:
         return "nothing"
     text = repr(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
+    if len(text) > 40:
+        text = f"{text[:37]}..."
+    return text

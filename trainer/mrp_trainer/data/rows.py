@@ -41,13 +41,12 @@ class RecordRows(Dataset[list[Sample]]):
         seed: int = 0,
         shuffle: bool = True,
     ) -> None:
-        self.seed, self.shuffle = seed, shuffle
+        self.seed = seed
+        self.shuffle = shuffle
         encoded = [sample for _, sample in checked(source, encoder.sample)]
         self._samples = [sample for sample in encoded if sample is not None]
-        count, uncut = (
-            len(self._samples),
-            sum(sample.length is not None for sample in self._samples),
-        )
+        count = len(self._samples)
+        uncut = sum(sample.length is not None for sample in self._samples)
         if uncut < len(encoded):
             problem = (
                 f"{', '.join(source.tables)}: of {len(encoded)} records {count - uncut} lose their "
@@ -60,12 +59,11 @@ class RecordRows(Dataset[list[Sample]]):
         if packed:
             lengths = np.asarray([len(sample.ids) for sample in self._samples])
             order = _order(count, seed, 0) if shuffle else np.arange(count)
-            windows = [order[begin : begin + _WINDOW] for begin in range(0, count, _WINDOW)]
-            self._rows = [
-                numbers[row]
-                for numbers in windows
-                for row in pack(lengths[numbers], encoder.capacity)
-            ]
+            self._rows: list[np.ndarray] = []
+            for begin in range(0, count, _WINDOW):
+                numbers = order[begin : begin + _WINDOW]
+                for row in pack(lengths[numbers], encoder.capacity):
+                    self._rows.append(numbers[row])
         else:
             self._rows = list(np.arange(count)[:, None])
 

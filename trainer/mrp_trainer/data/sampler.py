@@ -31,7 +31,9 @@ class LengthBucketSampler(Sampler[int]):
     """
 
     def __init__(self, dataset: Any, batch_size: int, epoch: Callable[[], int]) -> None:
-        self.dataset, self.batch_size, self.epoch = dataset, batch_size, epoch
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.epoch = epoch
 
     def __len__(self) -> int:
         return -(-len(self.dataset) // self.batch_size) * self.batch_size

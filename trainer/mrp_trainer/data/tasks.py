@@ -113,8 +113,10 @@ def _math(rng: random.Random) -> Problem:
         kind = rng.choice([kind for kind in _TOLD if possible[kind]])
         if kind == "*":
             operand = 3 if value * 3 <= _LARGEST and rng.random() < 0.5 else 2
+        elif kind == "+":
+            operand = rng.randint(1, min(9, _LARGEST - value))
         else:
-            operand = rng.randint(1, min(9, _LARGEST - value if kind == "+" else value - 1))
+            operand = rng.randint(1, min(9, value - 1))
         words = {
             "p": person,
             "q": partner,
@@ -147,8 +149,10 @@ def _judge_math(problem: Problem, text: str) -> bool:
         if (match := _EQUATION.fullmatch(line)) is None:
             return False
         unknown, first, sign, second, result = match.groups()
-        a, b = int(first), int(second)
-        if _RESULTS[sign](a, b) != int(result) or (results and results[-1] not in (a, b)):
+        operands = (int(first), int(second))
+        if _RESULTS[sign](*operands) != int(result):
+            return False
+        if results and results[-1] not in operands:
             return False
         unknowns.add(unknown)
         results.append(int(result))
@@ -194,7 +198,9 @@ def _map(rng: random.Random) -> _Phrase:
 
 
 def _code_number(rng: random.Random) -> Problem:
-    test, yes, no = _test(rng), _map(rng), _map(rng)
+    test = _test(rng)
+    yes = _map(rng)
+    no = _map(rng)
     prompt = rng.choice(
         (
             "Given a number, return it {yes} if it is {test}, else {no}.",
@@ -216,14 +222,10 @@ def _code_number(rng: random.Random) -> Problem:
             "    return {x}",
         )
     )
-    answer = layout.format(
-        f=function,
-        x=x,
-        **{
-            k: rng.choice(p.python).format(x=x)
-            for k, p in (("test", test), ("yes", yes), ("no", no))
-        },
-    )
+    python = {}
+    for name, phrase in (("test", test), ("yes", yes), ("no", no)):
+        python[name] = rng.choice(phrase.python).format(x=x)
+    answer = layout.format(f=function, x=x, **python)
     cases = [(v, yes.compute(v) if test.compute(v) else no.compute(v)) for v in range(-5, 20)]
     return Problem("code", prompt, answer, cases=cases)
 
@@ -273,7 +275,8 @@ _GOALS: dict[str, tuple[tuple[str, ...], str, str, str]] = {
 
 
 def _code_list(rng: random.Random) -> Problem:
-    test, transform = _test(rng), _map(rng)
+    test = _test(rng)
+    transform = _map(rng)
     goal = rng.choice(("sum", "list", "count"))
     prompts, zero, gain, comprehension = _GOALS[goal]
     layouts = (_LOOP.replace("ZERO", zero).replace("GAIN", gain), comprehension)
@@ -282,15 +285,17 @@ def _code_list(rng: random.Random) -> Problem:
     x = _name(rng, (function, xs))
     acc = _name(rng, (function, xs, x))
     python_each = rng.choice(transform.python).format(x=x)
-    answer = rng.choice(layouts).format(
+    layout = rng.choice(layouts)
+    # Both are drawn, so that every goal takes as many random numbers.
+    test_before = rng.choice(test.python).format(x=x)
+    test_after = rng.choice(test.python).format(x=f"({python_each})")
+    answer = layout.format(
         f=function,
         xs=xs,
         x=x,
         acc=acc,
         each=python_each,
-        test=[rng.choice(test.python).format(x=tested) for tested in (x, f"({python_each})")][
-            goal == "count"
-        ],
+        test=test_after if goal == "count" else test_before,
     )
 
     def expected(values: list[int]) -> Any:
@@ -299,9 +304,9 @@ def _code_list(rng: random.Random) -> Problem:
         results = [transform.compute(v) for v in values if test.compute(v)]
         return sum(results) if goal == "sum" else results
 
-    inputs: list[list[int]] = [
-        [rng.randint(-5, 20) for _ in range(length)] for length in (0, 1, 5, 8, 12)
-    ]
+    inputs: list[list[int]] = []
+    for length in (0, 1, 5, 8, 12):
+        inputs.append([rng.randint(-5, 20) for _ in range(length)])
     inputs.append(list(range(-5, 21)))
     return Problem(
         "code",
@@ -348,10 +353,14 @@ def make_problem(family: Family, split: Split, index: int, seed: int = 0) -> Pro
     """Make the ``index``-th problem of a split: always the same for the same arguments."""
     rng = random.Random(f"{family}/{split}/{seed}/{index}")
     while True:
-        if family == "code":
-            problem = (_code_number if rng.random() < 0.5 else _code_list)(rng)
+        if family == "math":
+            problem = _math(rng)
+        elif family == "source":
+            problem = _source(rng, split)
+        elif rng.random() < 0.5:
+            problem = _code_number(rng)
         else:
-            problem = _math(rng) if family == "math" else _source(rng, split)
+            problem = _code_list(rng)
         if belongs(problem.prompt, split):
             return problem
 
@@ -381,17 +390,20 @@ def judge(problems: Sequence[Problem], texts: Sequence[str]) -> list[bool | None
     the text is one function, allowed by the sandbox, that reproduces every hidden case. ``source``:
     None, since real text has no right continuation.
     """
-    code = [(p, text) for p, text in zip(problems, texts, strict=True) if p.family == "code"]
-    results = iter(
-        run_functions([(text, [argument for argument, _ in p.cases]) for p, text in code])
-    )
-
-    def verdict(problem: Problem, text: str) -> bool | None:
+    programs = []
+    for problem, text in zip(problems, texts, strict=True):
         if problem.family == "code":
-            return next(results) == [result for _, result in problem.cases]
-        return _judge_math(problem, text) if problem.family == "math" else None
-
-    return [verdict(problem, text) for problem, text in zip(problems, texts, strict=True)]
+            programs.append((text, [argument for argument, _ in problem.cases]))
+    results = iter(run_functions(programs))
+    verdicts: list[bool | None] = []
+    for problem, text in zip(problems, texts, strict=True):
+        if problem.family == "code":
+            verdicts.append(next(results) == [result for _, result in problem.cases])
+        elif problem.family == "math":
+            verdicts.append(_judge_math(problem, text))
+        else:
+            verdicts.append(None)
+    return verdicts
 
 
 def training_lines(family: Family, split: Split, count: int, seed: int = 0) -> Iterator[str]:

@@ -60,7 +60,9 @@ class Check:
     @property
     def verdict(self) -> str:
         """Return `ok` in words, for Markdown."""
-        return "left out" if self.ok is None else "ok" if self.ok else "**failed**"
+        if self.ok is None:
+            return "left out"
+        return "ok" if self.ok else "**failed**"
 
 
 def checked(name: str, check: Callable[[], Check]) -> Check:
@@ -155,17 +157,14 @@ def drafters(model: MRPForCausalLM) -> tuple[str, ...]:
 def check_weights(model: MRPForCausalLM) -> Iterator[Check]:
     """Check that the weights of the backbone, and of the head if any, are finite."""
     for component in ("backbone", *["head"] * model.config.has_head):
-        named = [
-            pair
-            for pair in model.named_parameters()
-            if pair[0].startswith("mrp_head.") == (component == "head")
-        ]
-        not_finite = [name for name, weight in named if not weight.isfinite().all()]
-        note = (
-            f"not finite: {', '.join(not_finite[:3])}"
-            if not_finite
-            else f"{sum(weight.numel() for _, weight in named):,} numbers"
-        )
+        weights = {}
+        for name, weight in model.named_parameters():
+            if name.startswith("mrp_head.") == (component == "head"):
+                weights[name] = weight
+        not_finite = [name for name, weight in weights.items() if not weight.isfinite().all()]
+        note = f"{sum(weight.numel() for weight in weights.values()):,} numbers"
+        if not_finite:
+            note = f"not finite: {', '.join(not_finite[:3])}"
         yield Check(f"weights of the {component}", not not_finite, None, note)
 
 
@@ -183,10 +182,8 @@ def check_noise(device: torch.device) -> Iterator[Check]:
                 "its integers of 64 bits differ from the host's: texts sampled here are of other "
                 "seeds"
             )
-        noise, vocab = (
-            gumbel_noise(keys, 4096, torch.float32).cpu(),
-            np.arange(4096)[None].repeat(len(table), 0),
-        )
+        noise = gumbel_noise(keys, 4096, torch.float32).cpu()
+        vocab = np.arange(4096)[None].repeat(len(table), 0)
         expected = torch.from_numpy(gumbel(host_keys, vocab)).float()
         check_close("its noise differs from the host's", noise, expected)
         return Check("noise of sampling", True, relative_error(noise, expected))
@@ -207,10 +204,12 @@ def check_kernels(model: MRPForCausalLM) -> Iterator[Check]:
         return
 
     def agrees(kernel: Kernel, samples: list[tuple[Any, ...]]) -> Check:
-        pairs = [pair for arguments in samples for pair in run_both(kernel, arguments)]
-        for pair in pairs:
-            check_close("its results differ from PyTorch's", *pair)
-        return Check(f"kernel {kernel.name}", True, max(relative_error(*pair) for pair in pairs))
+        errors = []
+        for arguments in samples:
+            for result, expected in run_both(kernel, arguments):
+                check_close("its results differ from PyTorch's", result, expected)
+                errors.append(relative_error(result, expected))
+        return Check(f"kernel {kernel.name}", True, max(errors))
 
     for kernel, samples in samples_of(model.config, template).items():
         yield checked(f"kernel {kernel.name}", partial(agrees, kernel, samples))
@@ -219,9 +218,9 @@ def check_kernels(model: MRPForCausalLM) -> Iterator[Check]:
 def check_drafts(model: MRPForCausalLM, inputs: dict[str, Tensor], states: int) -> Iterator[Check]:
     """Compare the texts of each drafting mode with those of its target without drafts; `states` is
     K."""
-    plain: dict[str, Any] = (
-        {"graphs": False, "kernels": False} if model.device.type == "cpu" else {}
-    )
+    plain: dict[str, Any] = {}
+    if model.device.type == "cpu":
+        plain = {"graphs": False, "kernels": False}
     decode_target = cache(lambda target: decode(model, inputs, decoding=target, **plain))
 
     def agrees(name: str, target: str, mode: str) -> Check:
@@ -249,28 +248,23 @@ def check_ways(model: MRPForCausalLM, inputs: dict[str, Tensor], states: int) ->
         for _ in range(WARM_UPS + 1):
             output = decode(model, inputs, **mode)
         recorded = recording_report(model)
-        check = compare_texts(
-            title, output, decode(model, inputs, **mode, **{name: False}), model.dtype
-        )
-        fallbacks = (
-            failed_kernels()
-            if name == "kernels"
-            else ["a recording"] * bool(recorded["failed"] or not recorded["replays"])
-        )
-        return (
-            check
-            if not fallbacks
-            else Check(title, False, check.difference, f"not used: {', '.join(fallbacks)}")
-        )
+        expected = decode(model, inputs, **mode, **{name: False})
+        check = compare_texts(title, output, expected, model.dtype)
+        if name == "kernels":
+            fallbacks = failed_kernels()
+        else:
+            fallbacks = ["a recording"] * bool(recorded["failed"] or not recorded["replays"])
+        if not fallbacks:
+            return check
+        return Check(title, False, check.difference, f"not used: {', '.join(fallbacks)}")
 
     for name in ("graphs", "kernels") if model.device.type == "cuda" else ("graphs",):
-        reason = obstacle(model) if name == "graphs" else None
         title = f"{name} in generate"
-        yield (
-            checked(title, partial(agrees, name, title))
-            if reason is None
-            else Check(title, None, None, reason)
-        )
+        reason = obstacle(model) if name == "graphs" else None
+        if reason is None:
+            yield checked(title, partial(agrees, name, title))
+        else:
+            yield Check(title, None, None, reason)
     model.release_graphs()
 
 
@@ -300,29 +294,27 @@ def gaps(output: Any, expected: Any) -> list[float | None]:
     """
     row_gaps: list[float | None] = []
     for row in range(len(output.sequences)):
-        reveals = [_revealed(out, row) for out in (output, expected)]
-        differ = {
-            position
-            for position in reveals[0].keys() | reveals[1].keys()
-            if reveals[0].get(position, ())[:2] != reveals[1].get(position, ())[:2]
-        }
-        first = min(
-            (
-                revealed[position][0]
-                for revealed in reveals
-                for position in differ & revealed.keys()
-            ),
-            default=None,
-        )
-        step_logprobs = [
-            [logprob for step, _, logprob in revealed.values() if step == first]
-            for revealed in reveals
-        ]
-        means = [
-            sum(logprobs) / len(logprobs) if logprobs else math.inf for logprobs in step_logprobs
-        ]
-        row_gaps.append(None if first is None else abs(means[0] - means[1]))
+        reveals = _revealed(output, row)
+        expected_reveals = _revealed(expected, row)
+        steps = []
+        for position in reveals.keys() | expected_reveals.keys():
+            reveal = reveals.get(position)
+            expected_reveal = expected_reveals.get(position)
+            if reveal is None or expected_reveal is None or reveal[:2] != expected_reveal[:2]:
+                steps += [pair[0] for pair in (reveal, expected_reveal) if pair is not None]
+        if steps:
+            first = min(steps)
+            gap = _mean_logprob(reveals, first) - _mean_logprob(expected_reveals, first)
+            row_gaps.append(abs(gap))
+        else:
+            row_gaps.append(None)
     return row_gaps
+
+
+def _mean_logprob(reveals: dict[int, tuple[int, int, float]], step: int) -> float:
+    """Average the log-probabilities of the reveals of a step; infinity if it has none."""
+    logprobs = [logprob for reveal_step, _, logprob in reveals.values() if reveal_step == step]
+    return sum(logprobs) / len(logprobs) if logprobs else math.inf
 
 
 def _revealed(out: Any, row: int) -> dict[int, tuple[int, int, float]]:

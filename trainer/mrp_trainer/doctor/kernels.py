@@ -42,13 +42,13 @@ def _of_pick(vocab: int, template: Tensor) -> Iterator[tuple[Any, ...]]:
     """Yield arguments for `PICK`, on the device of `template`: logits with a few likely tokens per
     row (tied in one row), picked greedily, greedily with a least logit that only the likeliest
     token reaches, and by sampling."""
-    rows, template = 12, template.float()
-    logits, columns = (
-        scattered(rows, vocab, template=template),
-        torch.arange(6, device=template.device) * vocab // 6,
-    )
+    rows = 12
+    template = template.float()
+    logits = scattered(rows, vocab, template=template)
+    columns = torch.arange(6, device=template.device) * vocab // 6
     logits[:, columns] += 9 + 3 * scattered(rows, 6, template=template, seed=1)
-    logits[0, columns], logits[1, columns[2]] = 10.0, -torch.inf
+    logits[0, columns] = 10.0
+    logits[1, columns[2]] = -torch.inf
     keys = noise_key(*torch.arange(3 * rows, device=template.device).view(3, rows))
     likeliest = logits.amax(1)
     for temperature, min_logits, noise in (
@@ -65,7 +65,8 @@ def _of_attention(
     """Make a sample for `ROUND_ATTENTION`: three rows of two states, the second a child of the
     first, after prefixes of 5, 152 and 299 slots, long enough to be split and merged; yield it
     twice, as for two layers."""
-    block, used = 4, 512
+    block = 4
+    used = 512
     parent = torch.arange(-1, 1, device=template.device).repeat(3, 1)
     mask = RoundMask(torch.arange(5, 300, 147, device=template.device), parent, block)
     queries = 4 * scattered(3, 2 * block, heads, dim, template=template).transpose(1, 2)
@@ -92,12 +93,10 @@ def _of_rotation(heads: int, kv_heads: int, dim: int, template: Tensor) -> tuple
 def samples_of(config: Any, template: Tensor) -> dict[Kernel, list[tuple[Any, ...]]]:
     """Make sample arguments for every kernel in the sizes of a config, with the device and dtype of
     `template`."""
-    heads, kv_heads, dim, width = (
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        config.head_dim,
-        config.hidden_size,
-    )
+    heads = config.num_attention_heads
+    kv_heads = config.num_key_value_heads
+    dim = config.head_dim
+    width = config.hidden_size
     return {
         PICK: list(_of_pick(config.vocab_size, template)),
         ROUND_ATTENTION: list(_of_attention(heads, kv_heads, dim, template)),

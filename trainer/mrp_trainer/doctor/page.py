@@ -63,20 +63,22 @@ class Report:
         ]
         if self.rounds:
             sections += ["## Rounds", self._times()]
-        proposals = [
-            f"batch {batch}: `num_draft_states={states}`" for batch, states in self.proposed.items()
-        ]
-        proposals = proposals and [
-            f"Most tokens a second on these prompts, {'; '.join(proposals)}. `auto`, the default, "
-            "finds it by trying."
-        ]
-        counted = sum(check.ok is True for check in self.checks)
-        verdict = (
-            f"**Failed: {'; '.join(self.failed)}.**"
-            if self.failed
-            else f"All {counted} checks passed."
-        )
-        return "\n\n".join([*sections, *map(_filled, proposals), _filled(verdict)])
+        if self.proposed:
+            proposals = "; ".join(
+                f"batch {batch}: `num_draft_states={states}`"
+                for batch, states in self.proposed.items()
+            )
+            sections.append(
+                _filled(
+                    f"Most tokens a second on these prompts, {proposals}. `auto`, the default, finds "
+                    "it by trying."
+                )
+            )
+        if self.failed:
+            verdict = f"**Failed: {'; '.join(self.failed)}.**"
+        else:
+            verdict = f"All {sum(check.ok is True for check in self.checks)} checks passed."
+        return "\n\n".join([*sections, _filled(verdict)])
 
     def _checked(self) -> list[str]:
         """Format the checks as a table; a note that does not fit beside its check stands below,
@@ -102,22 +104,21 @@ class Report:
         }
         rows = []
         for timing in self.rounds:
-            base = single_state.get(timing.batch)
-            speed = (
-                [f"{timing.tokens_per_forward:.2f}", f"{timing.tokens_per_second:.0f}"]
-                if self.proposed
-                else ["", ""]
-            )
-            pays = "" if base is None or timing.states == 1 else f"{timing.seconds / base:.2f}"
-            rows.append(
-                [str(timing.batch), str(timing.states), f"{1e3 * timing.seconds:.2f}", pays, *speed]
-            )
+            pays = ""
+            if timing.states != 1 and timing.batch in single_state:
+                pays = f"{timing.seconds / single_state[timing.batch]:.2f}"
+            row = [str(timing.batch), str(timing.states), f"{1e3 * timing.seconds:.2f}", pays]
+            if self.proposed:
+                row += [f"{timing.tokens_per_forward:.2f}", f"{timing.tokens_per_second:.0f}"]
+            else:
+                row += ["", ""]
+            rows.append(row)
         head = ["rows", "K", "round, ms", "pays from", "tokens a forward", "tokens a second"]
-        pays = (
+        note = (
             "*pays from*: K states are faster than K = 1 if they make more than this many times "
             "its tokens a forward."
         )
-        return f"{markdown_table(head, rows)}\n\n{_filled(pays)}"
+        return f"{markdown_table(head, rows)}\n\n{_filled(note)}"
 
 
 def _filled(text: str) -> str:
@@ -127,29 +128,25 @@ def _filled(text: str) -> str:
 
 def machine_of(device: torch.device) -> dict[str, str]:
     """Collect the versions of packages, and the device's name."""
-    cuda, processor = (
-        device.type == "cuda",
-        platform.machine() if device.type == "cpu" else f"{device}, {platform.machine()}",
-    )
-    return {
+    machine = {
         "mrp": __version__,
         "python, torch, transformers": f"{platform.python_version()}, {torch.__version__}, "
         f"{transformers.__version__}",
-        "triton": "none"
-        if triton is None
-        else triton.__version__ + ", interpreted" * bool(triton.knobs.runtime.interpret),
-        "device": torch.cuda.get_device_name(device)
-        if cuda
-        else f"{processor}, threads: {torch.get_num_threads()}",
-        **(
-            {
-                "CUDA, capability": f"{torch.version.cuda}, "
-                f"{torch.cuda.get_device_capability(device)}"
-            }
-            if cuda
-            else {}
-        ),
+        "triton": "none",
     }
+    if triton is not None:
+        interpreted = bool(triton.knobs.runtime.interpret)
+        machine["triton"] = triton.__version__ + ", interpreted" * interpreted
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        machine["device"] = torch.cuda.get_device_name(device)
+        machine["CUDA, capability"] = f"{torch.version.cuda}, {capability}"
+        return machine
+    processor = platform.machine()
+    if device.type != "cpu":
+        processor = f"{device}, {processor}"
+    machine["device"] = f"{processor}, threads: {torch.get_num_threads()}"
+    return machine
 
 
 def examine(options: DoctorOptions) -> Report:
@@ -159,21 +156,15 @@ def examine(options: DoctorOptions) -> Report:
     report = Report(machine_of(device))
     tokenizer: PreTrainedTokenizerBase | None = None
     if options.random is not None:
-        dtype = (
-            options.dtype
-            if options.dtype not in (None, "auto")
-            else "float32"
-            if device.type == "cpu"
-            else "bfloat16"
-        )
+        dtype = options.dtype
+        if dtype is None or dtype == "auto":
+            dtype = "float32" if device.type == "cpu" else "bfloat16"
         name = f"random weights of {options.random.upper()}"
         model = random_model(published_config(options.random), getattr(torch, dtype), device)
     else:
-        name, model = (
-            options.model,
-            load_model(
-                options.model, options.dtype, str(device), options.revision, options.backbone
-            ),
+        name = options.model
+        model = load_model(
+            options.model, options.dtype, str(device), options.revision, options.backbone
         )
         tokenizer = tokenizer_of(options)
     shape = model.config

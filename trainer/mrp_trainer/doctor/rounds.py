@@ -40,12 +40,13 @@ def time_rounds(
     measured: dict[int, list[tuple[float, float, float]]] = {states: [] for states in state_counts}
     for repetition in range(-WARM_UPS if model.device.type != "cpu" else 0, repetitions):
         for states in state_counts:
-            drafted = {"decoding": drafters(model)[0], "target": target, "num_draft_states": states}
-            mode = {"decoding": target} if states == 1 else drafted
-            (short, short_output), (long, long_output) = (
-                _clocked(model, inputs, max_new_tokens=count, eos_token_id=None, **mode)
-                for count in (SHORT, TOKENS)
-            )
+            mode: dict[str, Any] = {"decoding": target}
+            if states != 1:
+                mode |= {"decoding": drafters(model)[0], "target": target}
+                mode |= {"num_draft_states": states}
+            endless = {**mode, "eos_token_id": None}
+            short, short_output = _clocked(model, inputs, max_new_tokens=SHORT, **endless)
+            long, long_output = _clocked(model, inputs, max_new_tokens=TOKENS, **endless)
             seconds, out = _clocked(model, inputs, **mode)
             if repetition >= 0:
                 tokens = int((out.reveal_step >= 0).sum())

@@ -39,14 +39,13 @@ def evaluate(options: EvaluateOptions) -> None:
     results = ResultsFile(options.output, "asked") if options.output else None
     tokenizer = tokenizer_of(options)
     of_both = {"count": options.count, "max_new_tokens": options.max_new_tokens}
-    sets = [
-        family_set(cast(Family, family), cast(Split, options.split), tokenizer, **of_both)
-        for family in options.families
-    ]
-    sets += [
-        file_set(path, tokenizer, options.judge, options.chat, **of_both)
-        for path in options.prompts
-    ]
+    sets = []
+    for family in options.families:
+        sets.append(
+            family_set(cast(Family, family), cast(Split, options.split), tokenizer, **of_both)
+        )
+    for path in options.prompts:
+        sets.append(file_set(path, tokenizer, options.judge, options.chat, **of_both))
     for problem_set in sets:
         problem_set.check_room(config.max_position_embeddings)
     model = load_model(
@@ -81,7 +80,8 @@ def report(
     settings = options.settings()
     with printing(options.json) as (print_line, print_text):
         for problem_set in sets:
-            question, first = _question(options, model, problem_set), None
+            question = _question(options, model, problem_set)
+            first = None
             arguments = (
                 model,
                 tokenizer,
@@ -107,11 +107,9 @@ def report(
                         print_line(earlier)
                     continue
                 first = first or decode_prompts(*arguments, **generate_options(settings[0]))
-                decoded = (
-                    first
-                    if setting is settings[0]
-                    else decode_prompts(*arguments, **generate_options(setting))
-                )
+                decoded = first
+                if setting is not settings[0]:
+                    decoded = decode_prompts(*arguments, **generate_options(setting))
                 line = {**problem_set.name, **setting, **measurements(decoded, first)}
                 line |= {
                     "charged_as": charged_as(model.config.hidden_size),
@@ -135,18 +133,16 @@ def _question(options: EvaluateOptions, model: Any, problem_set: ProblemSet) -> 
     """Collect what identifies a measurement: the model, the problems and the options that change
     results."""
     names = ("model", "tokenizer", "split", "judge", "chat", "batch_size")
-    of_model = {"dtype": str(model.dtype), "device": str(model.device)}
-    of_model |= {
-        name: value
-        for name in ("revision", "backbone")
-        if (value := getattr(options, name)) is not None
-    }
-    of_set = {
+    question: dict[str, Any] = {name: getattr(options, name) for name in names}
+    question |= {"dtype": str(model.dtype), "device": str(model.device)}
+    for name in ("revision", "backbone"):
+        if getattr(options, name) is not None:
+            question[name] = getattr(options, name)
+    return question | {
         "problems": len(problem_set.prompts),
         "max_new_tokens": problem_set.max_new_tokens,
         "digest": problem_set.digest(),
     }
-    return {**{name: getattr(options, name) for name in names}, **of_model, **of_set}
 
 
 def measurements(decoded: Decoded, first: Decoded) -> dict[str, Any]:

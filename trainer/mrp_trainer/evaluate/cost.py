@@ -39,11 +39,9 @@ def units_per_forward(line: Mapping[str, Any], shape: str = CHARGED) -> float | 
     """Compute the cost, in units, of a result line's forward with its head passes; None if these
     were not counted."""
     passes = line.get("head_per_token")
-    return (
-        None
-        if passes is None
-        else 1 + head_share(line, shape) * passes * line["tokens_per_forward"]
-    )
+    if passes is None:
+        return None
+    return float(1 + head_share(line, shape) * passes * line["tokens_per_forward"])
 
 
 def charged(line: Mapping[str, Any], shape: str = CHARGED) -> dict[str, Any]:
@@ -54,7 +52,8 @@ def charged(line: Mapping[str, Any], shape: str = CHARGED) -> dict[str, Any]:
     forward hardly vary.
     """
     units = units_per_forward(line, shape)
-    speed, interval = line["tokens_per_forward"], line.get("tokens_per_forward_95")
+    speed = line["tokens_per_forward"]
+    interval = line.get("tokens_per_forward_95")
     added: dict[str, Any] = {"tokens_per_unit": None if units is None else speed / units}
     if units is not None and interval is not None:
         added["tokens_per_unit_95"] = [end / units for end in interval]

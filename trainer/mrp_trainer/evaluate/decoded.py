@@ -84,11 +84,15 @@ def pad_left(rows: Sequence[Sequence[int]], pad_token_id: int) -> dict[str, Tens
     """Pad prompts on the left to the longest; return `input_ids` and `attention_mask`, [rows,
     length] long."""
     width = max(map(len, rows))
+    input_ids = []
+    attention_mask = []
+    for row in rows:
+        padding = width - len(row)
+        input_ids.append([pad_token_id] * padding + list(row))
+        attention_mask.append([0] * padding + [1] * len(row))
     return {
-        "input_ids": torch.tensor(
-            [[pad_token_id] * (width - len(row)) + list(row) for row in rows]
-        ),
-        "attention_mask": torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows]),
+        "input_ids": torch.tensor(input_ids),
+        "attention_mask": torch.tensor(attention_mask),
     }
 
 
@@ -139,31 +143,36 @@ def decode_prompts(
         out.past_key_values = None
         outs.append((out, inputs["input_ids"].shape[1]))
     seconds = time.perf_counter() - started
-    ids = [row for out, width in outs for row in _texts(out, width)]
+    ids: list[list[int]] = []
+    for out, width in outs:
+        ids += _texts(out, width)
     eos = model.generation_config.eos_token_id
-    ends = {
-        tokenizer.eos_token_id,
-        tokenizer.pad_token_id,
-        *([eos] if isinstance(eos, int) else eos or []),
-    }
+    ends = {tokenizer.eos_token_id, tokenizer.pad_token_id}
+    if isinstance(eos, int):
+        ends.add(eos)
+    else:
+        ends.update(eos or [])
     texts = [tokenizer.decode([i for i in row if i not in ends]) for row in ids]
     verdicts: list[bool | None] = judge_texts(texts) if judge_texts else [None] * len(texts)
     stats = [out.stats for out, _ in outs]
-    forwards = {
-        role: sum(batch_stats.forwards[role] for batch_stats in stats) for role in stats[0].forwards
-    }
-    forwards |= {
-        name: int(_of_rows(stats, name).sum()) for name in ("drafted", "accepted", "revoked")
-    }
-    counts: dict[str, Any] = {
-        name: _of_rows(stats, name) for name in ("offered_at_depth", "accepted_at_depth")
-    }
-    counts |= {
-        name: _of_rows(stats, name).tolist()
-        for name in ("row_forwards", "row_head_forwards", "accepted")
-    }
-    counts["rounds"] = _of_rows(stats, "accepted_lengths").sum(1).tolist()
-    return Decoded(texts, ids, verdicts, seconds, forwards, **counts)
+    forwards = {}
+    for role in stats[0].forwards:
+        forwards[role] = sum(batch_stats.forwards[role] for batch_stats in stats)
+    for name in ("drafted", "accepted", "revoked"):
+        forwards[name] = int(_of_rows(stats, name).sum())
+    return Decoded(
+        texts,
+        ids,
+        verdicts,
+        seconds,
+        forwards,
+        row_forwards=_of_rows(stats, "row_forwards").tolist(),
+        row_head_forwards=_of_rows(stats, "row_head_forwards").tolist(),
+        rounds=_of_rows(stats, "accepted_lengths").sum(1).tolist(),
+        accepted=_of_rows(stats, "accepted").tolist(),
+        offered_at_depth=_of_rows(stats, "offered_at_depth"),
+        accepted_at_depth=_of_rows(stats, "accepted_at_depth"),
+    )
 
 
 def _of_rows(stats: Sequence[Any], name: str) -> np.ndarray:

@@ -139,9 +139,12 @@ class ModeOptions(GenerateOptions):
         head; `states` replaces `auto`, which would count differently in every run.
         """
         width = defaults.get("num_draft_states")
-        width = width if isinstance(width, int) else states
+        if not isinstance(width, int):
+            width = states
         targets = self.target or [defaults.get("target") or _OPTIONS["target"].default]
-        drafted = ["self_spec", "mrp_spec"] if has_head else ["self_spec"]
+        drafted = ["self_spec"]
+        if has_head:
+            drafted.append("mrp_spec")
         decoding = self.decoding or [*targets, *drafted]
         return replace(self, decoding=decoding, target=targets, states=self.states or [width])
 
@@ -154,17 +157,16 @@ class ModeOptions(GenerateOptions):
         settings: list[dict[str, Any]] = []
         for decoding in self.decoding:
             for target in self.target if decoding in DRAFTING else [None]:
-                mode = {"decoding": decoding} | ({} if target is None else {"target": target})
-                values = {
-                    name: getattr(self, flag)
-                    for name, flag in _SWEPT.items()
-                    if {decoding, target} & {*_OPTIONS[name].modes}
-                }
-                settings += [
-                    {**mode, **dict(zip(values, setting, strict=True))}
-                    for setting in product(*values.values())
-                ]
-        return [{**setting, "set": extra} for setting in settings] if extra else settings
+                mode: dict[str, Any] = {"decoding": decoding}
+                if target is not None:
+                    mode["target"] = target
+                swept = [name for name in _SWEPT if {decoding, target} & {*_OPTIONS[name].modes}]
+                for values in product(*(getattr(self, _SWEPT[name]) for name in swept)):
+                    setting = mode | dict(zip(swept, values, strict=True))
+                    if extra:
+                        setting["set"] = extra
+                    settings.append(setting)
+        return settings
 
 
 @dataclass(kw_only=True)
@@ -201,7 +203,6 @@ class EvaluateOptions(ModeOptions):
 
 def generate_options(setting: Mapping[str, Any]) -> dict[str, Any]:
     """Flatten a setting into keyword arguments of `generate`."""
-    return {
-        **{name: value for name, value in setting.items() if name != "set"},
-        **setting.get("set", {}),
-    }
+    options = dict(setting)
+    extra = options.pop("set", {})
+    return options | extra

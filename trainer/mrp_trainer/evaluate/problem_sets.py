@@ -9,7 +9,7 @@ Other fields are ignored.
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import partial
@@ -105,36 +105,48 @@ def file_set(
     def read(row: Any) -> tuple[Chat | Text, str | None]:
         return parse_prompt(row), _answer(row.get("answer"), judge)
 
-    records = [
-        (f"{path}, line {line}", *parsed) for line, parsed in checked(json_lines([path]), read)
-    ][:count]
-    answers = [answer for *_, answer in records]
-
-    def judged(texts: list[str]) -> list[bool | None]:
-        pairs = zip(answers, texts, strict=True)
-        return [None if answer is None else JUDGES[judge](answer, text) for answer, text in pairs]
-
-    return ProblemSet(
-        {"file": path},
-        [location for location, *_ in records],
-        [
-            record.prompt
-            if isinstance(record, Text)
-            else str(record.messages[-1].get("content", ""))
-            for _, record, _ in records
-        ],
-        [_prompt_ids(location, record, tokenizer, chat) for location, record, _ in records],
-        answers,
-        judged,
-        max_new_tokens or FILE_NEW_TOKENS,
+    problem_set = ProblemSet(
+        name={"file": path},
+        locations=[],
+        prompt_texts=[],
+        prompts=[],
+        answers=[],
+        judge=lambda texts: _judge_texts(judge, problem_set.answers, texts),
+        max_new_tokens=max_new_tokens or FILE_NEW_TOKENS,
     )
+    for line, (record, answer) in list(checked(json_lines([path]), read))[:count]:
+        location = f"{path}, line {line}"
+        problem_set.locations.append(location)
+        problem_set.prompt_texts.append(_last_text(record))
+        problem_set.prompts.append(_prompt_ids(location, record, tokenizer, chat))
+        problem_set.answers.append(answer)
+    return problem_set
+
+
+def _judge_texts(
+    judge: str, answers: Sequence[str | None], texts: Sequence[str]
+) -> list[bool | None]:
+    """Compare texts with answers by a judge of `JUDGES`; None where there is no answer."""
+    verdicts: list[bool | None] = []
+    for answer, text in zip(answers, texts, strict=True):
+        verdicts.append(None if answer is None else JUDGES[judge](answer, text))
+    return verdicts
+
+
+def _last_text(record: Chat | Text) -> str:
+    """Return what a prompt asks, as text: a plain prompt, or the last message of a chat."""
+    if isinstance(record, Text):
+        return record.prompt
+    return str(record.messages[-1].get("content", ""))
 
 
 def last_number(text: str) -> Decimal | None:
     """Find the last number in a text, without thousands separators and currency; None if there is
     none."""
     matches = _NUMBER.findall(text)
-    return Decimal(matches[-1].replace(",", "").replace("$", "")) if matches else None
+    if not matches:
+        return None
+    return Decimal(matches[-1].replace(",", "").replace("$", ""))
 
 
 # By name: (a record's answer, the model's text) -> whether it is right.
@@ -166,15 +178,17 @@ def _prompt_ids(
 ) -> list[int]:
     """Encode a prompt, through the chat template if it is a `Chat` or `chat` is set, otherwise as
     plain text."""
-    text = record.prompt if isinstance(record, Text) else ""
-    if chat or isinstance(record, Chat):
+    if isinstance(record, Text) and not chat:
+        text = record.prompt
+    else:
         if not tokenizer.chat_template:
             raise ValueError(
                 f"{location}: the tokenizer has no chat template: write `prompt`, without --chat"
             )
-        messages = (
-            record.messages if isinstance(record, Chat) else [{"role": "user", "content": text}]
-        )
+        if isinstance(record, Text):
+            messages = [{"role": "user", "content": record.prompt}]
+        else:
+            messages = record.messages
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     if not (ids := tokenizer.encode(text, add_special_tokens=False)):
         raise ValueError(f"{location}: the prompt has no token: write a longer one")

@@ -55,8 +55,10 @@ def deciding(package: Path = Path(modeling_mrp.__file__).parent) -> str:
     """Return a hexadecimal digest of the code that decides all counts (`_DECIDING`): of its syntax
     trees, without docstrings, so that neither layout nor comments change it."""
     digest = hashlib.sha256()
-    for path in (path for pattern in _DECIDING for path in sorted(package.glob(pattern))):
-        digest.update(repr(_syntax(ast.parse(path.read_text(encoding="utf-8")))).encode())
+    for pattern in _DECIDING:
+        for path in sorted(package.glob(pattern)):
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            digest.update(repr(_syntax(tree)).encode())
     return digest.hexdigest()[:_DIGITS]
 
 
@@ -67,11 +69,9 @@ def _syntax(node: object) -> object:
     if isinstance(node, ast.AST):
         fields = [(name, _syntax(value)) for name, value in ast.iter_fields(node)]
         return [type(node).__name__, *(field for field in fields if field[1] not in (None, []))]
-    return (
-        [_syntax(item) for item in node if not _is_docstring(item)]
-        if isinstance(node, list)
-        else node
-    )
+    if isinstance(node, list):
+        return [_syntax(item) for item in node if not _is_docstring(item)]
+    return node
 
 
 def _is_docstring(node: object) -> bool:
@@ -102,10 +102,11 @@ def header(benchmark: str, options: object, model: nn.Module | None = None) -> d
     """Make the header, the first line of a command's output: the command (in the field `benchmark`,
     which no other line has), versions, date, options (the attributes of `options`), and digests of
     the measured weights, if any."""
-    option_values = {
-        name: str(value).replace(f"{ROOT}/", "") if isinstance(value, str | Path) else value
-        for name, value in vars(options).items()
-    }
+    option_values = {}
+    for name, value in vars(options).items():
+        if isinstance(value, str | Path):
+            value = str(value).replace(f"{ROOT}/", "")
+        option_values[name] = value
     return {
         "benchmark": benchmark,
         "commit": commit(),

@@ -156,14 +156,12 @@ def decoder_layers(
     those that it chooses.
     """
     tokens = batch * states * shape.block_size
-    extra = [
-        shape.with_experts(count) if sparse else 0
-        for count in (shape.experts_read(tokens), shape.num_experts_per_tok)
-    ]
-    matrices = Work(
-        layers * (shape.layer + extra[0]) * BYTES,
-        2 * layers * (shape.layer_matrix + extra[1]) * tokens,
-    )
+    read: float = shape.layer
+    computed: float = shape.layer_matrix
+    if sparse:
+        read += shape.with_experts(shape.experts_read(tokens))
+        computed += shape.with_experts(shape.num_experts_per_tok)
+    matrices = Work(layers * read * BYTES, 2 * layers * computed * tokens)
     keys = prefix + states * shape.block_size
     query_size = shape.num_attention_heads * shape.head_dim
     # numbers that a token's keys and values take in one layer
