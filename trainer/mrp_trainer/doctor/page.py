@@ -70,8 +70,8 @@ class Report:
             )
             sections.append(
                 _filled(
-                    f"Most tokens a second on these prompts, {proposals}. `auto`, the default, finds "
-                    "it by trying."
+                    f"Most tokens a second on these prompts, {proposals}. `auto`, the default, "
+                    "finds it by trying."
                 )
             )
         if self.failed:

@@ -24,6 +24,8 @@ from .provenance import header
 from .results import ResultsFile
 from .table import printing
 
+_VERDICTS = {None: "not judged", True: "right", False: "wrong"}
+
 
 def evaluate(options: EvaluateOptions) -> None:
     """Evaluate a model; print a table row or a JSON line per problem set and setting. Everything
@@ -122,11 +124,7 @@ def report(
                 for prompt, text, verdict in list(
                     zip(problem_set.prompt_texts, decoded.texts, decoded.verdicts, strict=True)
                 )[: options.show]:
-                    print_text(
-                        f"--- {prompt}\n"
-                        f"{text}\n"
-                        f"[{'not judged' if verdict is None else 'right' if verdict else 'wrong'}]"
-                    )
+                    print_text(f"--- {prompt}\n{text}\n[{_VERDICTS[verdict]}]")
 
 
 def _question(options: EvaluateOptions, model: Any, problem_set: ProblemSet) -> dict[str, Any]:

@@ -105,13 +105,14 @@ def file_set(
     def read(row: Any) -> tuple[Chat | Text, str | None]:
         return parse_prompt(row), _answer(row.get("answer"), judge)
 
+    answers: list[str | None] = []
     problem_set = ProblemSet(
         name={"file": path},
         locations=[],
         prompt_texts=[],
         prompts=[],
-        answers=[],
-        judge=lambda texts: _judge_texts(judge, problem_set.answers, texts),
+        answers=answers,
+        judge=partial(_judge_texts, judge, answers),
         max_new_tokens=max_new_tokens or FILE_NEW_TOKENS,
     )
     for line, (record, answer) in list(checked(json_lines([path]), read))[:count]:
@@ -119,7 +120,7 @@ def file_set(
         problem_set.locations.append(location)
         problem_set.prompt_texts.append(_last_text(record))
         problem_set.prompts.append(_prompt_ids(location, record, tokenizer, chat))
-        problem_set.answers.append(answer)
+        answers.append(answer)
     return problem_set
 
 

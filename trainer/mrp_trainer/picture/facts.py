@@ -5,7 +5,7 @@ import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -100,23 +100,17 @@ def read_decode(output: Any, tokenizer: Any, name: str = "decode", row: int = 0)
     taken_back = Counter(
         column for batch_row, column, _ in output.stats.revocations.tolist() if batch_row == row
     )
-    probabilities = [math.exp(logprob) for logprob in output.token_logprobs[row].tolist()]
+    logprobs = output.token_logprobs[row].tolist()
     texts = token_texts(ids[: len(reveal_step)], tokenizer)
     tokens = []
     for column, (text, step) in enumerate(zip(texts, reveal_step, strict=True)):
-        forward, drafted = _revealed_by(of_row, step) if step >= 0 else (None, False)
-        probability = probabilities[column] if step >= 0 else 0.0
-        tokens.append(
-            Token(
-                text,
-                forward,
-                step,
-                drafted,
-                probability,
-                taken_back[column],
-                ids[column] in special,
-            )
-        )
+        is_special = ids[column] in special
+        token = Token(text, None, step, taken_back=taken_back[column], special=is_special)
+        if step >= 0:
+            forward, drafted = _revealed_by(of_row, step)
+            probability = math.exp(logprobs[column])
+            token = replace(token, forward=forward, drafted=drafted, probability=probability)
+        tokens.append(token)
     return Decode(
         name,
         tuple(tokens),
@@ -157,16 +151,20 @@ def token_texts(ids: Sequence[int], tokenizer: Any) -> list[str]:
     the others have ""."""
     texts: list[str] = []
     pending: list[int] = []
-    for token in ids:
-        pending.append(token)
+    for token_id in ids:
+        pending.append(token_id)
         text = _decoded(pending, tokenizer)
         if not text.endswith(_NOT_WHOLE):
             texts += [""] * (len(pending) - 1) + [text]
             pending = []
         elif len(pending) == _LONGEST:  # no character is longer
-            texts += [_decoded([token], tokenizer) for token in pending]
+            texts += _decoded_apart(pending, tokenizer)
             pending = []
-    return texts + [_decoded([token], tokenizer) for token in pending]
+    return texts + _decoded_apart(pending, tokenizer)
+
+
+def _decoded_apart(ids: list[int], tokenizer: Any) -> list[str]:
+    return [_decoded([token_id], tokenizer) for token_id in ids]
 
 
 def _decoded(ids: list[int], tokenizer: Any) -> str:

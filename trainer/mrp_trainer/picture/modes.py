@@ -32,10 +32,9 @@ def show_model(options: ShowOptions) -> Picture:
     arguments = {name: inputs[name].to(model.device) for name in ("input_ids", "attention_mask")}
     arguments |= {"max_new_tokens": options.max_new_tokens, "return_dict_in_generate": True}
     settings = options.drawn(model.generation_config.to_dict(), model.mrp_head is not None)
-    outputs = {
-        mode_name(setting): model.generate(**arguments, **generate_options(setting))
-        for setting in settings
-    }
+    outputs = {}
+    for setting in settings:
+        outputs[mode_name(setting)] = model.generate(**arguments, **generate_options(setting))
     picture = show(outputs, tokenizer, prompt=options.prompt, animated=options.animated)
     picture.save(options.output, options.overwrite)
     return picture

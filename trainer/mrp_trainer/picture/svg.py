@@ -18,7 +18,7 @@ from typing import Any
 from rich.cells import cell_len, chop_cells
 
 from ..outputs import write_output
-from .facts import Decode, Token
+from .facts import Decode, Forward, Token
 
 _MARGIN, _GAP, _PANEL = 20.0, 16.0, 472.0
 _INSET = 16.0  # within a panel
@@ -92,68 +92,58 @@ def draw(
     lines = _prompt(prompt or "", int((width - 2 * _MARGIN - 70) / _CHARACTER))
     above = _height(max((forward.own + forward.accepted for forward in forwards), default=1))
     below = _height(max((forward.refused for forward in forwards), default=0))
-    panels, top = [], 27.0 + 19 * len(lines) if lines else _MARGIN
+    panels = []
+    top = 27.0 + 19 * len(lines) if lines else _MARGIN
     for begin in range(0, len(decodes), across):
-        laid = [
-            (decode, *_boxes(decode, _PANEL - 2 * _INSET))
-            for decode in decodes[begin : begin + across]
-        ]
-        base = (
-            92
-            + above
-            + _LINE * (1 + max((box.line for _, boxes, _ in laid for box in boxes), default=0))
-        )
-        for panel_index, (decode, boxes, blocks) in enumerate(laid):
-            position = {
-                "x": _MARGIN + panel_index * (_PANEL + _GAP),
-                "y": top,
-                "base": base,
-                "height": base + below + 26,
-            }
-            bars = [
-                (forward, *map(_height, (forward.own, forward.accepted, forward.refused)))
-                for forward in decode.forwards
-            ]
-            panels.append(
-                {"decode": decode, "pieces": boxes, "blocks": blocks, "bars": bars, **position}
-            )
-        top += base + below + 26 + _GAP
+        row = decodes[begin : begin + across]
+        layouts = [_boxes(decode, _PANEL - 2 * _INSET) for decode in row]
+        last_line = max((box.line for boxes, _ in layouts for box in boxes), default=0)
+        base = 92 + above + _LINE * (1 + last_line)
+        height = base + below + 26
+        x = _MARGIN
+        for decode, (boxes, blocks) in zip(row, layouts, strict=True):
+            panel = {"decode": decode, "boxes": boxes, "blocks": blocks, "bars": _bars(decode)}
+            panels.append(panel | {"x": x, "y": top, "base": base, "height": height})
+            x += _PANEL + _GAP
+        top += height + _GAP
     legend = _legend(decodes)
     columns = int((width - 2 * _MARGIN) / _LEGEND)
     title = "; ".join(
         f"{visible(decode.name)}: {len(decode.forwards)} forwards" for decode in decodes
     )
     svg = _template().render(
-        **{
-            "name": _ID,
-            "title": title,
-            "animated": animated,
-            "clock": clock,
-            "step": (_PANEL - 2 * _INSET) / clock,
-        },
-        **{
-            "lines": lines,
-            "panels": panels,
-            "legend": legend,
-            "columns": columns,
-            "column": _LEGEND,
-            "top": top,
-        },
-        **{
-            "width": width,
-            "height": top + 22 * (1 + len(legend) // columns) + 12,
-            "margin": _MARGIN,
-            "inset": _INSET,
-        },
-        **{
-            "panel_width": _PANEL,
-            "line": _LINE,
-            "tick": min(max(_ALL / clock, _LEAST), _TICK),
-            "hold": HOLD,
-        },
-        colours=["inherit", *(colour(position / max(1, clock - 1)) for position in range(clock))],
+        name=_ID,
+        title=title,
+        animated=animated,
+        clock=clock,
+        step=(_PANEL - 2 * _INSET) / clock,
+        lines=lines,
+        panels=panels,
+        legend=legend,
+        columns=columns,
+        column=_LEGEND,
+        top=top,
+        width=width,
+        height=top + 22 * (1 + len(legend) // columns) + 12,
+        margin=_MARGIN,
+        inset=_INSET,
+        panel_width=_PANEL,
+        line=_LINE,
+        tick=min(max(_ALL / clock, _LEAST), _TICK),
+        hold=HOLD,
+        colours=["inherit", *(colour(forward / max(1, clock - 1)) for forward in range(clock))],
     )
     return Picture(svg.replace(_ID, _id_of(svg)), title)
+
+
+def _bars(decode: Decode) -> list[tuple[Forward, float, float, float]]:
+    """List the forwards of a decode, each with the heights of its bars: tokens revealed without a
+    draft, tokens of accepted drafts, and refused drafts."""
+    bars = []
+    for forward in decode.forwards:
+        own = _height(forward.own)
+        bars.append((forward, own, _height(forward.accepted), _height(forward.refused)))
+    return bars
 
 
 def _id_of(svg: str) -> str:
@@ -181,7 +171,7 @@ def _prompt(prompt: str, width: int) -> list[str]:
 
 @dataclass(frozen=True)
 class _TokenBox:
-    """A part of a token on one line, with its position in the text."""
+    """The box of a token, or of a part of it on one line, with its position in the text."""
 
     token: Token
     text: str
@@ -191,8 +181,10 @@ class _TokenBox:
 
     @property
     def kind(self) -> str:
-        """Return the CSS class of the piece's box, by how its token was revealed."""
-        return "given" if self.token.forward is None else "draft" if self.token.drafted else "own"
+        """Return the CSS class of the box, by how its token was revealed."""
+        if self.token.forward is None:
+            return "given"
+        return "draft" if self.token.drafted else "own"
 
     @property
     def text_length(self) -> float | None:
@@ -202,11 +194,12 @@ class _TokenBox:
 
 
 def _boxes(decode: Decode, width: float) -> tuple[list[_TokenBox], list[tuple[float, int]]]:
-    """Lay out a text's tokens with a break after each line end; return the pieces, and (x, line)
+    """Lay out a text's tokens with a break after each line end; return their boxes, and (x, line)
     where each block begins."""
     boxes: list[_TokenBox] = []
     begins: list[tuple[float, int]] = []
-    x, line = 0.0, 0
+    x = 0.0
+    line = 0
     max_cells = int((width - 5) / _CHARACTER)
     for column, token in enumerate(decode.tokens):
         begin = column in decode.blocks
@@ -215,32 +208,33 @@ def _boxes(decode: Decode, width: float) -> tuple[list[_TokenBox], list[tuple[fl
                 box_width = max(1, cell_len(chunk)) * _CHARACTER + 5
                 gap = 7.0 if begin and x else 0.0
                 if x + gap + box_width > width:
-                    x, line, gap = 0.0, line + 1, 0.0
+                    x = gap = 0.0
+                    line += 1
                 if begin:
                     begins.append((x + gap / 2 - (1 if gap else 3), line))
                 begin = False
                 boxes.append(_TokenBox(token, chunk, x + gap, line, box_width))
                 x += gap + box_width + 2
             if of_line.endswith("\n"):
-                x, line = 0.0, line + 1
+                x = 0.0
+                line += 1
     return boxes, begins
 
 
 def _legend(decodes: Sequence[Decode]) -> list[tuple[str, str]]:
     """List the kinds of boxes and marks in the picture: the CSS class and the label of each."""
     tokens = [token for decode in decodes for token in decode.tokens]
-    entries = [("own", "revealed without a draft", True)]
-    entries += [("draft", "revealed by an accepted draft", any(token.drafted for token in tokens))]
-    entries += [
-        (
-            "refused",
-            "drafts refused",
-            any(forward.refused for decode in decodes for forward in decode.forwards),
-        )
-    ]
-    entries += [("given", "given", any(token.forward is None for token in tokens))]
-    entries += [("back", "a reveal was taken back here", any(token.taken_back for token in tokens))]
-    return [(kind, label) for kind, label, present in entries if present]
+    forwards = [forward for decode in decodes for forward in decode.forwards]
+    legend = [("own", "revealed without a draft")]
+    if any(token.drafted for token in tokens):
+        legend.append(("draft", "revealed by an accepted draft"))
+    if any(forward.refused for forward in forwards):
+        legend.append(("refused", "drafts refused"))
+    if any(token.forward is None for token in tokens):
+        legend.append(("given", "given"))
+    if any(token.taken_back for token in tokens):
+        legend.append(("back", "a reveal was taken back here"))
+    return legend
 
 
 def _height(count: int) -> float:

@@ -42,7 +42,8 @@ class Publication:
         lines = [f"{KINDS[self.kind]} to {self.repo_id}"]
         lines += [f"{size:>15,}  {path}" for path, size in self.sizes.items()]
         lines += [f"{sum(self.sizes.values()):>15,}  bytes in {len(self.sizes)} files"]
-        lines += [f"left out: {', '.join(self.left_out)}"] if self.left_out else []
+        if self.left_out:
+            lines += [f"left out: {', '.join(self.left_out)}"]
         lines += [self.trial]
         if self.commit is None:
             return "\n".join([*lines, "Dry run: nothing was sent."])
@@ -110,11 +111,9 @@ def push(
             "others find it. Name it when saving (model.backbone_source), or with --base-model of "
             "the command"
         )
-    card_text = (
-        checkpoint.files["README.md"].read_text(encoding="utf-8")
-        if "README.md" in checkpoint.files
-        else FORM
-    )
+    card_text = FORM
+    if "README.md" in checkpoint.files:
+        card_text = checkpoint.files["README.md"].read_text(encoding="utf-8")
     is_ours = new_card or not is_users_card(card_text)
     if not is_ours and (results or about):
         raise ValueError(
@@ -188,7 +187,9 @@ def _contents(
     """Collect the files to send, by name: the folder's files, the remote code, and a config that
     names the code and base."""
     config = CONFIGS[checkpoint.kind]
-    fields = json_of(checkpoint.path / config) | ({"auto_map": AUTO_MAP} if checkpoint.code else {})
+    fields = json_of(checkpoint.path / config)
+    if checkpoint.code:
+        fields |= {"auto_map": AUTO_MAP}
     if base is not None:
         fields |= {"base_model_name_or_path": base}
         fields |= {"revision" if checkpoint.kind == "adapter" else "base_model_revision": revision}

@@ -43,7 +43,9 @@ def recipe_of(folder: Path, base: str | None = None) -> str | None:
 def model_of(folder: Path) -> str | None:
     """Return the Hub id of the model that a folder's run trained; None without a run, or if that
     model was a local folder."""
-    model = read_yaml(folder / RUN_FILE).get("model") if (folder / RUN_FILE).is_file() else None
+    if not (folder / RUN_FILE).is_file():
+        return None
+    model = read_yaml(folder / RUN_FILE).get("model")
     return None if _is_local(model) else str(model)
 
 
@@ -52,9 +54,9 @@ def _without_folders(value: Any) -> Any:
         return [_without_folders(item) for item in value]
     if isinstance(value, dict):
         return {name: _without_folders(item) for name, item in value.items()}
-    return (
-        Path(value).name if isinstance(value, str) and "/" in value and _is_local(value) else value
-    )
+    if isinstance(value, str) and "/" in value and _is_local(value):
+        return Path(value).name
+    return value
 
 
 def _is_local(name: Any) -> bool:

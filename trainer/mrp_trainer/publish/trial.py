@@ -86,7 +86,8 @@ def try_out(
             and not is_hub_id(checkpoint.base)
             and os.path.isdir(checkpoint.base)
         ):
-            base, revision = os.path.abspath(checkpoint.base), None
+            base = os.path.abspath(checkpoint.base)
+            revision = None
             fields |= {"base_model_name_or_path": base}
             (folder / CONFIGS[checkpoint.kind]).write_text(json.dumps(fields), encoding="utf-8")
         has_tokenizer = "1" if {"tokenizer.json", "tokenizer_config.json"} & contents.keys() else ""

@@ -54,10 +54,8 @@ class OneModel(ModelManager):
     request names."""
 
     def __init__(self, name: str, model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.only, self.listed = (
-            (model, tokenizer),
-            {"id": name, "object": "model", "created": int(time.time())},
-        )
+        self.only = (model, tokenizer)
+        self.listed = {"id": name, "object": "model", "created": int(time.time())}
         super().__init__(force_model=name)
 
     @staticmethod
@@ -106,7 +104,8 @@ class _Bounded(GenerateManager):
 def _bound(model: Any, inputs: Any, config: MRPGenerationConfig) -> None:
     """Check a prompt, [1, length] long, and set the limit of new tokens if there is none;
     `ValueError` if it does not fit."""
-    ids, positions = inputs["input_ids"], model.config.max_position_embeddings
+    ids = inputs["input_ids"]
+    positions = model.config.max_position_embeddings
     check_ids(ids, None, model.config)
     if config.max_new_tokens is None:
         config.max_new_tokens = max(1, min(_NEW_TOKENS, positions - ids.shape[1]))
@@ -150,7 +149,8 @@ class _Options(BaseHandler):
         }
         if "temperature" in options:
             options["do_sample"] = options["temperature"] > 0
-            options |= {} if options["do_sample"] else {"temperature": 1.0}
+            if not options["do_sample"]:
+                options["temperature"] = 1.0
         if body.get("logit_bias"):
             options["sequence_bias"] = [
                 [[int(token)], float(bias)] for token, bias in body["logit_bias"].items()
@@ -184,7 +184,8 @@ def application(
         loopback: Whether only requests to a loopback name are answered, which keeps out requests of
             websites.
     """
-    manager, state = OneModel(name, model, tokenizer), _State()
+    manager = OneModel(name, model, tokenizer)
+    state = _State()
     handlers = _Chats(manager, state), _Completions(manager, state)
     unused: Any = None
     app = build_server(manager, *handlers, unused, unused, unused, state)
@@ -193,11 +194,11 @@ def application(
     ]
 
     async def refused(_request: Request, error: Exception) -> JSONResponse:
-        status, message = (
-            (error.status_code, error.detail)
-            if isinstance(error, HTTPException)
-            else (400, str(error))
-        )
+        status = 400
+        message = str(error)
+        if isinstance(error, HTTPException):
+            status = error.status_code
+            message = error.detail
         return JSONResponse(
             {"error": {"message": message, "type": "invalid_request_error", "code": status}}, status
         )
