@@ -99,10 +99,10 @@ def _next_command(objective: str, options: RunOptions, folder: str) -> str:
     decode of a new head."""
     if objective == "mrp":
         return shlex.join(["mrp", "show", "--model", folder])
-    data = [word for path in options.data for word in ("--data", path)]
-    return shlex.join(
-        ["mrp", "train", "head", "--model", folder, *data, "--output-dir", f"{folder}-head"]
-    )
+    command = ["mrp", "train", "head", "--model", folder]
+    for path in options.data:
+        command += ["--data", path]
+    return shlex.join([*command, "--output-dir", f"{folder}-head"])
 
 
 @app.command()

@@ -114,14 +114,13 @@ def parse(row: Any) -> Chat | Text | Trajectory:
             return Text(_string("prompt", prompt), _learned("completion", completion))
         learned_from = len(prompt)
         messages = _messages([*prompt, *completion])
-    replies = [
-        index
-        for index, message in enumerate(messages)
-        if message["role"] == "assistant" and index >= learned_from
-    ]
-    if not replies:
+    end = 0
+    for index, message in enumerate(messages):
+        if message["role"] == "assistant" and index >= learned_from:
+            end = index + 1
+    if not end:
         raise FieldError("messages", "found no assistant turn: there is nothing to learn")
-    return Chat(messages[: replies[-1] + 1], learned_from, fields.get("tools"))
+    return Chat(messages[:end], learned_from, fields.get("tools"))
 
 
 def parse_prompt(row: Any) -> Chat | Text:

@@ -43,14 +43,18 @@ class RecordRows(Dataset[list[Sample]]):
     ) -> None:
         self.seed = seed
         self.shuffle = shuffle
-        encoded = [sample for _, sample in checked(source, encoder.sample)]
-        self._samples = [sample for sample in encoded if sample is not None]
+        self._samples: list[Sample] = []
+        record_count = 0
+        for _, sample in checked(source, encoder.sample):
+            record_count += 1
+            if sample is not None:
+                self._samples.append(sample)
         count = len(self._samples)
         uncut = sum(sample.length is not None for sample in self._samples)
-        if uncut < len(encoded):
+        if uncut < record_count:
             problem = (
-                f"{', '.join(source.tables)}: of {len(encoded)} records {count - uncut} lose their "
-                f"end to max_length {encoder.max_length}, and {len(encoded) - count} all that is "
+                f"{', '.join(source.tables)}: of {record_count} records {count - uncut} lose their "
+                f"end to max_length {encoder.max_length}, and {record_count - count} all that is "
                 "learned"
             )
             if not uncut:

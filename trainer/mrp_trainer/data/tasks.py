@@ -299,9 +299,13 @@ def _code_list(rng: random.Random) -> Problem:
     )
 
     def expected(values: list[int]) -> Any:
+        results = []
+        for v in values:
+            result = transform.compute(v)
+            if test.compute(result if goal == "count" else v):
+                results.append(result)
         if goal == "count":
-            return sum(1 for v in values if test.compute(transform.compute(v)))
-        results = [transform.compute(v) for v in values if test.compute(v)]
+            return len(results)
         return sum(results) if goal == "sum" else results
 
     inputs: list[list[int]] = []

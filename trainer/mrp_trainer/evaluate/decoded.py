@@ -152,7 +152,9 @@ def decode_prompts(
         ends.add(eos)
     else:
         ends.update(eos or [])
-    texts = [tokenizer.decode([i for i in row if i not in ends]) for row in ids]
+    texts = []
+    for row in ids:
+        texts.append(tokenizer.decode([token for token in row if token not in ends]))
     verdicts: list[bool | None] = judge_texts(texts) if judge_texts else [None] * len(texts)
     stats = [out.stats for out, _ in outs]
     forwards = {}

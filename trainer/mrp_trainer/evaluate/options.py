@@ -91,11 +91,10 @@ class GenerateOptions(ModelOptions):
 
     def extra(self) -> dict[str, Any]:
         """Parse the assignments of `set`, whose values are YAML."""
-        flags = {
-            name: flag_name
-            for name, flag_name in _BY_FLAG.items()
-            if hasattr(self, flag_name.replace("-", "_"))
-        }
+        flags = {}
+        for name, flag_name in _BY_FLAG.items():
+            if hasattr(self, flag_name.replace("-", "_")):
+                flags[name] = flag_name
         return assigned(self.set, flags, _FIXED)
 
 

@@ -30,24 +30,23 @@ def digests(model: nn.Module) -> dict[str, str | None]:
     A digest covers the names, shapes and values of tensors, in the order of names. Floating values
     are taken as float32, so that weights have the same digest after a cast to float64.
     """
-    hashes = {"backbone": hashlib.sha256(), "head": hashlib.sha256()}
-    tensors = {
-        name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)
-    }
-    for name, tensor in sorted(tensors.items()):
+    hashes = {"backbone": hashlib.sha256()}
+    for name, tensor in sorted(model.state_dict().items()):
+        if not isinstance(tensor, Tensor):
+            continue
         values = (
             tensor.detach()
             .to("cpu", torch.float32 if tensor.is_floating_point() else tensor.dtype)
             .contiguous()
         )
-        part_hash = hashes["head" if name.startswith("mrp_head.") else "backbone"]
+        part = "head" if name.startswith("mrp_head.") else "backbone"
+        part_hash = hashes.setdefault(part, hashlib.sha256())
         part_hash.update(f"{name} {tuple(tensor.shape)}\n".encode())
         part_hash.update(values.numpy().tobytes())
-    has_head = any(name.startswith("mrp_head.") for name in tensors)
-    return {
-        "backbone": hashes["backbone"].hexdigest()[:_DIGITS],
-        "head": hashes["head"].hexdigest()[:_DIGITS] if has_head else None,
-    }
+    digests: dict[str, str | None] = {"backbone": None, "head": None}
+    for part, part_hash in hashes.items():
+        digests[part] = part_hash.hexdigest()[:_DIGITS]
+    return digests
 
 
 @cache
@@ -67,8 +66,12 @@ def _syntax(node: object) -> object:
     # `ast.dump` and `ast.unparse` are not the same in all versions of Python: a version may add
     # fields, which are empty here, or write f-strings with other quotes.
     if isinstance(node, ast.AST):
-        fields = [(name, _syntax(value)) for name, value in ast.iter_fields(node)]
-        return [type(node).__name__, *(field for field in fields if field[1] not in (None, []))]
+        syntax: list[object] = [type(node).__name__]
+        for name, value in ast.iter_fields(node):
+            field = _syntax(value)
+            if field not in (None, []):
+                syntax.append((name, field))
+        return syntax
     if isinstance(node, list):
         return [_syntax(item) for item in node if not _is_docstring(item)]
     return node

@@ -133,8 +133,13 @@ def _revealed_by(of_row: dict[str, list[int]], step: int) -> tuple[int, bool]:
 def _forwards(of_row: dict[str, list[int]], tokens: Sequence[Token]) -> tuple[Forward, ...]:
     """List the forwards of a row; of a prefill in several forwards only the last one can have
     revealed tokens."""
-    undrafted = Counter(token.forward for token in tokens if not token.drafted)
-    accepted = Counter(token.forward for token in tokens if token.drafted)
+    undrafted: Counter[int | None] = Counter()
+    accepted: Counter[int | None] = Counter()
+    for token in tokens:
+        if token.drafted:
+            accepted[token.forward] += 1
+        else:
+            undrafted[token.forward] += 1
     refused: Counter[int] = Counter()
     counts = zip(of_row["row_forwards"], of_row["drafted"], of_row["accepted"], strict=True)
     for (before, drafts, right), (after, all_drafts, all_right) in pairwise(counts):

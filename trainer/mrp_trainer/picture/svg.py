@@ -161,9 +161,9 @@ def is_unchanged(content: bytes) -> bool:
 def _prompt(prompt: str, width: int) -> list[str]:
     """Break a prompt into lines of up to `width` cells; if there are more lines than fit, the last
     one ends with an ellipsis."""
-    lines = [
-        chunk.lstrip() for line in visible(prompt).splitlines() for chunk in chop_cells(line, width)
-    ]
+    lines: list[str] = []
+    for line in visible(prompt).splitlines():
+        lines += map(str.lstrip, chop_cells(line, width))
     if len(lines) > _PROMPT_LINES:
         lines = [*lines[: _PROMPT_LINES - 1], f"{lines[_PROMPT_LINES - 1][:-1]}…"]
     return lines
@@ -221,20 +221,30 @@ def _boxes(decode: Decode, width: float) -> tuple[list[_TokenBox], list[tuple[fl
     return boxes, begins
 
 
+# By CSS class, the labels of the legend.
+_LABELS = {
+    "own": "revealed without a draft",
+    "draft": "revealed by an accepted draft",
+    "refused": "drafts refused",
+    "given": "given",
+    "back": "a reveal was taken back here",
+}
+
+
 def _legend(decodes: Sequence[Decode]) -> list[tuple[str, str]]:
     """List the kinds of boxes and marks in the picture: the CSS class and the label of each."""
-    tokens = [token for decode in decodes for token in decode.tokens]
-    forwards = [forward for decode in decodes for forward in decode.forwards]
-    legend = [("own", "revealed without a draft")]
-    if any(token.drafted for token in tokens):
-        legend.append(("draft", "revealed by an accepted draft"))
-    if any(forward.refused for forward in forwards):
-        legend.append(("refused", "drafts refused"))
-    if any(token.forward is None for token in tokens):
-        legend.append(("given", "given"))
-    if any(token.taken_back for token in tokens):
-        legend.append(("back", "a reveal was taken back here"))
-    return legend
+    present = {"own"}
+    for decode in decodes:
+        for token in decode.tokens:
+            if token.drafted:
+                present.add("draft")
+            if token.forward is None:
+                present.add("given")
+            if token.taken_back:
+                present.add("back")
+        if any(forward.refused for forward in decode.forwards):
+            present.add("refused")
+    return [(kind, label) for kind, label in _LABELS.items() if kind in present]
 
 
 def _height(count: int) -> float:

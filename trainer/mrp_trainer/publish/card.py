@@ -88,8 +88,11 @@ def results_table(lines: Sequence[Mapping[str, Any]], shape: str = CHARGED) -> s
     ]
 
     def cells(by: dict[str, Mapping[str, Any]], name: str, digits: int) -> list[str]:
-        values = [by.get(family, {}).get(name) for family in families]
-        return ["-" if value is None else f"{value:.{digits}f}" for value in values]
+        texts = []
+        for family in families:
+            value = by.get(family, {}).get(name)
+            texts.append("-" if value is None else f"{value:.{digits}f}")
+        return texts
 
     digits_by_name = {
         "tokens_per_unit": 2,
@@ -132,10 +135,13 @@ def eval_results(lines: Sequence[Mapping[str, Any]], shape: str = CHARGED) -> li
 def _facts(folder: Path, config: Mapping[str, Any]) -> str:
     """Format a Markdown table of a checkpoint folder's model shape, parameters and weights."""
     tensors = tensors_in(folder)
-    counts = {
-        name: math.prod(tensor.shape) for name, tensor in tensors.items() if "F" in tensor.dtype
-    }
-    head = sum(count for name, count in counts.items() if HEAD in name)
+    backbone = head = 0
+    for name, tensor in tensors.items():
+        if "F" in tensor.dtype:
+            if HEAD in name:
+                head += math.prod(tensor.shape)
+            else:
+                backbone += math.prod(tensor.shape)
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     kinds = ", ".join(sorted({tensor.dtype for tensor in tensors.values()}))
     rows = []
@@ -147,12 +153,7 @@ def _facts(folder: Path, config: Mapping[str, Any]) -> str:
         rows.append(("backbone", shape.format(**config)))
         layers = config["num_nextn_predict_layers"]
         rows.append(("head", f"{layers} layers" if layers else "none"))
-    rows.append(
-        (
-            "parameters here",
-            f"{sum(counts.values()) - head:,} of the backbone, {head:,} of the head",
-        )
-    )
+    rows.append(("parameters here", f"{backbone:,} of the backbone, {head:,} of the head"))
     rows.append(("weights", f"safetensors, {kinds}, {size / 1e6:,.1f} MB"))
     return markdown_table(("", ""), rows)
 

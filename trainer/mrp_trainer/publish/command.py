@@ -135,10 +135,9 @@ def push(
     contents = _contents(checkpoint, base_model, base_revision) | {
         "README.md": renamed(card_text, repo_id).encode()
     }
-    sizes = {
-        name: len(content) if isinstance(content, bytes) else content.stat().st_size
-        for name, content in sorted(contents.items())
-    }
+    sizes = {}
+    for name, content in sorted(contents.items()):
+        sizes[name] = len(content) if isinstance(content, bytes) else content.stat().st_size
     trial = try_out(checkpoint, contents, tensors_in(checkpoint.path))
     if dry_run:
         return Publication(repo_id, checkpoint.kind, sizes, checkpoint.left_out, trial)

@@ -144,9 +144,9 @@ class _Options(BaseHandler):
         model, _ = self.model_manager.only
         options = json.loads(body.get("generation_config") or "{}")
         options.pop("transformers_version", None)
-        options |= {
-            option: body[name] for name, option in _SAME.items() if body.get(name) is not None
-        }
+        for name, option in _SAME.items():
+            if body.get(name) is not None:
+                options[option] = body[name]
         if "temperature" in options:
             options["do_sample"] = options["temperature"] > 0
             if not options["do_sample"]:

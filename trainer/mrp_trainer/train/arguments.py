@@ -103,11 +103,11 @@ class MRPTrainingArguments(TrainerFlags, TrainingArguments):
                 )
         check_declared(self)
         if self.max_steps == 0 or (self.max_steps < 0 and not self.num_train_epochs > 0):
-            name, alternative = (
-                ("max_steps", "-1 (by epochs)")
-                if self.max_steps == 0
-                else ("num_train_epochs", "a number above 0")
-            )
+            name = "num_train_epochs"
+            alternative = "a number above 0"
+            if self.max_steps == 0:
+                name = "max_steps"
+                alternative = "-1 (by epochs)"
             raise ValueError(
                 f"{name} is {getattr(self, name)!r}: nothing would be trained. Give {alternative}, "
                 "or max_steps of 1 or more"
@@ -121,10 +121,8 @@ class MRPTrainingArguments(TrainerFlags, TrainingArguments):
             self.lr_scheduler_kwargs = {"min_lr_rate": 0.1}
         super().__post_init__()
         if self.rows_per_step is not None:
-            at_once, accumulation = (
-                self.per_device_train_batch_size * self.world_size,
-                vars(self)["gradient_accumulation_steps"],
-            )
+            at_once = self.per_device_train_batch_size * self.world_size
+            accumulation = vars(self)["gradient_accumulation_steps"]
             passes, remainder = divmod(self.rows_per_step, at_once)
             if remainder or passes < 1 or accumulation not in (1, passes):
                 raise ValueError(

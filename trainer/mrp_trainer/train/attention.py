@@ -69,11 +69,11 @@ def tiled_attention(
 ) -> tuple[Tensor, None]:
     """Attend by matrix products over each tile's columns; on CPUs fused attention would compute
     masked columns, too."""
-    outputs, heads = [], query.shape[1] // key.shape[1]
+    outputs = []
+    heads = query.shape[1] // key.shape[1]
     for queries, columns, hidden in attention_mask.tiles:
-        keys, values = (
-            repeat_kv(states.index_select(2, columns), heads) for states in (key, value)
-        )
+        keys = repeat_kv(key.index_select(2, columns), heads)
+        values = repeat_kv(value.index_select(2, columns), heads)
         scores = (query[:, :, queries] * scaling) @ keys.transpose(2, 3)
         outputs.append(scores.masked_fill(hidden, -torch.inf).softmax(-1) @ values)
     return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None

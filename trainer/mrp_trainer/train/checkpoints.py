@@ -53,11 +53,10 @@ def under_own_class(model: Any) -> Iterator[None]:
 def checkpoints_in(folder: Path) -> list[Path]:
     """List a run's folders `checkpoint-N`, complete or not, by step; names that only begin so are
     none."""
-    folders = [
-        path
-        for path in folder.glob("checkpoint-*")
-        if re.fullmatch(r"checkpoint-\d+", path.name) and path.is_dir()
-    ]
+    folders = []
+    for path in folder.glob("checkpoint-*"):
+        if re.fullmatch(r"checkpoint-\d+", path.name) and path.is_dir():
+            folders.append(path)
     return sorted(folders, key=lambda path: int(path.name.rpartition("-")[2]))
 
 

@@ -64,15 +64,21 @@ class DiffusionCollator:
     def __call__(  # noqa: D102 - the class says it
         self, rows: Sequence[Sample | Sequence[Sample]]
     ) -> dict[str, Any]:
-        packed = [[self._noisy_and_clean(sample) for sample in samples_of(row)] for row in rows]
-        noisy = [[segment for segments, _ in row for segment in segments] for row in packed]
-        clean = [[segment for _, segment in row] for row in packed]
+        noisy: list[list[dict[str, Any]]] = []
+        clean: list[list[dict[str, Any]]] = []
+        response_tokens = 0
+        for row in rows:
+            noisy.append([])
+            clean.append([])
+            for sample in samples_of(row):
+                copies, text = self._noisy_and_clean(sample)
+                noisy[-1] += copies
+                clean[-1].append(text)
+                response_tokens += int(sample.response.sum())
         # One block at least, of padding if there is nothing to learn: layers take no tensors
         # without columns.
-        width = max(
-            self.block_size, *(sum(len(segment["input_ids"]) for segment in row) for row in noisy)
-        )
-        length = width + max(sum(len(segment["input_ids"]) for segment in row) for row in clean)
+        width = max(self.block_size, *map(_column_count, noisy))
+        length = width + max(map(_column_count, clean))
         shape = (len(rows), length)
         columns = {
             name: np.zeros(shape, np.int64)
@@ -89,9 +95,6 @@ class DiffusionCollator:
                         columns[name][index, start:end] = values
                     columns["sample"][index, start:end] = number if begin else number // self.copies
                     start = end
-        response_tokens = sum(
-            int(sample.response.sum()) for row in rows for sample in samples_of(row)
-        )
         tensors = {name: torch.from_numpy(values) for name, values in columns.items()}
         return vars(PackedBatch(**tensors, response_tokens=torch.tensor(response_tokens)))
 
@@ -103,15 +106,14 @@ class DiffusionCollator:
         positions = (blocks[:, None] * size + np.arange(size)).ravel()
         learned = sample.response[positions].reshape(-1, size)
         answered = (~learned & np.logical_or.accumulate(learned, 1)).ravel()
-        past_end = (
-            positions >= (len(sample.ids) if sample.length is None else sample.length)
-        ) | answered
+        past_end = (positions >= _text_length(sample)) | answered
         level = 1 - random.random(len(blocks) if self.noise_per == "block" else 1)
         level = np.broadcast_to(level[:, None], (len(blocks), size)).ravel()
         hidden = random.random(len(positions)) < level
         key = int(random.integers(1 << 32))
         copies = []
         for copy in range(self.copies):
+            share = level if copy == 0 else 1 - level
             chosen = (hidden if copy == 0 else ~hidden) & sample.response[positions]
             if sample.reveal_step is not None:
                 if self.inverse_level:
@@ -122,7 +124,7 @@ class DiffusionCollator:
                 chosen = self._left_by_decoding(
                     sample, positions, size, (level + copy / self.copies) % 1
                 ) | (chosen & past_end)
-            share = level if copy == 0 else 1 - level
+            weight = 1 / (self.copies * share) if self.inverse_level else 1.0
             copies.append(
                 {
                     "input_ids": np.where(
@@ -132,9 +134,7 @@ class DiffusionCollator:
                     "position_ids": positions,
                     "block": positions // size,
                     "view": copy + 1,
-                    "weight": np.where(
-                        chosen, 1 / (self.copies * share) if self.inverse_level else 1.0, 0.0
-                    ),
+                    "weight": np.where(chosen, weight, 0.0),
                     "noise_key": key,
                 }
             )
@@ -154,7 +154,7 @@ class DiffusionCollator:
         return [tokens] bool."""
         assert sample.reveal_step is not None
         masked = np.zeros(len(positions), dtype=bool)
-        end = len(sample.ids) if sample.length is None else sample.length
+        end = _text_length(sample)
         for begin in range(0, len(positions), size):
             indices = np.arange(begin, begin + size)
             indices = indices[sample.response[positions[indices]] & (positions[indices] < end)]
@@ -162,3 +162,13 @@ class DiffusionCollator:
             if len(indices):
                 masked[indices[steps >= np.sort(steps)[int(share[begin] * len(indices))]]] = True
         return masked
+
+
+def _column_count(segments: Sequence[dict[str, Any]]) -> int:
+    """Count the columns of segments that stand side by side."""
+    return sum(len(segment["input_ids"]) for segment in segments)
+
+
+def _text_length(sample: Sample) -> int:
+    """Return the number of a sample's tokens before its padding; of a text that was cut, all."""
+    return len(sample.ids) if sample.length is None else sample.length

@@ -56,20 +56,16 @@ def over_vocabulary(
     rows = max(1, at_once // len(lm_head_weight))
     chunks = [slice(start, start + rows) for start in range(0, max(1, len(hidden)), rows)]
 
+    def cut(chunk: slice) -> list[Tensor]:
+        return [tensor[chunk] for tensor in (hidden, *others)]
+
     def apply(hidden_chunk: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         return loss(project(hidden_chunk, lm_head_weight), *tensors)
 
     if not torch.is_grad_enabled() or not (hidden.requires_grad or lm_head_weight.requires_grad):
-        chunk_results = [
-            apply(hidden[chunk], *(tensor[chunk] for tensor in others)) for chunk in chunks
-        ]
+        chunk_results = [apply(*cut(chunk)) for chunk in chunks]
     elif lm_head_weight.requires_grad:
-        chunk_results = [
-            checkpoint(
-                apply, hidden[chunk], *(tensor[chunk] for tensor in others), use_reentrant=False
-            )
-            for chunk in chunks
-        ]
+        chunk_results = [checkpoint(apply, *cut(chunk), use_reentrant=False) for chunk in chunks]
     else:
         return _FrozenVocabulary.apply(apply, chunks, hidden, *others)
     values, notes = (torch.cat(results) for results in zip(*chunk_results, strict=True))
@@ -84,16 +80,20 @@ class _FrozenVocabulary(torch.autograd.Function):
     def forward(
         ctx: Any, apply: TokenLoss, chunks: list[slice], hidden: Tensor, *others: Tensor
     ) -> tuple[Tensor, Tensor]:
-        all_values, all_notes, slopes = [], [], []
+        all_values = []
+        all_notes = []
+        slopes = []
         for chunk in chunks:
             with torch.enable_grad():
                 hidden_chunk = hidden[chunk].detach().requires_grad_()
                 values, notes = apply(hidden_chunk, *(tensor[chunk].detach() for tensor in others))
                 columns = [column.sum() for column in values.unbind(-1)]
-            by_column = [
-                torch.autograd.grad(c, hidden_chunk, retain_graph=c is not columns[-1])[0]
-                for c in columns
-            ]
+            by_column = []
+            for column in columns:
+                (slope,) = torch.autograd.grad(
+                    column, hidden_chunk, retain_graph=column is not columns[-1]
+                )
+                by_column.append(slope)
             slopes.append(torch.stack(by_column, 1))
             all_values.append(values.detach())
             all_notes.append(notes.detach())
@@ -167,7 +167,8 @@ def top_token_log_odds(
     """Compute log-odds [n] of the teacher's likeliest token, never the mask, for student and
     teacher; logits are [n, vocab]."""
     mask = torch.tensor([mask_token_id], device=teacher.device)
-    teacher, student = (logits.index_fill(1, mask, -torch.inf) for logits in (teacher, student))
+    teacher = teacher.index_fill(1, mask, -torch.inf)
+    student = student.index_fill(1, mask, -torch.inf)
     token = teacher.argmax(-1)
     return log_odds(student, token), log_odds(teacher, token)
 

@@ -31,4 +31,7 @@ class Measures:
         totals = torch.stack([self._sums[name] for name in names])
         self._sums = {}
         reduced = accelerator.reduce(totals, reduction="sum").tolist()
-        return {name: (total, count) for name, (total, count) in zip(names, reduced, strict=True)}
+        measured = {}
+        for name, (total, count) in zip(names, reduced, strict=True):
+            measured[name] = (total, count)
+        return measured

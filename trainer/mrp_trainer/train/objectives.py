@@ -36,11 +36,9 @@ def packed_masks(model: MRPForCausalLM, batch: PackedBatch) -> tuple[Any, Any]:
         return sparse_mask(rule, batch.input_ids.shape[1]), sparse_mask(rule, noisy_length(batch))
     mask = rule.dense()
     noisy = mask[:, :, : noisy_length(batch)]
-    return (
-        (Tiles.of(mask), Tiles.of(noisy))
-        if model.config._attn_implementation == TILES
-        else (mask, noisy)
-    )
+    if model.config._attn_implementation == TILES:
+        return Tiles.of(mask), Tiles.of(noisy)
+    return mask, noisy
 
 
 def block_diffusion(model: MRPForCausalLM, batch: PackedBatch) -> tuple[Tensor, Measured]:
@@ -82,8 +80,11 @@ class HeadObjective:
         """Return the loss, a scalar, and measurements; compute h_A first, then after each of K
         reveals an estimate and h_B."""
         passes = _Passes(model, batch)
-        noisy, sampler = passes.noisy, Picker(model.lm_head.weight, model.config.mask_token_id)
-        ids, masked, estimate = noisy.input_ids, noisy.supervised, passes.h_a
+        noisy = passes.noisy
+        sampler = Picker(model.lm_head.weight, model.config.mask_token_id)
+        ids = noisy.input_ids
+        masked = noisy.supervised
+        estimate = passes.h_a
         losses: list[Tensor] = []
         measured: Measured = {}
         for step in range(self.unroll):
@@ -122,12 +123,14 @@ class HeadObjective:
         """Compute the loss at the positions `selected`, [batch, length] bool; if `measured`, also
         return KL(B||A), KL(B||A+C), how often A+C and B have the same likeliest token, and the
         divergence of the order."""
-        weight, config = passes.model.lm_head.weight, passes.model.config
+        weight = passes.model.lm_head.weight
+        config = passes.model.config
 
         def token_loss(student: Tensor, teacher: Tensor, stale: Tensor) -> tuple[Tensor, Tensor]:
             with torch.no_grad():
                 teacher_logits = project(teacher, weight)
-            values, notes = [forward_kl(student, teacher_logits)], []
+            values = [forward_kl(student, teacher_logits)]
+            notes = []
             if order_weight:
                 odds, of_teacher = top_token_log_odds(student, teacher_logits, config.mask_token_id)
                 values.append(odds)
@@ -147,7 +150,8 @@ class HeadObjective:
         values, notes = over_vocabulary(
             token_loss, estimate[selected], weight, teacher[selected], passes.h_a[selected]
         )
-        loss, order_measured = (values[:, 0] * batch.weight[selected]).sum(), {}
+        loss = (values[:, 0] * batch.weight[selected]).sum()
+        order_measured = {}
         if order_weight:
             has_token = batch.target_ids[selected] != BLANK
             blocks = block_numbers(batch)[selected][has_token]
@@ -162,7 +166,8 @@ class HeadObjective:
             )
         if not measured:
             return loss, {}
-        sums, count = notes[:, -3:].sum(0), selected.sum()
+        sums = notes[:, -3:].sum(0)
+        count = selected.sum()
         return loss, order_measured | {
             name: (sums[i], count) for i, name in enumerate(("kl_head", "kl_stale", "agreement"))
         }
@@ -181,7 +186,8 @@ class _Passes:
     def __post_init__(self) -> None:
         self._length = noisy_length(self.batch)
         self._mask, self._noisy_mask = packed_masks(self.model, self.batch)
-        self._of_backbone, self._of_head = CleanCache(self._length), CleanCache(self._length)
+        self._of_backbone = CleanCache(self._length)
+        self._of_head = CleanCache(self._length)
         with torch.no_grad():
             hidden = self.model.backbone(
                 self.batch.input_ids, self.batch.position_ids, self._mask, self._of_backbone
@@ -191,7 +197,8 @@ class _Passes:
         self._clean = hidden[:, self._length :]
         if self._before is not None:
             hidden = taken_from(hidden, self._before)
-        self.h_a, self._clean_hidden = hidden[:, : self._length], hidden[:, self._length :]
+        self.h_a = hidden[:, : self._length]
+        self._clean_hidden = hidden[:, self._length :]
 
     @torch.no_grad()
     def backbone(self, ids: Tensor) -> Tensor:

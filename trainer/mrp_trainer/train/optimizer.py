@@ -24,10 +24,12 @@ class MuonAdamW(torch.optim.Optimizer):
         matrices: list[nn.Parameter] = []
         remaining: list[nn.Parameter] = []
         for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                (matrices if parameter.dim() == 2 and "layers." in name else remaining).append(
-                    parameter
-                )
+            if not parameter.requires_grad:
+                continue
+            if parameter.dim() == 2 and "layers." in name:
+                matrices.append(parameter)
+            else:
+                remaining.append(parameter)
         self.optimizers: list[torch.optim.Optimizer] = []
         if matrices:
             self.optimizers.append(

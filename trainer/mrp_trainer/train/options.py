@@ -80,9 +80,10 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         self.model = located(self.model)
-        self.head, self.tokenizer = (
-            source if source is None else located(source) for source in (self.head, self.tokenizer)
-        )
+        if self.head is not None:
+            self.head = located(self.head)
+        if self.tokenizer is not None:
+            self.tokenizer = located(self.tokenizer)
 
 
 @dataclass
@@ -137,11 +138,9 @@ def check_declared(options: Any) -> None:
     declares."""
     for option in fields(options):
         flagged = option.metadata.get("flag", {"kind": None, "more": option.metadata})
-        value, minimum, maximum = (
-            getattr(options, option.name),
-            flagged["more"].get("min"),
-            flagged["more"].get("max"),
-        )
+        value = getattr(options, option.name)
+        minimum = flagged["more"].get("min")
+        maximum = flagged["more"].get("max")
         choices = option.metadata.get("one_of", get_args(flagged["kind"]))
         if choices and value not in choices:
             raise ValueError(

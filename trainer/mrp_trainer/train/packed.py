@@ -53,7 +53,8 @@ class PackedRule:
     def dense(self) -> Tensor:
         """Return the whole mask, [batch, 1, length, length] bool."""
         rows, length = self.view.shape
-        row, column = (torch.arange(n, device=self.view.device) for n in (rows, length))
+        row = torch.arange(rows, device=self.view.device)
+        column = torch.arange(length, device=self.view.device)
         return self(row[:, None, None], None, column[None, :, None], column[None, None, :])[:, None]
 
 
@@ -160,10 +161,8 @@ def uniform(batch: PackedBatch, purpose: int, index: Tensor) -> Tensor:
     """Draw uniform numbers in (0, 1), [batch, length] in the `widest` dtype, which depend on
     sample, noisy copy, `purpose` and `index`, [batch, length] long: positions, or blocks for one
     number per block."""
-    bits, dtype = (
-        noise_key(batch.noise_key, index, mix_bits(batch.view + 1) ^ purpose),
-        widest(index.device),
-    )
+    bits = noise_key(batch.noise_key, index, mix_bits(batch.view + 1) ^ purpose)
+    dtype = widest(index.device)
     return ((bits.to(dtype) + 0.5) * 2.0**-32).clamp(max=1 - torch.finfo(dtype).eps)
 
 
@@ -198,11 +197,13 @@ class CleanCache(Cache):
         if layer_idx in self.stored:
             keys, values = self.stored[layer_idx]
             return torch.cat([key_states, keys], 2), torch.cat([value_states, values], 2)
-        keys, values = (states[:, :, self.noisy_length :] for states in (key_states, value_states))
+        keys = key_states[:, :, self.noisy_length :]
+        values = value_states[:, :, self.noisy_length :]
         # A copy frees the noisy columns; with gradients the backward pass holds them anyway.
-        self.stored[layer_idx] = (
-            (keys, values) if keys.requires_grad else (keys.contiguous(), values.contiguous())
-        )
+        if not keys.requires_grad:
+            keys = keys.contiguous()
+            values = values.contiguous()
+        self.stored[layer_idx] = (keys, values)
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

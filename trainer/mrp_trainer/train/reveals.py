@@ -68,7 +68,8 @@ class Reveals:
         groups = ids.numel()
         if self.rule == "on_policy":
             picks = sampler(hidden[open_])
-            token, score = picks.token, picks.odds
+            token = picks.token
+            score = picks.odds
             draw = uniform(batch, 1, batch.block)[open_]
             threshold = (
                 _EAGER_FROM + (_EAGER_TO - _EAGER_FROM) * uniform(batch, 2, batch.block)[open_]
@@ -77,14 +78,13 @@ class Reveals:
                 (draw < self.eager_share) & (score > threshold.logit())
             )
         else:
-            token, score = (
-                batch.target_ids[open_],
-                uniform(batch, 16 + step, batch.position_ids)[open_],
-            )
+            token = batch.target_ids[open_]
+            score = uniform(batch, 16 + step, batch.position_ids)[open_]
             chosen = _rank(score, group, groups) < 1
         row, column = open_[0][chosen], open_[1][chosen]
-        ids, masked = ids.clone(), masked.clone()
+        ids = ids.clone()
         ids[row, column] = token[chosen]
+        masked = masked.clone()
         masked[row, column] = False
         return ids, masked
 

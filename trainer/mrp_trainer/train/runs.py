@@ -88,9 +88,12 @@ def open_run(settings: Settings, restart: bool = False) -> OpenRun:
     """
     options = settings.options
     _check_trackers(settings.training.get("report_to"))
-    held_out = open_source(options.eval_data, options.eval_split) if options.eval_data else None
+    held_out = None
+    if options.eval_data:
+        held_out = open_source(options.eval_data, options.eval_split)
     data = open_source(options.data, options.split)
-    arguments, folder = settings.arguments(), Path(settings.training["output_dir"])
+    arguments = settings.arguments()
+    folder = Path(settings.training["output_dir"])
     _check_inputs(folder, options)
     OwnFolder(folder).check()
     settings = settings.written_down(arguments, _data_digest(options.data))
@@ -137,14 +140,11 @@ def _data_digest(paths: Sequence[str]) -> str | None:
     """Return a digest of data files; None for a dataset on the Hub."""
     if not all(map(os.path.exists, paths)):
         return None
-    files = {
-        file
-        for path in map(Path, paths)
-        for file in ([path] if path.is_file() else path.rglob("*"))
-        if file.is_file()
-    }
+    files: set[Path] = set()
+    for path in map(Path, paths):
+        files.update([path] if path.is_file() else path.rglob("*"))
     digests = {}
-    for path in sorted(files):
+    for path in sorted(filter(Path.is_file, files)):
         with path.open("rb") as file:
             digests[path.as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
     return hashlib.sha256(json.dumps(digests).encode()).hexdigest()[:32]
@@ -153,7 +153,9 @@ def _data_digest(paths: Sequence[str]) -> str | None:
 def _claim_folder(folder: Path, lock: FileLock, settings: Settings, restart: bool) -> None:
     """Make a run's folder if needed, lock it, and write the run's settings; `ValueError` if another
     run has the folder."""
-    output, path, checkpoints = OwnFolder(folder), folder / RUN_FILE, checkpoints_in(folder)
+    output = OwnFolder(folder)
+    path = folder / RUN_FILE
+    checkpoints = checkpoints_in(folder)
     output.check()
     output.check_free("config.json", "model.safetensors")
     if restart and (
@@ -167,7 +169,9 @@ def _claim_folder(folder: Path, lock: FileLock, settings: Settings, restart: boo
         if not path.is_file():
             raise ValueError(f"{folder} holds checkpoints and no {RUN_FILE}. {_RESTART}")
         if different := settings.differences(read_yaml(path)):
-            hint = _resume_hint(folder, settings) if (folder / "config.json").is_file() else ""
+            hint = ""
+            if (folder / "config.json").is_file():
+                hint = _resume_hint(folder, settings)
             raise ValueError(
                 f"{folder} holds a run with other settings: {'; '.join(different)}. "
                 f"{_RESTART}.{hint}"
@@ -194,7 +198,9 @@ def load_model(settings: Settings) -> Any:
     """Load the model that a run trains. Frozen weights have the dtype of the passes, bfloat16 or
     float32; trained ones are always float32: in bfloat16 most updates would be rounded away."""
     options = settings.options
-    hub_options: dict[str, Any] = {} if options.revision is None else {"revision": options.revision}
+    hub_options: dict[str, Any] = {}
+    if options.revision is not None:
+        hub_options["revision"] = options.revision
     if settings.objective == "block_diffusion":
         model = MRPForCausalLM.from_backbone(
             options.model, dtype=torch.float32, **hub_options, **_of_qwen3(options)
@@ -212,8 +218,12 @@ def load_model(settings: Settings) -> Any:
 
 def _of_qwen3(options: RunOptions) -> dict[str, Any]:
     """Collect the given options that the config of an autoregressive checkpoint lacks."""
-    values = {name: getattr(options, name) for name in ("block_size", "mask_token_id")}
-    return {name: value for name, value in values.items() if value is not None}
+    fields = {}
+    if options.block_size is not None:
+        fields["block_size"] = options.block_size
+    if options.mask_token_id is not None:
+        fields["mask_token_id"] = options.mask_token_id
+    return fields
 
 
 def dry_run(settings: Settings) -> str:
@@ -221,19 +231,21 @@ def dry_run(settings: Settings) -> str:
     Errors: see `meta_model`."""
     arguments = settings.arguments(bf16=False, fp16=False, use_cpu=True)
     model = meta_model(settings)
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    matrices = sum(p.numel() for name, p in trained.items() if p.dim() == 2 and "layers." in name)
-    parameters, numbers = model.num_parameters(), sum(p.numel() for p in trained.values())
-    half = bool(settings.training.get("bf16"))
-    memory = {
-        "weights": (parameters - numbers) * (2 if half else 4)
-        + numbers * (6 if half else 4),  # autocast copies what trains
-        "gradients": 4 * numbers,
-        "optimizer": 8 * numbers - (0 if arguments.muon_learning_rate is None else 4 * matrices),
-    }
+    parameters = model.num_parameters()
+    trained = matrices = 0
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            trained += parameter.numel()
+            if parameter.dim() == 2 and "layers." in name:
+                matrices += parameter.numel()
+    memory = {"weights": 4 * parameters, "gradients": 4 * trained, "optimizer": 8 * trained}
+    if settings.training.get("bf16"):  # autocast copies what trains
+        memory["weights"] = 2 * (parameters - trained) + 6 * trained
+    if arguments.muon_learning_rate is not None:
+        memory["optimizer"] -= 4 * matrices
     at_once = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps
     sizes = {**memory, "in all": sum(memory.values())}.items()
-    lines = [f"parameters: {parameters:,}, of which {numbers:,} train"]
+    lines = [f"parameters: {parameters:,}, of which {trained:,} train"]
     lines += [f"{name}: {size / 2**30:.4g} GiB" for name, size in sizes]
     lines += [
         "a process, and activations, which grow with the batch; DDP holds gradients twice, FSDP "
@@ -273,11 +285,9 @@ def _save(
 ) -> None:
     """Save the head alone or the whole model, as the settings say, in the dtype of the passes, and
     the tokenizer."""
-    state = (
-        trainer.accelerator.get_state_dict(trainer.model_wrapped)
-        if trainer.is_fsdp_enabled
-        else None
-    )
+    state = None
+    if trainer.is_fsdp_enabled:
+        state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     if not trainer.args.should_save:
         return
     dtype = torch.bfloat16 if trainer.args.bf16 else torch.float32

@@ -67,24 +67,26 @@ class Settings:
 
     def as_dict(self) -> dict[str, Any]:
         """Return all settings as one mapping, which can serve as a YAML file."""
-        options = {
-            name: value
-            for name, value in asdict(self.options).items()
-            if name in _option_names(self.objective)
-        }
-        digest = {} if self.data_digest is None else {"data_digest": self.data_digest}
-        return {"objective": self.objective, **options, **self.training, **digest}
+        settings: dict[str, Any] = {"objective": self.objective}
+        for name, value in asdict(self.options).items():
+            if name in _option_names(self.objective):
+                settings[name] = value
+        settings |= self.training
+        if self.data_digest is not None:
+            settings["data_digest"] = self.data_digest
+        return settings
 
     def differences(self, previous: Mapping[str, Any]) -> list[str]:
         """List the settings that change the weights and differ from `previous` (as from `as_dict`),
         each with both values."""
         current = self.as_dict()
-        names = [name for name in {**previous, **current} if changes_weights(name)]
-        pairs = [
-            (name, previous.get(name, _default(name)), current.get(name, _default(name)))
-            for name in names
-        ]
-        return [f"{name} was {old!r} and is {new!r}" for name, old, new in pairs if old != new]
+        differences = []
+        for name in {**previous, **current}:
+            old = previous.get(name, _default(name))
+            new = current.get(name, _default(name))
+            if changes_weights(name) and old != new:
+                differences.append(f"{name} was {old!r} and is {new!r}")
+        return differences
 
     def arguments(self, **others: Any) -> MRPTrainingArguments:
         """Make the arguments of the trainer; `others` override the settings."""
@@ -180,12 +182,14 @@ def _option_names(objective: str) -> tuple[str, ...]:
 
 
 def _config_path(config: str) -> Path:
-    path, recipe = Path(config), RECIPES / f"{config}.yaml"
-    if not path.is_file() and config not in recipe_names():
+    path = Path(config)
+    if path.is_file():
+        return path
+    if config not in recipe_names():
         raise ValueError(
             f"{config} is neither a file nor one of the recipes {', '.join(recipe_names())}"
         )
-    return path if path.is_file() else recipe
+    return RECIPES / f"{config}.yaml"
 
 
 def read_yaml(path: Path) -> dict[Any, Any]:
@@ -220,11 +224,9 @@ def _checked(objective: str, name: str, value: Any, source: str) -> Any:
     has that name."""
     if name not in (names := known_names(objective)):
         similar = difflib.get_close_matches(name, names, n=3)
-        hint = (
-            f"did you mean {' or '.join(similar)}?"
-            if similar
-            else "see the fields of MRPTrainingArguments and of RunOptions"
-        )
+        hint = "see the fields of MRPTrainingArguments and of RunOptions"
+        if similar:
+            hint = f"did you mean {' or '.join(similar)}?"
         raise ValueError(f"{source}: nothing is called {name!r} here: {hint}")
     hint = _hints()[name]
     for candidate in [value, float(value)] if type(value) is int else [value]:
@@ -233,9 +235,7 @@ def _checked(objective: str, name: str, value: Any, source: str) -> Any:
         except TypeError:
             continue
         return candidate
-    needed = (
-        hint.__name__
-        if isinstance(hint, type) and not get_args(hint)
-        else str(hint).replace("typing.", "")
-    )
+    needed = str(hint).replace("typing.", "")
+    if isinstance(hint, type) and not get_args(hint):
+        needed = hint.__name__
     raise ValueError(f"{source}: {name} is {value!r}, and must be {needed}")

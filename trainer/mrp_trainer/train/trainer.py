@@ -115,15 +115,16 @@ class MRPTrainer(Trainer):
         if args.ddp_find_unused_parameters is None:
             args.ddp_find_unused_parameters = bare is not model
         if data_collator is None:
-            shape, pad = (
-                (bare.config.block_size, bare.config.mask_token_id),
+            data_collator = DiffusionCollator(
+                bare.config.block_size,
+                bare.config.mask_token_id,
                 bare.config.pad_token_id or 0,
+                args.noisy_copies,
+                args.inverse_level,
+                args.noise_per,  # type: ignore[arg-type]  # checked by the arguments
+                args.seed,
+                args.block_sizes or (),
             )
-            noise: Any = {
-                name: getattr(args, name) for name in ("inverse_level", "noise_per", "seed")
-            }
-            noise["block_sizes"] = args.block_sizes or ()
-            data_collator = DiffusionCollator(*shape, pad, args.noisy_copies, **noise)
         super().__init__(
             model, args, data_collator, train_dataset, eval_dataset, processing_class, **kwargs
         )
@@ -149,7 +150,8 @@ class MRPTrainer(Trainer):
             True  # the loss is divided by num_items_in_batch, not by the accumulation steps
         )
         self._head_objective = args.head_objective()
-        self._trained, self._evaluated = Measures(), Measures()
+        self._trained = Measures()
+        self._evaluated = Measures()
         self._decoding_attention: str | None = None
         self._steps_done = 0
 
@@ -160,18 +162,15 @@ class MRPTrainer(Trainer):
         if resume_from_checkpoint is True:
             newest = self.newest_checkpoint()
             resume_from_checkpoint = None if newest is None else str(newest)
-        self._steps_done = (
-            (step_of(Path(resume_from_checkpoint)) or 0)
-            if isinstance(resume_from_checkpoint, str)
-            else 0
-        )
-        bare, attention = bare_model(self.model), self.args.packed_attention
+        self._steps_done = 0
+        if isinstance(resume_from_checkpoint, str):
+            self._steps_done = step_of(Path(resume_from_checkpoint)) or 0
+        bare = bare_model(self.model)
+        attention = self.args.packed_attention
         if attention == "auto":
-            attention = (
-                "flex_attention"
-                if self.args.device.type == "cuda"
-                else bare.config._attn_implementation
-            )
+            attention = bare.config._attn_implementation
+            if self.args.device.type == "cuda":
+                attention = "flex_attention"
         if attention == "flex_attention":
             attention = TRAINING_FLEX
         if self.args.objective == "block_diffusion":
@@ -229,11 +228,8 @@ class MRPTrainer(Trainer):
             dataset = as_rows(
                 dataset, "eval_dataset", self.model, self.args, self.processing_class, held_out=True
             )
-            dataset = (
-                FilledUp(dataset, batch_size * self.args.world_size)
-                if self.args.world_size > 1
-                else dataset
-            )
+            if self.args.world_size > 1:
+                dataset = FilledUp(dataset, batch_size * self.args.world_size)
         return super()._get_dataloader(dataset, description, batch_size, *args, **kwargs)
 
     def get_batch_samples(
@@ -243,11 +239,9 @@ class MRPTrainer(Trainer):
         all processes, [] long."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         counts = [batch["response_tokens"] for batch in batches]
-        total = (
-            torch.stack(counts).sum().to(device)
-            if counts
-            else torch.zeros((), dtype=torch.long, device=device)
-        )
+        total = torch.zeros((), dtype=torch.long, device=device)
+        if counts:
+            total = torch.stack(counts).sum().to(device)
         return batches, self.accelerator.reduce(total, reduction="sum")
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
@@ -297,10 +291,8 @@ class MRPTrainer(Trainer):
         items = batch.response_tokens
         processes = 1
         if num_items_in_batch is not None:
-            items, processes = (
-                torch.as_tensor(num_items_in_batch, device=items.device),
-                self.accelerator.num_processes,
-            )
+            items = torch.as_tensor(num_items_in_batch, device=items.device)
+            processes = self.accelerator.num_processes
         loss, measured = self._inside(model, objective, batch, processes / items.clamp(min=1))
         if model.training:
             self._trained.add(measured)
@@ -379,7 +371,8 @@ class MRPTrainer(Trainer):
         (`save_total_limit`), and one that cannot be saved, as on a full disk, is removed.
         """
         self._check_trained_weights()
-        folder, name = OwnFolder(str(self.args.output_dir)), f"checkpoint-{self.state.global_step}"
+        folder = OwnFolder(str(self.args.output_dir))
+        name = f"checkpoint-{self.state.global_step}"
         limit = self.args.save_total_limit
         has_listing = self.args.should_save and folder.claimed
         new = not (folder.path / name).exists()
@@ -515,7 +508,10 @@ def _is_finite(weight: Any) -> bool:
 def _summary(measured: dict[str, tuple[float, float]]) -> dict[str, float]:
     """Return the mean of each measurement (sum, count) and, if KL(B||A) > 0, the share that A+C
     removes (`gap_closed`)."""
-    means = {name: total / count for name, (total, count) in measured.items() if count}
+    means = {}
+    for name, (total, count) in measured.items():
+        if count:
+            means[name] = total / count
     closed = {}
     for name, value in means.items():
         stale = means.get(name.replace("head", "stale"), 0.0)
