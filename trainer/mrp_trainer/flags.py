@@ -188,7 +188,7 @@ def for_typer(kind: Any) -> Any:
 
 
 class Commands(TyperGroup):
-    """A group of commands that answers an unknown flag with those that may be meant."""
+    """A group of commands that suggests flags in place of an unknown one."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command; extend the error for a flag that the command does not have."""
@@ -197,17 +197,16 @@ class Commands(TyperGroup):
         except Exception as error:
             unknown: Any = error
             if hasattr(error, "option_name") and hasattr(error, "possibilities"):  # no such option
-                similar = meant_flags(unknown.option_name, unknown.ctx.command.params)
+                similar = suggest_flags(unknown.option_name, unknown.ctx.command.params)
                 hint = f" Did you mean {' or '.join(similar)}?" if similar else ""
                 unknown.message = f"{unknown.message.rstrip('.')}.{hint}"
                 unknown.possibilities = None
             raise
 
 
-def meant_flags(unknown: str, parameters: Sequence[Any]) -> list[str]:
-    """List the flags that an unknown one may stand for: its field's other name, its initials or
-    beginning, or a similar one. Where nothing is similar, a command with `--set` may take it
-    there."""
+def suggest_flags(unknown: str, parameters: Sequence[Any]) -> list[str]:
+    """Suggest flags in place of an unknown one: its field's other name, those with its initials or
+    beginning, and similar ones; or if there is none, `--set` if the command has it."""
     words = unknown.lstrip("-").replace("_", "-")
     flags = {}
     for parameter in parameters:
@@ -238,7 +237,7 @@ def reported_errors() -> Iterator[None]:
         typer.secho("\n".join(lines), fg="red", err=True)
         raise typer.Exit(1) from error
     except Exception as error:
-        if not _of_network(error):
+        if not _is_network_error(error):
             raise
         typer.secho(
             f"Error: the Hub cannot be reached: check the network ({error})", fg="red", err=True
@@ -246,15 +245,15 @@ def reported_errors() -> Iterator[None]:
         raise typer.Exit(1) from error
 
 
-def _of_network(error: Exception) -> bool:
-    """Tell if an error comes from the library for HTTP that huggingface_hub calls: its errors are
-    no `OSError`s."""
+def _is_network_error(error: Exception) -> bool:
+    """Return whether an error comes from the HTTP library that huggingface_hub calls, whose errors
+    are not `OSError`s."""
     from huggingface_hub.errors import HfHubHTTPError
 
     return isinstance(error, HfHubHTTPError.__bases__)
 
 
-def assigned(
+def parse_assignments(
     assignments: Sequence[str],
     flags: Mapping[str, str] = MappingProxyType({}),
     fixed: Collection[str] = (),
@@ -277,11 +276,11 @@ def assigned(
             raise ValueError(f"--set {assignment}: use --{flags[name]}")
         if name in fixed:
             raise ValueError(f"--set {assignment}: this command decides on {name}, leave it out")
-        values[name] = parsed(text, f"--set {assignment}")
+        values[name] = parse_yaml(text, f"--set {assignment}")
     return values
 
 
-def parsed(text: str, source: str) -> Any:
+def parse_yaml(text: str, source: str) -> Any:
     """Parse YAML; raise a `ValueError` that begins with `source` if it is malformed."""
     try:
         return yaml.load(text, _Yaml)

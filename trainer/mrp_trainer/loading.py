@@ -14,7 +14,7 @@ from modeling_mrp.model.configuration import MRPConfig
 from modeling_mrp.model.layouts import is_hub_id, json_object, stored_json
 from modeling_mrp.modeling import MRPForCausalLM
 
-from .embedded import located
+from .embedded import resolve_source
 
 
 def load_tokenizer(
@@ -22,7 +22,7 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a folder, or of a Hub id and its revision; `ValueError` if it cannot be
     loaded."""
-    source = located(source)
+    source = resolve_source(source)
     config = MRPConfig()  # else transformers would read the checkpoint's, which it may not know
     hub_options: dict[str, Any] = {"revision": revision, "local_files_only": local_files_only}
     try:
@@ -113,7 +113,7 @@ def load_model(
     if backbone is None or adapter is not None:
         model = MRPForCausalLM.from_pretrained(base, **pinned, **weights)
     else:
-        model = MRPForCausalLM.from_backbone(located(backbone), **weights)
+        model = MRPForCausalLM.from_backbone(resolve_source(backbone), **weights)
         model.attach_head(base, **pinned)
         if fields := load_generation_fields(base, of_base):
             model.generation_config = MRPGenerationConfig.from_dict(fields)
@@ -151,7 +151,7 @@ def _base_and_adapter(
     """Return the source of the model, its revision, and the source of the adapter on it or None. A
     folder that holds both is loaded as a model; `backbone` replaces the model that an adapter
     names."""
-    source = located(source)
+    source = resolve_source(source)
     adapter_config = None
     if not (Path(source) / "config.json").is_file():
         # the error is raised when the model's config is not found either
@@ -160,7 +160,7 @@ def _base_and_adapter(
     if adapter_config is None:
         return source, revision, None
     if backbone is not None:
-        return located(backbone), None, source
+        return resolve_source(backbone), None, source
     named = json_object(Path(adapter_config)).get("base_model_name_or_path")
     if not isinstance(named, str):
         raise ValueError(

@@ -20,8 +20,13 @@ _SAVING = (
     ".saving"  # in a folder, where results are written before they take the places of earlier ones
 )
 _WRITABLE = 0o222
-# What a full disk is called where it is not told by an OSError: by safetensors, and by torch.save.
-_FULL = ("No space left", "os error 28", "PytorchStreamWriter failed writing", "unexpected pos")
+# Messages for a full disk in errors of safetensors and torch.save, which are not OSErrors.
+_FULL_DISK_SIGNS = (
+    "No space left",
+    "os error 28",
+    "PytorchStreamWriter failed writing",
+    "unexpected pos",
+)
 
 
 def check_output(path: Path | str) -> None:
@@ -129,8 +134,7 @@ class OwnFolder:
             raise ValueError(f"{self.path} is read-only: name another folder")
 
     def names(self) -> list[str]:
-        """Read the paths in the listing, relative to the folder; lines that lead out of it are left
-        out."""
+        """Read the paths in the listing, relative to the folder; skip lines that lead out of it."""
         if not self.claimed:
             return []
         names = []
@@ -228,13 +232,13 @@ def _check_above(path: Path) -> None:
 
 @contextmanager
 def report_full_disk(path: Path | str, remedy: str) -> Iterator[None]:
-    """Turn the errors by which libraries tell of a full disk into an `OSError` that names the place
+    """Turn the errors that libraries raise for a full disk into an `OSError` that names the path
     and the remedy."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
         full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or any(
-            sign in str(error) for sign in _FULL
+            sign in str(error) for sign in _FULL_DISK_SIGNS
         )
         if not full or (isinstance(error, OSError) and remedy in str(error)):
             raise

@@ -16,7 +16,7 @@ from modeling_mrp import __version__
 
 from ..data.tasks import Family, Split
 from ..doctor.options import DoctorOptions
-from ..embedded import located
+from ..embedded import resolve_source
 from ..evaluate.options import EvaluateOptions
 from ..flags import Commands, for_typer, reported_errors, takes_flags
 from ..outputs import write_output
@@ -209,7 +209,7 @@ def push(**flags: Any) -> None:
     unless --public."""
     from ..publish import push as push_checkpoint
 
-    typer.echo(push_checkpoint(located(flags.pop("folder")), **flags))
+    typer.echo(push_checkpoint(resolve_source(flags.pop("folder")), **flags))
 
 
 @app.command()
@@ -218,7 +218,7 @@ def card(output: str | None = None, overwrite: bool = False, **flags: Any) -> No
     """Print the model card of a checkpoint, as a push would render it."""
     from ..publish.command import card as rendered_card
 
-    _print_or_write(rendered_card(located(flags.pop("folder")), **flags), output, overwrite)
+    _print_or_write(rendered_card(resolve_source(flags.pop("folder")), **flags), output, overwrite)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -29,7 +29,7 @@ _LAYOUTS = (
     "decode writes; ShareGPT's 'conversations' and Alpaca's 'instruction' and 'output' are read, "
     "too"
 )
-_MOST = 2**31 - 1  # of a step, which samples hold in 32 bits
+_MAX_STEP = 2**31 - 1  # of a step, which samples hold in 32 bits
 _FIELDS: tuple[set[str], ...] = ({"messages"}, {"prompt", "completion"}, {"text"}, {"reveal_step"})
 # ShareGPT's names of fields and roles, and ours.
 _KEYS = {"from": "role", "value": "content"}
@@ -162,11 +162,11 @@ def _record_fields(row: Any) -> dict[str, Any]:
         ]
         fields.pop("text", None)  # it repeats the other fields
     elif isinstance(fields.get("conversations"), list) and "text" not in fields:
-        fields["messages"] = [_of_sharegpt(message) for message in fields["conversations"]]
+        fields["messages"] = [_sharegpt_message(message) for message in fields["conversations"]]
     return fields
 
 
-def _of_sharegpt(message: Any) -> Any:
+def _sharegpt_message(message: Any) -> Any:
     if not isinstance(message, Mapping):
         return message
     renamed = {_KEYS.get(key, key): value for key, value in message.items()}
@@ -191,8 +191,8 @@ def _trajectory(fields: Mapping[str, Any]) -> Trajectory:
             "needed are ids, response_start, the index of the response's first id, and a step from "
             "0 on for each response id: give what mrp decode writes",
         )
-    if max(steps) > _MOST:
-        raise FieldError("reveal_step", f"found {max(steps)}: a step is at most {_MOST}")
+    if max(steps) > _MAX_STEP:
+        raise FieldError("reveal_step", f"found {max(steps)}: a step is at most {_MAX_STEP}")
     decoder = fields.get("decoded_by", {})
     if not isinstance(decoder, Mapping):
         raise FieldError(
@@ -270,7 +270,7 @@ def check_utf8(text: str, name: str | None = None) -> None:
         raise FieldError(name, f"{problem}: text that UTF-8 can hold is needed") from error
 
 
-def decoded_line(line: bytes) -> Any:
+def parse_line(line: bytes) -> Any:
     """Parse a line of JSON in UTF-8, with or without a byte order mark; `FieldError` if it is
     malformed."""
     try:

@@ -11,9 +11,9 @@ from tqdm import tqdm
 
 from modeling_mrp.model.layouts import is_hub_id
 
-from .records import FieldError, RecordError, decoded_line
+from .records import FieldError, RecordError, parse_line
 
-_MOST = 20  # malformed records that are collected before an error is raised
+_MAX_PROBLEMS = 20  # malformed records that are collected before an error is raised
 
 
 @dataclass(frozen=True)
@@ -102,13 +102,13 @@ def checked(source: Source, read: Callable[[Any], Any]) -> Iterator[tuple[int, A
                 continue
             empty = False
             try:
-                parsed = read(decoded_line(row) if isinstance(row, bytes) else row)
+                parsed = read(parse_line(row) if isinstance(row, bytes) else row)
             except FieldError as error:
                 location = f"{name}, line {line}"
                 if error.field_name:
                     location += f", field {error.field_name}"
                 problems.append(f"{location}: {error}")
-                if len(problems) == _MOST:
+                if len(problems) == _MAX_PROBLEMS:
                     raise RecordError(problems, incomplete=True) from error
             else:
                 if not problems:

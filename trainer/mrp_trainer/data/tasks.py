@@ -66,7 +66,7 @@ class Problem:
 
 
 _PEOPLE = ("Ana", "Bo", "Carl", "Dina", "Emil", "Fay", "Gus", "Hana", "Ivo", "June", "Kai", "Lena")
-_THINGS = ("apples", "pens", "coins", "shells", "stamps", "cards", "books", "beads", "nuts", "keys")
+_ITEMS = ("apples", "pens", "coins", "shells", "stamps", "cards", "books", "beads", "nuts", "keys")
 _NAME_HEADS = ("x", "n", "total", "count", "value", "item", "left", "rest", "number", "amount")
 _NAME_TAILS = ("now", "all", "here", "new", "old", "one")
 _OPENINGS = (
@@ -76,7 +76,7 @@ _OPENINGS = (
     "The {things} are {u}.",
 )
 # By operation, templates of sentences that describe it; p and q are persons, n is a number.
-_TOLD: dict[str, tuple[str, ...]] = {
+_SENTENCES: dict[str, tuple[str, ...]] = {
     "+": ("{p} buys {n} more.", "{q} gives {p} {n} more.", "{p} finds {n}."),
     "-": ("{p} loses {n}.", "{p} gives {n} to {q}.", "{p} sells {n}."),
     "*": ("Then {p} has {times} times as many.", "The number grows {times} times."),
@@ -99,7 +99,7 @@ def _name(rng: random.Random, reserved: tuple[str, ...] = ()) -> str:
 
 def _math(rng: random.Random) -> Problem:
     person, partner = rng.sample(_PEOPLE, 2)
-    items = rng.choice(_THINGS)
+    items = rng.choice(_ITEMS)
     value = rng.randint(2, 20)
     sentences = [
         rng.choice(("{p} has {n} {things}.", "{p} starts with {n} {things}.")).format(
@@ -110,7 +110,7 @@ def _math(rng: random.Random) -> Problem:
     lines = [rng.choice(_OPENINGS).format(u=unknown, things=items)]
     for _ in range(rng.choice((2, 3))):
         possible = {"+": value < _LARGEST, "-": value > 1, "*": value * 2 <= _LARGEST}
-        kind = rng.choice([kind for kind in _TOLD if possible[kind]])
+        kind = rng.choice([kind for kind in _SENTENCES if possible[kind]])
         if kind == "*":
             operand = 3 if value * 3 <= _LARGEST and rng.random() < 0.5 else 2
         elif kind == "+":
@@ -123,7 +123,7 @@ def _math(rng: random.Random) -> Problem:
             "n": operand,
             "times": {2: "two", 3: "three"}.get(operand),
         }
-        sentences.append(rng.choice(_TOLD[kind]).format(**words))
+        sentences.append(rng.choice(_SENTENCES[kind]).format(**words))
         first, second = (operand, value) if kind != "-" and rng.random() < 0.5 else (value, operand)
         value = _RESULTS[kind](value, operand)
         lines.append(f"{unknown} = {first} {kind} {second} = {value}")

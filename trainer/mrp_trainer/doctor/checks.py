@@ -236,7 +236,9 @@ def check_drafts(model: MRPForCausalLM, inputs: dict[str, Tensor], states: int) 
             yield checked(name, partial(agrees, name, target, mode))
 
 
-def check_ways(model: MRPForCausalLM, inputs: dict[str, Tensor], states: int) -> Iterator[Check]:
+def check_fast_paths(
+    model: MRPForCausalLM, inputs: dict[str, Tensor], states: int
+) -> Iterator[Check]:
     """Compare texts decoded using CUDA graphs, and using kernels, with texts decoded without;
     report fallbacks to PyTorch.
 

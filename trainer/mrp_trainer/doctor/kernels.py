@@ -15,7 +15,7 @@ from modeling_mrp.kernels.round_layers import ROTATED, ROUND_ATTENTION, SUM_AND_
 from modeling_mrp.rules.draft import mix_bits, noise_key
 
 
-def scattered(*shape: int, template: Tensor, seed: int = 0) -> Tensor:
+def pseudo_random(*shape: int, template: Tensor, seed: int = 0) -> Tensor:
     """Make pseudo-random numbers by hashing, of a shape, mean 0 and variance 1, on the device and
     in the dtype of `template`."""
     numbers = mix_bits(
@@ -26,27 +26,27 @@ def scattered(*shape: int, template: Tensor, seed: int = 0) -> Tensor:
 
 def _norm(width: int, template: Tensor, seed: int = 0) -> Qwen3RMSNorm:
     norm = Qwen3RMSNorm(width).to(template.device, template.dtype)
-    norm.weight.copy_(1 + scattered(width, template=template, seed=seed) / 4)
+    norm.weight.copy_(1 + pseudo_random(width, template=template, seed=seed) / 4)
     return norm
 
 
 def _tokens(width: int, template: Tensor, seed: int = 0) -> Tensor:
     """Make states [2, 3, width] of a large token, a usual one, and one whose mean square is near
     the epsilon of a norm."""
-    return scattered(2, 3, width, template=template, seed=seed) * torch.tensor(
+    return pseudo_random(2, 3, width, template=template, seed=seed) * torch.tensor(
         [9.0, 1.0, 1e-3], device=template.device
     )[:, None].to(template)
 
 
-def _of_pick(vocab: int, template: Tensor) -> Iterator[tuple[Any, ...]]:
+def _pick_samples(vocab: int, template: Tensor) -> Iterator[tuple[Any, ...]]:
     """Yield arguments for `PICK`, on the device of `template`: logits with a few likely tokens per
     row (tied in one row), picked greedily, greedily with a least logit that only the likeliest
     token reaches, and by sampling."""
     rows = 12
     template = template.float()
-    logits = scattered(rows, vocab, template=template)
+    logits = pseudo_random(rows, vocab, template=template)
     columns = torch.arange(6, device=template.device) * vocab // 6
-    logits[:, columns] += 9 + 3 * scattered(rows, 6, template=template, seed=1)
+    logits[:, columns] += 9 + 3 * pseudo_random(rows, 6, template=template, seed=1)
     logits[0, columns] = 10.0
     logits[1, columns[2]] = -torch.inf
     keys = noise_key(*torch.arange(3 * rows, device=template.device).view(3, rows))
@@ -59,7 +59,7 @@ def _of_pick(vocab: int, template: Tensor) -> Iterator[tuple[Any, ...]]:
         yield Unembedding(logits, 0, temperature), logits, min_logits, noise
 
 
-def _of_attention(
+def _attention_samples(
     heads: int, kv_heads: int, dim: int, template: Tensor
 ) -> Iterator[tuple[Any, ...]]:
     """Make a sample for `ROUND_ATTENTION`: three rows of two states, the second a child of the
@@ -69,16 +69,16 @@ def _of_attention(
     used = 512
     parent = torch.arange(-1, 1, device=template.device).repeat(3, 1)
     mask = RoundMask(torch.arange(5, 300, 147, device=template.device), parent, block)
-    queries = 4 * scattered(3, 2 * block, heads, dim, template=template).transpose(1, 2)
-    keys, values = scattered(
+    queries = 4 * pseudo_random(3, 2 * block, heads, dim, template=template).transpose(1, 2)
+    keys, values = pseudo_random(
         3, used + 2 * block, 2, kv_heads, dim, template=template, seed=1
     ).permute(2, 0, 3, 1, 4)
     yield from [(queries, keys, values, mask, dim**-0.5)] * 2
 
 
-def _of_rotation(heads: int, kv_heads: int, dim: int, template: Tensor) -> tuple[Any, ...]:
+def _rotation_sample(heads: int, kv_heads: int, dim: int, template: Tensor) -> tuple[Any, ...]:
     """Make a sample for `ROTATED`, whose output tensors for keys and values are filled with NaN."""
-    angles = 3 * scattered(2, 3, dim // 2, template=template).repeat(1, 1, 2)
+    angles = 3 * pseudo_random(2, 3, dim // 2, template=template).repeat(1, 1, 2)
     target = template.new_full((2, 2, kv_heads, 3, dim), torch.nan)
     norms = _norm(dim, template), _norm(dim, template, 1)
     return (
@@ -98,12 +98,12 @@ def samples_of(config: Any, template: Tensor) -> dict[Kernel, list[tuple[Any, ..
     dim = config.head_dim
     width = config.hidden_size
     return {
-        PICK: list(_of_pick(config.vocab_size, template)),
-        ROUND_ATTENTION: list(_of_attention(heads, kv_heads, dim, template)),
+        PICK: list(_pick_samples(config.vocab_size, template)),
+        ROUND_ATTENTION: list(_attention_samples(heads, kv_heads, dim, template)),
         SUM_AND_NORM: [
             (_tokens(width, template), _tokens(width, template, 1), _norm(width, template))
         ],
-        ROTATED: [_of_rotation(heads, kv_heads, dim, template)],
+        ROTATED: [_rotation_sample(heads, kv_heads, dim, template)],
     }
 
 

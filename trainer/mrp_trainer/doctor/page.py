@@ -19,9 +19,9 @@ from ..publish.card import markdown_table
 from .checks import (
     Check,
     check_drafts,
+    check_fast_paths,
     check_kernels,
     check_noise,
-    check_ways,
     check_weights,
     checked,
     inputs_of,
@@ -59,17 +59,17 @@ class Report:
             "# mrp doctor",
             markdown_table(["", ""], self.machine.items()),
             "## Checks",
-            *self._checked(),
+            *self._check_table(),
         ]
         if self.rounds:
-            sections += ["## Rounds", self._times()]
+            sections += ["## Rounds", self._round_table()]
         if self.proposed:
             proposals = "; ".join(
                 f"batch {batch}: `num_draft_states={states}`"
                 for batch, states in self.proposed.items()
             )
             sections.append(
-                _filled(
+                _wrapped(
                     f"Most tokens a second on these prompts, {proposals}. `auto`, the default, "
                     "finds it by trying."
                 )
@@ -78,9 +78,9 @@ class Report:
             verdict = f"**Failed: {'; '.join(self.failed)}.**"
         else:
             verdict = f"All {sum(check.ok is True for check in self.checks)} checks passed."
-        return "\n\n".join([*sections, _filled(verdict)])
+        return "\n\n".join([*sections, _wrapped(verdict)])
 
-    def _checked(self) -> list[str]:
+    def _check_table(self) -> list[str]:
         """Format the checks as a table; a note that does not fit beside its check stands below,
         once for all that have it."""
         rows, below = [], dict[str, list[str]]()
@@ -95,10 +95,10 @@ class Report:
                 below.setdefault(check.note, []).append(check.name)
                 row[-1] = "see below"
             rows.append(row)
-        notes = [_filled(f"{', '.join(names)}: {note}") for note, names in below.items()]
+        notes = [_wrapped(f"{', '.join(names)}: {note}") for note, names in below.items()]
         return [markdown_table(["check", "", "largest difference", ""], rows), *notes]
 
-    def _times(self) -> str:
+    def _round_table(self) -> str:
         single_state = {
             timing.batch: timing.seconds for timing in self.rounds if timing.states == 1
         }
@@ -118,10 +118,10 @@ class Report:
             "*pays from*: K states are faster than K = 1 if they make more than this many times "
             "its tokens a forward."
         )
-        return f"{markdown_table(head, rows)}\n\n{_filled(note)}"
+        return f"{markdown_table(head, rows)}\n\n{_wrapped(note)}"
 
 
-def _filled(text: str) -> str:
+def _wrapped(text: str) -> str:
     """Wrap a paragraph."""
     return fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
 
@@ -196,7 +196,7 @@ def examine(options: DoctorOptions) -> Report:
     gather(check_noise(device))
     gather(check_kernels(model))
     inputs = inputs_of(model, tokenizer, ROWS, options.prefix)
-    gather(check_ways(model, inputs, STATES))
+    gather(check_fast_paths(model, inputs, STATES))
     widened = device.type == "cpu" and model.num_parameters() <= WIDENED
     gather(check_drafts(copy.deepcopy(model).double() if widened else model, inputs, STATES))
     if not (times := checked("times", timed)).ok:  # checks are printed even if timing fails

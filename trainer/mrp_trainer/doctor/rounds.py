@@ -44,13 +44,14 @@ def time_rounds(
             if states != 1:
                 mode |= {"decoding": drafters(model)[0], "target": target}
                 mode |= {"num_draft_states": states}
-            endless = {**mode, "eos_token_id": None}
-            short, short_output = _clocked(model, inputs, max_new_tokens=SHORT, **endless)
-            long, long_output = _clocked(model, inputs, max_new_tokens=TOKENS, **endless)
-            seconds, out = _clocked(model, inputs, **mode)
+            without_eos = {**mode, "eos_token_id": None}
+            short, short_output = _timed_decode(model, inputs, max_new_tokens=SHORT, **without_eos)
+            long, long_output = _timed_decode(model, inputs, max_new_tokens=TOKENS, **without_eos)
+            seconds, out = _timed_decode(model, inputs, **mode)
             if repetition >= 0:
                 tokens = int((out.reveal_step >= 0).sum())
-                in_round = (long - short) / max(1, _rounds(long_output) - _rounds(short_output))
+                rounds = max(1, _round_count(long_output) - _round_count(short_output))
+                in_round = (long - short) / rounds
                 measured[states].append(
                     (in_round, tokens / int(out.stats.row_forwards.sum()), tokens / seconds)
                 )
@@ -63,7 +64,9 @@ def time_rounds(
     model.release_graphs()
 
 
-def _clocked(model: MRPForCausalLM, inputs: dict[str, Tensor], **options: Any) -> tuple[float, Any]:
+def _timed_decode(
+    model: MRPForCausalLM, inputs: dict[str, Tensor], **options: Any
+) -> tuple[float, Any]:
     start = _now(model.device)
     out = decode(model, inputs, **options)
     return _now(model.device) - start, out
@@ -75,7 +78,7 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _rounds(out: Any) -> int:
+def _round_count(out: Any) -> int:
     """Count the rounds of an output: its backbone forwards after those of the prompt."""
     return int(out.stats.forwards["denoise"] + out.stats.forwards["verify"])
 

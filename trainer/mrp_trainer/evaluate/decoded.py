@@ -145,7 +145,7 @@ def decode_prompts(
     seconds = time.perf_counter() - started
     ids: list[list[int]] = []
     for out, width in outs:
-        ids += _texts(out, width)
+        ids += _generated_ids(out, width)
     eos = model.generation_config.eos_token_id
     ends = {tokenizer.eos_token_id, tokenizer.pad_token_id}
     if isinstance(eos, int):
@@ -161,23 +161,23 @@ def decode_prompts(
     for role in stats[0].forwards:
         forwards[role] = sum(batch_stats.forwards[role] for batch_stats in stats)
     for name in ("drafted", "accepted", "revoked"):
-        forwards[name] = int(_of_rows(stats, name).sum())
+        forwards[name] = int(_row_statistic(stats, name).sum())
     return Decoded(
         texts,
         ids,
         verdicts,
         seconds,
         forwards,
-        row_forwards=_of_rows(stats, "row_forwards").tolist(),
-        row_head_forwards=_of_rows(stats, "row_head_forwards").tolist(),
-        rounds=_of_rows(stats, "accepted_lengths").sum(1).tolist(),
-        accepted=_of_rows(stats, "accepted").tolist(),
-        offered_at_depth=_of_rows(stats, "offered_at_depth"),
-        accepted_at_depth=_of_rows(stats, "accepted_at_depth"),
+        row_forwards=_row_statistic(stats, "row_forwards").tolist(),
+        row_head_forwards=_row_statistic(stats, "row_head_forwards").tolist(),
+        rounds=_row_statistic(stats, "accepted_lengths").sum(1).tolist(),
+        accepted=_row_statistic(stats, "accepted").tolist(),
+        offered_at_depth=_row_statistic(stats, "offered_at_depth"),
+        accepted_at_depth=_row_statistic(stats, "accepted_at_depth"),
     )
 
 
-def _of_rows(stats: Sequence[Any], name: str) -> np.ndarray:
+def _row_statistic(stats: Sequence[Any], name: str) -> np.ndarray:
     """Concatenate the statistic `name` of all batches; return an array [problems, ...]."""
     return np.concatenate([getattr(batch_stats, name).cpu().numpy() for batch_stats in stats])
 
@@ -187,7 +187,7 @@ def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
     return next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
 
 
-def _texts(out: Any, width: int) -> list[list[int]]:
+def _generated_ids(out: Any, width: int) -> list[list[int]]:
     lengths = (out.reveal_step >= 0).sum(1).tolist()
     return [
         row[:length] for row, length in zip(out.sequences[:, width:].tolist(), lengths, strict=True)

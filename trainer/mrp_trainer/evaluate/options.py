@@ -12,7 +12,7 @@ from modeling_mrp.generate.option_table import DECODINGS, DRAFTING, OPTIONS, TAR
 
 from ..data.tasks import Family, Split
 from ..embedded import EMBEDDED
-from ..flags import assigned, flag
+from ..flags import flag, parse_assignments
 
 _OPTIONS = {option.name: option for option in OPTIONS}
 # Options of `generate`: those whose flag takes several values, all with a flag, and those that a
@@ -95,7 +95,7 @@ class GenerateOptions(ModelOptions):
         for name, flag_name in _BY_FLAG.items():
             if hasattr(self, flag_name.replace("-", "_")):
                 flags[name] = flag_name
-        return assigned(self.set, flags, _FIXED)
+        return parse_assignments(self.set, flags, _FIXED)
 
 
 @dataclass(kw_only=True)

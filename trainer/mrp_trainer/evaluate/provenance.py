@@ -39,13 +39,13 @@ def digests(model: nn.Module) -> dict[str, str | None]:
             .to("cpu", torch.float32 if tensor.is_floating_point() else tensor.dtype)
             .contiguous()
         )
-        part = "head" if name.startswith("mrp_head.") else "backbone"
-        part_hash = hashes.setdefault(part, hashlib.sha256())
-        part_hash.update(f"{name} {tuple(tensor.shape)}\n".encode())
-        part_hash.update(values.numpy().tobytes())
+        component = "head" if name.startswith("mrp_head.") else "backbone"
+        component_hash = hashes.setdefault(component, hashlib.sha256())
+        component_hash.update(f"{name} {tuple(tensor.shape)}\n".encode())
+        component_hash.update(values.numpy().tobytes())
     digests: dict[str, str | None] = {"backbone": None, "head": None}
-    for part, part_hash in hashes.items():
-        digests[part] = part_hash.hexdigest()[:_DIGITS]
+    for component, component_hash in hashes.items():
+        digests[component] = component_hash.hexdigest()[:_DIGITS]
     return digests
 
 
@@ -78,7 +78,7 @@ def _syntax(node: object) -> object:
 
 
 def _is_docstring(node: object) -> bool:
-    """Tell if a statement is a string alone, such as a docstring."""
+    """Return whether a statement is only a string, such as a docstring."""
     text = node.value if isinstance(node, ast.Expr) else None
     return isinstance(text, ast.Constant) and isinstance(text.value, str)
 

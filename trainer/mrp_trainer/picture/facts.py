@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-_NOT_WHOLE = "\ufffd"  # a tokenizer's text for an incomplete character
+_INCOMPLETE = "\ufffd"  # a tokenizer's text for an incomplete character
 _LONGEST = 8  # tokens of one character, at most
 
 
@@ -159,7 +159,7 @@ def token_texts(ids: Sequence[int], tokenizer: Any) -> list[str]:
     for token_id in ids:
         pending.append(token_id)
         text = _decoded(pending, tokenizer)
-        if not text.endswith(_NOT_WHOLE):
+        if not text.endswith(_INCOMPLETE):
             texts += [""] * (len(pending) - 1) + [text]
             pending = []
         elif len(pending) == _LONGEST:  # no character is longer

@@ -46,7 +46,9 @@ class ShowOptions(ModeOptions):
                 "--animated"
             )
 
-    def drawn(self, defaults: Mapping[str, Any], has_head: bool = True) -> list[dict[str, Any]]:
+    def settings_to_draw(
+        self, defaults: Mapping[str, Any], has_head: bool = True
+    ) -> list[dict[str, Any]]:
         """List the options of `generate` for each mode in the picture (see `settings`).
 
         What no flag sets: targets and K are the config's (`defaults`; K 8 for `auto`), modes are

@@ -23,15 +23,15 @@ from .facts import Decode, Forward, Token
 _MARGIN, _GAP, _PANEL = 20.0, 16.0, 472.0
 _INSET = 16.0  # within a panel
 _CHARACTER, _LINE = 7.8, 27.0  # width and height in the fixed-width font, at 13 px
-_UNIT, _MOST = 5.0, 12  # height of a token in a bar, and tokens of the highest bar
+_UNIT, _MAX_BAR = 5.0, 12  # height of a token in a bar, and tokens of the highest bar
 _PROMPT_LINES = 3
 _LEGEND = 236.0  # width of an entry, at most
 # How some characters are shown. Joiners stay as they are, within words and emoji.
-_SHOWN = {"\n": "↵\n", "\t": "⇥", "\u200c": "\u200c", "\u200d": "\u200d"}
+_REPLACEMENTS = {"\n": "↵\n", "\t": "⇥", "\u200c": "\u200c", "\u200d": "\u200d"}
 # placeholder of the picture's id, which is a hash of the rest; visible texts hold no controls
 _ID = "\0"
-_TICK, HOLD = 0.28, 3.0  # longest seconds per forward, and seconds that the whole text stays
-_ALL, _LEAST = 12.0, 0.04  # longest seconds of all forwards, and shortest per forward
+_MAX_TICK, HOLD = 0.28, 3.0  # longest seconds per forward, and seconds that the whole text stays
+_MAX_DURATION, _MIN_TICK = 12.0, 0.04  # longest seconds of all forwards, and shortest per forward
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def draw(
         inset=_INSET,
         panel_width=_PANEL,
         line=_LINE,
-        tick=min(max(_ALL / clock, _LEAST), _TICK),
+        tick=min(max(_MAX_DURATION / clock, _MIN_TICK), _MAX_TICK),
         hold=HOLD,
         colours=["inherit", *(colour(forward / max(1, clock - 1)) for forward in range(clock))],
     )
@@ -152,7 +152,7 @@ def _id_of(svg: str) -> str:
 
 
 def is_unchanged(content: bytes) -> bool:
-    """Tell if a file is an SVG that `draw` made and nobody has changed since, by its id."""
+    """Return whether a file is an SVG that `draw` made and nobody has changed since, by its id."""
     text = content.decode("utf-8", "replace")
     match = re.search(r"mrp-[0-9a-f]{10}", text)
     return match is not None and _id_of(text.replace(match[0], _ID)) == match[0]
@@ -249,7 +249,7 @@ def _legend(decodes: Sequence[Decode]) -> list[tuple[str, str]]:
 
 def _height(count: int) -> float:
     """Return the height of a bar for a number of tokens."""
-    return _UNIT * min(_MOST, count)
+    return _UNIT * min(_MAX_BAR, count)
 
 
 def visible(text: str) -> str:
@@ -259,7 +259,7 @@ def visible(text: str) -> str:
 
 
 def _visible_character(character: str) -> str:
-    if (replacement := _SHOWN.get(character)) is not None:
+    if (replacement := _REPLACEMENTS.get(character)) is not None:
         return replacement
     # Categories that are invisible, unassigned, or not allowed in XML.
     unseen = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Cn", "Co", "Zl", "Zp")

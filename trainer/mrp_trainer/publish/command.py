@@ -142,7 +142,7 @@ def push(
     if dry_run:
         return Publication(repo_id, checkpoint.kind, sizes, checkpoint.left_out, trial)
     api = HfApi(token=token)
-    with _reached(api):
+    with _network_errors(api):
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         if revision is not None:
             api.create_branch(repo_id, branch=revision, exist_ok=True)
@@ -167,8 +167,8 @@ def push(
 
 
 @contextmanager
-def _reached(api: HfApi) -> Iterator[None]:
-    """Turn failures of the connection, which are no `OSError`s, into one that says what to do."""
+def _network_errors(api: HfApi) -> Iterator[None]:
+    """Turn connection errors, which are not `OSError`s, into an `OSError` that says what to do."""
     try:
         yield
     except OSError:  # the Hub's own answer, too

@@ -14,7 +14,7 @@ OBJECTIVES = ("block_diffusion", "mrp")
 ATTENTIONS = ("auto", "flex_attention", "sdpa", "tiles")
 # Options of `TrainingArguments` that have no effect here, and why.
 _COMPILED = "the objectives run in place of the forward that it compiles"
-_LEFT_OUT = {
+_WITHOUT_EFFECT = {
     **dict.fromkeys(("torch_compile", "torch_compile_backend", "torch_compile_mode"), _COMPILED),
     "train_sampling_strategy": "rows of like length meet in one batch anyway, in an order that the "
     "seed decides",
@@ -95,7 +95,7 @@ class MRPTrainingArguments(TrainerFlags, TrainingArguments):
                 "objective is not given: 'mrp' trains the head on a frozen backbone, "
                 "'block_diffusion' trains the backbone"
             )
-        for name, reason in _LEFT_OUT.items():
+        for name, reason in _WITHOUT_EFFECT.items():
             if getattr(self, name) != getattr(type(self), name):
                 raise ValueError(
                     f"{name} is {getattr(self, name)!r}, which does nothing here: {reason}. Leave "

@@ -80,7 +80,7 @@ def tiled_attention(
 
 
 @contextmanager
-def attending(model: MRPForCausalLM, implementation: str | None) -> Iterator[str]:
+def attention_implementation(model: MRPForCausalLM, implementation: str | None) -> Iterator[str]:
     """Set a model's attention implementation, unless it is None, while the context is open; yield
     the previous one's name."""
     AttentionInterface.register(TRAINING_FLEX, flex_attention_of_one_type)

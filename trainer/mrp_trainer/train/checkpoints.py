@@ -51,8 +51,8 @@ def under_own_class(model: Any) -> Iterator[None]:
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """List a run's folders `checkpoint-N`, complete or not, by step; names that only begin so are
-    none."""
+    """List a run's folders `checkpoint-N`, complete or not, by step; ignore names that only begin
+    so."""
     folders = []
     for path in folder.glob("checkpoint-*"):
         if re.fullmatch(r"checkpoint-\d+", path.name) and path.is_dir():
@@ -64,7 +64,7 @@ def last_whole_checkpoint(folder: Path, with_states: bool = True) -> Path | None
     """Find the newest complete checkpoint in a run's folder that is not damaged; None if no
     checkpoint is complete.
 
-    Damaged ones are passed over with a warning; `ValueError` if all complete ones are.
+    Damaged ones are skipped with a warning; `ValueError` if all complete ones are damaged.
     `with_states` says that checkpoints hold the states of optimizer, scheduler and random
     generators in files of their own.
     """

@@ -121,7 +121,7 @@ class DiffusionCollator:
                         "inverse_level weighs random masks: samples with reveal_step have none, "
                         "leave it off"
                     )
-                chosen = self._left_by_decoding(
+                chosen = self._masked_by_decoding(
                     sample, positions, size, (level + copy / self.copies) % 1
                 ) | (chosen & past_end)
             weight = 1 / (self.copies * share) if self.inverse_level else 1.0
@@ -147,7 +147,7 @@ class DiffusionCollator:
         }
         return copies, {**clean, "view": CLEAN_VIEW, "noise_key": key}
 
-    def _left_by_decoding(
+    def _masked_by_decoding(
         self, sample: Sample, positions: np.ndarray, size: int, share: np.ndarray
     ) -> np.ndarray:
         """Mask tokens revealed in or after the step that exceeds a `share` of their block's tokens;

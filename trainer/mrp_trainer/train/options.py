@@ -7,7 +7,7 @@ Nothing here imports torch, so that help appears at once.
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-from ..embedded import located
+from ..embedded import resolve_source
 from ..evaluate.options import ModelOptions
 from ..flags import flag
 
@@ -16,7 +16,7 @@ HeadInit = Literal["identity", "backbone", "published"]
 
 _RUN, _MODEL, _DATA, _HEAD = "Run", "Model", "Data", "Head"
 _LOSS, _OPTIMIZER, _WATCH = "Objective", "Optimizer", "Watching and saving"
-_ASKED, _HOW, _OUTPUT = "Prompts", "Decoding", "Output"
+_PROMPTS, _HOW, _OUTPUT = "Prompts", "Decoding", "Output"
 
 
 @dataclass
@@ -79,11 +79,11 @@ class RunOptions:
     )
 
     def __post_init__(self) -> None:
-        self.model = located(self.model)
+        self.model = resolve_source(self.model)
         if self.head is not None:
-            self.head = located(self.head)
+            self.head = resolve_source(self.head)
         if self.tokenizer is not None:
-            self.tokenizer = located(self.tokenizer)
+            self.tokenizer = resolve_source(self.tokenizer)
 
 
 @dataclass
@@ -176,10 +176,10 @@ class DecodeOptions(ModelOptions):
     GPU."""
 
     data: list[str] = flag(
-        "JSON lines or a datasets folder, with prompts.", panel=_ASKED, metavar="FILE"
+        "JSON lines or a datasets folder, with prompts.", panel=_PROMPTS, metavar="FILE"
     )
     output: str = flag("JSON lines that mrp train reads.", panel=_OUTPUT, metavar="FILE")
-    split: str = flag("Split of a datasets folder.", "train", panel=_ASKED)
-    limit: int | None = flag("Limit of records.", None, panel=_ASKED, min=1)
+    split: str = flag("Split of a datasets folder.", "train", panel=_PROMPTS)
+    limit: int | None = flag("Limit of records.", None, panel=_PROMPTS, min=1)
     max_new_tokens: int = flag("Limit of tokens per prompt.", 256, panel=_HOW, min=1)
     batch_size: int = flag("Prompts per call of generate.", 32, panel=_HOW, min=1)

@@ -28,7 +28,9 @@ from .settings import RUN_FILE, Settings, read_yaml
 from .trainer import MRPTrainer
 
 _RESTART = "Name another folder, or begin again with --restart"
-_FULL = "free some space and repeat the command, which goes on from the last whole checkpoint"
+_FULL_DISK_REMEDY = (
+    "free some space and repeat the command, which goes on from the last whole checkpoint"
+)
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class OpenRun:
         newest = self.trainer.newest_checkpoint()
         if newest is not None and self.trainer.args.process_index == 0:
             print(f"resuming from {newest.name}")
-        with report_full_disk(self.folder, _FULL):
+        with report_full_disk(self.folder, _FULL_DISK_REMEDY):
             return self._train(newest)
 
     def _train(self, newest: Path | None) -> Path:
@@ -96,7 +98,7 @@ def open_run(settings: Settings, restart: bool = False) -> OpenRun:
     folder = Path(settings.training["output_dir"])
     _check_inputs(folder, options)
     OwnFolder(folder).check()
-    settings = settings.written_down(arguments, _data_digest(options.data))
+    settings = settings.with_defaults(arguments, _data_digest(options.data))
     set_seed(arguments.seed)
     tokenizer = tokenizer_of(options)
     trainer = MRPTrainer(
@@ -203,7 +205,7 @@ def load_model(settings: Settings) -> Any:
         hub_options["revision"] = options.revision
     if settings.objective == "block_diffusion":
         model = MRPForCausalLM.from_backbone(
-            options.model, dtype=torch.float32, **hub_options, **_of_qwen3(options)
+            options.model, dtype=torch.float32, **hub_options, **_block_fields(options)
         )
         if model.mrp_head is not None:
             model.detach_head()  # it was trained for the old backbone
@@ -216,8 +218,9 @@ def load_model(settings: Settings) -> Any:
     return model
 
 
-def _of_qwen3(options: RunOptions) -> dict[str, Any]:
-    """Collect the given options that the config of an autoregressive checkpoint lacks."""
+def _block_fields(options: RunOptions) -> dict[str, Any]:
+    """Collect the given options of block and mask, which an autoregressive checkpoint's config
+    lacks."""
     fields = {}
     if options.block_size is not None:
         fields["block_size"] = options.block_size
@@ -261,7 +264,7 @@ def meta_model(settings: Settings) -> Any:
     options = settings.options
     fields = stored_json(options.model, revision=options.revision, local_files_only=True)[0]
     if fields.get("model_type") == "qwen3":
-        fields |= {"model_type": "sdar", **_of_qwen3(options)}
+        fields |= {"model_type": "sdar", **_block_fields(options)}
     config = MRPConfig.from_dict(fields)
     if settings.objective == "block_diffusion":
         config.num_nextn_predict_layers = 0

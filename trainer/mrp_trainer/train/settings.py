@@ -10,7 +10,7 @@ from typing import Any, get_args, get_type_hints
 
 from huggingface_hub.dataclasses import type_validator
 
-from ..flags import assigned, parsed
+from ..flags import parse_assignments, parse_yaml
 from .arguments import MRPTrainingArguments
 from .options import RunOptions, TrainerFlags, check_declared
 
@@ -47,7 +47,7 @@ save_total_limit learning_rate lr_scheduler_type lr_scheduler_kwargs
 """
 # Types that are allowed beyond the declared ones: transformers declares `fsdp` as str alone, which
 # it has deprecated.
-_ALSO: dict[str, Any] = {
+_EXTRA_TYPES: dict[str, Any] = {
     "fsdp": bool | str | None,
     "report_to": str | list[str] | None,
     "eval_steps": float | None,
@@ -92,7 +92,7 @@ class Settings:
         """Make the arguments of the trainer; `others` override the settings."""
         return MRPTrainingArguments(objective=self.objective, **{**self.training, **others})
 
-    def written_down(self, arguments: MRPTrainingArguments, data_digest: str | None) -> "Settings":
+    def with_defaults(self, arguments: MRPTrainingArguments, data_digest: str | None) -> "Settings":
         """Return the settings with the data's digest, and with values for options left at defaults,
         as these may change."""
         values = {name: getattr(arguments, name) for name in _WRITTEN.split()}
@@ -127,7 +127,7 @@ def read_settings(
     of_file.pop("data_digest", None)  # it was of the files at that time
     for source, values in (
         (config, of_file),
-        ("--set", assigned(assignments)),
+        ("--set", parse_assignments(assignments)),
         ("a flag", flags or {}),
     ):
         for name, value in values.items():
@@ -194,7 +194,7 @@ def _config_path(config: str) -> Path:
 
 def read_yaml(path: Path) -> dict[Any, Any]:
     """Read a YAML file of lines 'name: value'; `ValueError` for anything else."""
-    content = parsed(path.read_text(encoding="utf-8"), str(path))
+    content = parse_yaml(path.read_text(encoding="utf-8"), str(path))
     if not isinstance(content, dict):
         raise ValueError(
             f"{path} holds {type(content).__name__}: needed are lines of 'name: value'"
@@ -204,7 +204,7 @@ def read_yaml(path: Path) -> dict[Any, Any]:
 
 @cache
 def _hints() -> dict[str, Any]:
-    return {**get_type_hints(MRPTrainingArguments), **get_type_hints(RunOptions), **_ALSO}
+    return {**get_type_hints(MRPTrainingArguments), **get_type_hints(RunOptions), **_EXTRA_TYPES}
 
 
 @cache

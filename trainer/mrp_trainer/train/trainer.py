@@ -19,12 +19,12 @@ from transformers import PreTrainedTokenizerBase, Trainer
 
 from modeling_mrp.model.layouts import is_hub_id
 
-from ..data.sampler import FilledUp, LengthBucketSampler
+from ..data.sampler import LengthBucketSampler, PaddedRows
 from ..evaluate.acceptance import measure_acceptance
 from ..outputs import OwnFolder
 from ..publish import push
 from .arguments import MRPTrainingArguments
-from .attention import TRAINING_FLEX, attending
+from .attention import TRAINING_FLEX, attention_implementation
 from .checkpoints import LogAtSaves, last_whole_checkpoint, make_room, step_of, under_own_class
 from .collator import DiffusionCollator
 from .inputs import as_rows, bare_model, check_tokenizer, prepare_model, prompts_of
@@ -175,7 +175,7 @@ class MRPTrainer(Trainer):
             attention = TRAINING_FLEX
         if self.args.objective == "block_diffusion":
             bare.backbone_source = None  # trained, it is no longer the one of that name
-        with attending(bare, attention) as self._decoding_attention:
+        with attention_implementation(bare, attention) as self._decoding_attention:
             output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
         self._check_trained_weights()
         return output
@@ -229,7 +229,7 @@ class MRPTrainer(Trainer):
                 dataset, "eval_dataset", self.model, self.args, self.processing_class, held_out=True
             )
             if self.args.world_size > 1:
-                dataset = FilledUp(dataset, batch_size * self.args.world_size)
+                dataset = PaddedRows(dataset, batch_size * self.args.world_size)
         return super()._get_dataloader(dataset, description, batch_size, *args, **kwargs)
 
     def get_batch_samples(
@@ -293,14 +293,16 @@ class MRPTrainer(Trainer):
         if num_items_in_batch is not None:
             items = torch.as_tensor(num_items_in_batch, device=items.device)
             processes = self.accelerator.num_processes
-        loss, measured = self._inside(model, objective, batch, processes / items.clamp(min=1))
+        loss, measured = self._compute_in_forward(
+            model, objective, batch, processes / items.clamp(min=1)
+        )
         if model.training:
             self._trained.add(measured)
         else:
             self._evaluated.add({**measured, "loss": (loss * items, items)})
         return (loss, {}) if return_outputs else loss
 
-    def _inside(
+    def _compute_in_forward(
         self, model: nn.Module, objective: Objective, batch: PackedBatch, scale: Tensor
     ) -> tuple[Tensor, Measured]:
         """Compute the objective inside the wrapped model's forward; return the loss times `scale`,
@@ -380,7 +382,7 @@ class MRPTrainer(Trainer):
             folder.claim(name)
             self.args.save_total_limit = None
         try:
-            with self._head_alone(self.args.push_to_hub):
+            with self._saving_head_only(self.args.push_to_hub):
                 super()._save_checkpoint(model, trial)
         except (OSError, RuntimeError, SafetensorError):
             if has_listing and new:
@@ -392,7 +394,7 @@ class MRPTrainer(Trainer):
             make_room(folder, limit, {name, Path(self.state.best_model_checkpoint or "").name})
 
     @contextmanager
-    def _head_alone(self, pushed: bool) -> Iterator[None]:
+    def _saving_head_only(self, pushed: bool) -> Iterator[None]:
         """Make the model save its head alone while the context is open, if its frozen backbone has
         a name (one on the Hub if the result is `pushed`) and the model is not sharded; otherwise
         everything is saved."""
@@ -418,7 +420,7 @@ class MRPTrainer(Trainer):
         name on the Hub. Processes other than the first return None."""
         if self.hub_model_id is None:
             self.init_hf_repo()
-        with self._head_alone(pushed=True):
+        with self._saving_head_only(pushed=True):
             self.save_model(_internal_call=True)
         if not self.is_world_process_zero():
             return None
@@ -473,7 +475,7 @@ class MRPTrainer(Trainer):
             inner = bare_model(self.model)
             with (
                 gathered(self.model),
-                attending(inner, self._decoding_attention),
+                attention_implementation(inner, self._decoding_attention),
                 self.accelerator.autocast(),
             ):
                 prompts = prompts_of(dataloader.dataset, self.args.eval_prompts)
