@@ -127,7 +127,7 @@ def measure(
 ) -> Measured:
     """Decode problems of one family by `generate` with `options`; return texts and costs."""
     made = decode_problems(model, tokenizer, asked, batch_size, **options)
-    return Measured(made.ids, made.row_forwards, made.row_head_forwards, made.right)
+    return Measured(made.ids, made.row_forwards, made.row_head_forwards, made.verdicts)
 
 
 def loop_of(

@@ -16,7 +16,7 @@ from conftest import ROOT, TINY
 from helpers import SHA, in_hub_cache, same_tensors
 from mrp_trainer import cli, embedded_checkpoint
 from mrp_trainer.evaluate.options import EvaluateOptions
-from mrp_trainer.flags import meant_flags
+from mrp_trainer.flags import suggest_flags
 from mrp_trainer.loading import load_config, load_generation_fields, load_model, tokenizer_of
 from mrp_trainer.publish import push
 
@@ -133,7 +133,7 @@ def test_completion_needs_nothing_heavy() -> None:
 def test_an_unknown_flag_is_answered_with_the_one_that_is_meant(
     path: str, unknown: str, meant: str
 ) -> None:
-    assert meant in meant_flags(unknown, command(*path.split()).params)
+    assert meant in suggest_flags(unknown, command(*path.split()).params)
     message = " ".join(mrp(*path.split(), unknown, "1", fails=True).replace("│", " ").split())
     assert re.search(
         rf"No such option:? '?{unknown}'?\. Did you mean .*{re.escape(meant)}.*\?", message

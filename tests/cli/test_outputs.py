@@ -12,7 +12,7 @@ import pytest
 from commands import mrp
 from helpers import word_model
 from mrp_trainer.data.tasks import training_lines
-from mrp_trainer.outputs import LISTING, OwnFolder, told_if_full, write_output
+from mrp_trainer.outputs import LISTING, OwnFolder, report_full_disk, write_output
 from safetensors import SafetensorError
 
 from modeling_mrp import MRPForCausalLM
@@ -444,12 +444,12 @@ def test_every_sign_of_a_full_disk_is_told_alike(error: Exception) -> None:
     whole = r"the disk is full, or your quota is used up: free some: 'inside'"
     with (
         pytest.raises(OSError, match=whole) as caught,
-        told_if_full("place", "free some"),
-        told_if_full("inside", "free some"),
+        report_full_disk("place", "free some"),
+        report_full_disk("inside", "free some"),
     ):
         raise error
     assert caught.value.errno == errno.ENOSPC
-    with pytest.raises(RuntimeError, match=r"^shapes"), told_if_full("place", "free some"):
+    with pytest.raises(RuntimeError, match=r"^shapes"), report_full_disk("place", "free some"):
         raise RuntimeError("shapes differ")
 
 

@@ -42,8 +42,8 @@ def test_what_is_read(tmp_path: Path, word_tokenizer: PreTrainedTokenizerFast) -
     more = [{"prompt": "Ana"}, {"prompt": "has", "answer": None}]
     path = written(tmp_path, GOOD, b"", {"messages": chat, "answer": 5, "id": 7}, *more)
     found = file_set(path, word_tokenizer, "last_number", max_new_tokens=3)
-    assert found.where == [f"{path}, line {line}" for line in (1, 3, 4, 5)]
-    assert found.shown == ["Ana has", "Ana has", "Ana", "has"]
+    assert found.locations == [f"{path}, line {line}" for line in (1, 3, 4, 5)]
+    assert found.prompt_texts == ["Ana has", "Ana has", "Ana", "has"]
     assert found.answers == ["5", "5", None, None]
     assert found.judge(["5", "4", "5", ""]) == [True, False, None, None]
 
@@ -61,7 +61,7 @@ def test_what_is_read(tmp_path: Path, word_tokenizer: PreTrainedTokenizerFast) -
         != found.digest()
         == file_set(path, word_tokenizer, max_new_tokens=3).digest()
     )
-    assert file_set(path, word_tokenizer, count=1).where == found.where[:1]
+    assert file_set(path, word_tokenizer, count=1).locations == found.locations[:1]
     found.check_room(12)
     with pytest.raises(
         ValueError,

@@ -15,7 +15,7 @@ from pathlib import Path
 import mrp_trainer
 import pytest
 from conftest import ROOT, TINY
-from mrp_trainer.embedded import located
+from mrp_trainer.embedded import resolve_source
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EMBEDDED = "mrp_trainer.sdar-tiny-mrp"  # a folder of files that no one imports
@@ -136,7 +136,7 @@ def test_a_folder_of_that_name_is_meant_where_it_is(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert located("sdar-tiny-mrp") == mrp_trainer.TINY == str(TINY)
-    assert located("org/sdar-tiny-mrp") == "org/sdar-tiny-mrp"
+    assert resolve_source("sdar-tiny-mrp") == mrp_trainer.TINY == str(TINY)
+    assert resolve_source("org/sdar-tiny-mrp") == "org/sdar-tiny-mrp"
     (tmp_path / "sdar-tiny-mrp").mkdir()
-    assert located("sdar-tiny-mrp") == "sdar-tiny-mrp"
+    assert resolve_source("sdar-tiny-mrp") == "sdar-tiny-mrp"

@@ -366,7 +366,7 @@ def test_other_attention_and_chunks_give_the_same_gradients(
         batch = PackedBatch(**{name: value.cuda() for name, value in vars(batch).items()})
     for one in ("sdpa", chosen):
         model = make_model().float().cuda() if flex else make_model()
-        with attention.attending(model, one):
+        with attention.attention_implementation(model, one):
             loss, _ = objective(model, batch)
         loss.backward()
         results.append(

@@ -396,7 +396,7 @@ def test_the_optimizer_splits_parameters_as_documented() -> None:
     optimizer = MuonAdamW(model, lr=0.01, muon_lr=0.02, weight_decay=0.1)
     groups = {
         type(part): [names[id(p)] for g in part.param_groups for p in g["params"]]
-        for part in optimizer.parts
+        for part in optimizer.optimizers
     }
     frozen = {"model.layers.0.mlp.up_proj.weight"}
     matrices = {name for name in names.values() if re.search(r"layers\.\d\..*_proj\.weight$", name)}
@@ -410,7 +410,7 @@ def test_the_optimizer_splits_parameters_as_documented() -> None:
         (0.01, 0.0),
     ]
     # a module without layers is AdamW's alone
-    assert len(MuonAdamW(nn.Linear(2, 2), 0.01, 0.02).parts) == 1
+    assert len(MuonAdamW(nn.Linear(2, 2), 0.01, 0.02).optimizers) == 1
 
 
 def test_pushed_models_load(

@@ -5,13 +5,13 @@ import os
 from pathlib import Path
 
 EMBEDDED = "sdar-tiny-mrp"
-_HERE = Path(__file__).parent
+_PACKAGE = Path(__file__).parent
 TINY = str(
     next(
         (
-            at
-            for at in (_HERE / EMBEDDED, _HERE.parents[1] / "hub_configs" / EMBEDDED)
-            if at.is_dir()
+            folder
+            for folder in (_PACKAGE / EMBEDDED, _PACKAGE.parents[1] / "hub_configs" / EMBEDDED)
+            if folder.is_dir()
         ),
         EMBEDDED,
     )
@@ -27,13 +27,13 @@ def embedded_checkpoint() -> str:
     """
     if not os.path.isdir(TINY):
         raise FileNotFoundError(
-            f"{EMBEDDED} is not beside {_HERE}: install the package again, from its wheel or a "
+            f"{EMBEDDED} is not beside {_PACKAGE}: install the package again, from its wheel or a "
             "clone"
         )
     return TINY
 
 
-def located(source: str) -> str:
+def resolve_source(source: str) -> str:
     """Resolve the name of the embedded checkpoint to its folder; return any other folder or Hub id
     as it is."""
     return TINY if source == EMBEDDED and not os.path.isdir(source) else source

@@ -92,80 +92,87 @@ def takes_flags(
 
     The function gets an argument for each flag that was given; choices are plain strings.
     """
-    parameters = [
-        _parameter(one, hints[one.name], one.name in required)
-        for group, hints in ((group, get_type_hints(group)) for group in groups)
-        for one in fields(group)
-        if "flag" in one.metadata and one.metadata["only"] in (None, only)
-    ]
+    parameters = []
+    for group in groups:
+        hints = get_type_hints(group)
+        for option in fields(group):
+            if "flag" in option.metadata and option.metadata["only"] in (None, only):
+                parameters.append(_parameter(option, hints[option.name], option.name in required))
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
-        def command(**given: Any) -> Any:
-            plain = {
-                name: [getattr(one, "value", one) for one in value]
-                if isinstance(value, list | tuple)
-                else value
-                for name, value in given.items()
-            }
+        def command(**flags: Any) -> Any:
             with reported_errors():
-                return function(
-                    **{name: value for name, value in plain.items() if value not in (None, [])}
-                )
+                return function(**_plain_values(flags))
 
         described: Any = command
         described.__signature__ = inspect.Signature(parameters)
-        described.__annotations__ = {one.name: one.annotation for one in parameters}
+        described.__annotations__ = {option.name: option.annotation for option in parameters}
         return command
 
     return decorate
 
 
-def _parameter(one: Field[Any], hint: Any, required: bool) -> inspect.Parameter:
+def _plain_values(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of the flags that were given, choices as plain strings."""
+    plain = {}
+    for name, value in flags.items():
+        if isinstance(value, list | tuple):
+            value = [getattr(choice, "value", choice) for choice in value]
+        if value not in (None, []):
+            plain[name] = value
+    return plain
+
+
+def _parameter(option: Field[Any], hint: Any, required: bool) -> inspect.Parameter:
     """Make a command's parameter for a field."""
-    declared = one.metadata["flag"]
+    declared = option.metadata["flag"]
     if get_origin(hint) is UnionType:
-        hint = next(part for part in get_args(hint) if part is not type(None))
+        hint = next(member for member in get_args(hint) if member is not type(None))
     kind = declared["kind"] or hint
-    several = get_origin(kind) is list
-    plain = get_args(kind)[0] if several else kind
+    repeatable = get_origin(kind) is list
+    plain = get_args(kind)[0] if repeatable else kind
     choices = get_args(plain)
-    described = (
-        f"{declared['help'].rstrip('.')}: {', '.join(choices)}." if choices else declared["help"]
-    )
-    metavar = one.name.upper() if choices else _METAVARS.get(plain)
-    names = (
-        declared["name"].split()
-        if declared["name"]
-        else [f"--{one.name.replace('_', '-')}"]
-        if kind is bool
-        else []
-    )
-    option = (typer.Argument if declared["positional"] else partial(typer.Option, *names))(
+    description = declared["help"]
+    if choices:
+        description = f"{description.rstrip('.')}: {', '.join(choices)}."
+    if repeatable:
+        description = f"{description} Repeatable."
+    metavar = option.name.upper() if choices else _METAVARS.get(plain)
+    names = []
+    if declared["name"]:
+        names = declared["name"].split()
+    elif kind is bool:
+        names = [f"--{option.name.replace('_', '-')}"]
+    declare = typer.Argument if declared["positional"] else partial(typer.Option, *names)
+    declaration = declare(
         rich_help_panel=declared["panel"],
-        help=f"{described} Repeatable." if several else described,
-        show_default=shown_default(one) or False,
+        help=description,
+        show_default=shown_default(option) or False,
         **({"metavar": metavar} | declared["more"]),
     )
-    default = inspect.Parameter.empty if required else None
-    kind = for_typer(kind) if required else for_typer(kind) | None
+    default: Any = inspect.Parameter.empty
+    kind = for_typer(kind)
+    if not required:
+        default = None
+        kind = kind | None
     return inspect.Parameter(
-        one.name,
+        option.name,
         inspect.Parameter.KEYWORD_ONLY,
         default=default,
-        annotation=Annotated[kind, option],
+        annotation=Annotated[kind, declaration],
     )
 
 
-def shown_default(one: Field[Any]) -> str | None:
+def shown_default(option: Field[Any]) -> str | None:
     """Return the default that help shows for an option; None to show none."""
-    declared = one.metadata["flag"]
-    default = one.default if one.default_factory is MISSING else one.default_factory()
+    declared = option.metadata["flag"]
+    default = option.default if option.default_factory is MISSING else option.default_factory()
     if declared["shown"] is not None or default in (None, MISSING, []):
         return declared["shown"]
     if isinstance(default, bool):
-        both = (declared["name"] or "").split("/")
-        return both[not default].strip("-") if len(both) == 2 else None
+        names = (declared["name"] or "").split("/")
+        return names[not default].strip("-") if len(names) == 2 else None
     values = default if isinstance(default, list) else [default]
     return ", ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values)
 
@@ -181,7 +188,7 @@ def for_typer(kind: Any) -> Any:
 
 
 class Commands(TyperGroup):
-    """A group of commands that answers an unknown flag with those that may be meant."""
+    """A group of commands that suggests flags in place of an unknown one."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command; extend the error for a flag that the command does not have."""
@@ -190,20 +197,23 @@ class Commands(TyperGroup):
         except Exception as error:
             unknown: Any = error
             if hasattr(error, "option_name") and hasattr(error, "possibilities"):  # no such option
-                near = meant_flags(unknown.option_name, unknown.ctx.command.params)
-                hint = f" Did you mean {' or '.join(near)}?" if near else ""
+                similar = suggest_flags(unknown.option_name, unknown.ctx.command.params)
+                hint = f" Did you mean {' or '.join(similar)}?" if similar else ""
                 unknown.message = f"{unknown.message.rstrip('.')}.{hint}"
                 unknown.possibilities = None
             raise
 
 
-def meant_flags(unknown: str, parameters: Sequence[Any]) -> list[str]:
-    """List the flags that an unknown one may stand for: its field's other name, its initials or
-    beginning, or a similar one. Where nothing is similar, a command with `--set` may take it
-    there."""
+def suggest_flags(unknown: str, parameters: Sequence[Any]) -> list[str]:
+    """Suggest flags in place of an unknown one: its field's other name, those with its initials or
+    beginning, and similar ones; or if there is none, `--set` if the command has it."""
     words = unknown.lstrip("-").replace("_", "-")
-    flags = {name: each for each in parameters for name in each.opts if name.startswith("--")}
-    names = [name for name, each in flags.items() if each.name.replace("_", "-") == words]
+    flags = {}
+    for parameter in parameters:
+        for name in parameter.opts:
+            if name.startswith("--"):
+                flags[name] = parameter
+    names = [name for name, parameter in flags.items() if parameter.name.replace("_", "-") == words]
     names += [name for name in flags if "".join(word[:1] for word in name[2:].split("-")) == words]
     names += [name for name in flags if name.startswith(f"--{words}")]
     names += difflib.get_close_matches(f"--{words}", list(flags), n=2, cutoff=0.75)
@@ -219,18 +229,15 @@ def reported_errors() -> Iterator[None]:
     try:
         yield
     except (ValueError, ImportError, OSError, FloatingPointError) as error:
-        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-        full = full and "free some space" not in str(error)
-        remedy = (
-            ": free some space, and repeat the command. What was there before is as it was"
-            if full
-            else ""
-        )
+        is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        remedy = ""
+        if is_full and "free some space" not in str(error):
+            remedy = ": free some space, and repeat the command. What was there before is as it was"
         lines = [f"Error: {error}{remedy}", *getattr(error, "__notes__", ())]
         typer.secho("\n".join(lines), fg="red", err=True)
         raise typer.Exit(1) from error
     except Exception as error:
-        if not _of_network(error):
+        if not _is_network_error(error):
             raise
         typer.secho(
             f"Error: the Hub cannot be reached: check the network ({error})", fg="red", err=True
@@ -238,15 +245,15 @@ def reported_errors() -> Iterator[None]:
         raise typer.Exit(1) from error
 
 
-def _of_network(error: Exception) -> bool:
-    """Tell if an error comes from the library for HTTP that huggingface_hub calls: its errors are
-    no `OSError`s."""
+def _is_network_error(error: Exception) -> bool:
+    """Return whether an error comes from the HTTP library that huggingface_hub calls, whose errors
+    are not `OSError`s."""
     from huggingface_hub.errors import HfHubHTTPError
 
     return isinstance(error, HfHubHTTPError.__bases__)
 
 
-def assigned(
+def parse_assignments(
     assignments: Sequence[str],
     flags: Mapping[str, str] = MappingProxyType({}),
     fixed: Collection[str] = (),
@@ -258,24 +265,24 @@ def assigned(
         ValueError: for an assignment without a name or value, a name that is given twice, one that
             has a flag (`flags`), or one that the command decides on (`fixed`).
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for assignment in assignments:
-        name, equals, text = (part.strip() for part in assignment.partition("="))
+        name, equals, text = map(str.strip, assignment.partition("="))
         if not (name and equals and text):
             raise ValueError(f"--set {assignment}: write it as NAME=VALUE")
-        if name in found:
+        if name in values:
             raise ValueError(f"--set {assignment}: {name} is given twice, leave one out")
         if name in flags:
             raise ValueError(f"--set {assignment}: use --{flags[name]}")
         if name in fixed:
             raise ValueError(f"--set {assignment}: this command decides on {name}, leave it out")
-        found[name] = parsed(text, f"--set {assignment}")
-    return found
+        values[name] = parse_yaml(text, f"--set {assignment}")
+    return values
 
 
-def parsed(text: str, where: str) -> Any:
-    """Parse YAML; raise a `ValueError` that begins with `where` if it is malformed."""
+def parse_yaml(text: str, source: str) -> Any:
+    """Parse YAML; raise a `ValueError` that begins with `source` if it is malformed."""
     try:
         return yaml.load(text, _Yaml)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is not YAML that is read here: {error}") from error
+        raise ValueError(f"{source} is not YAML that is read here: {error}") from error

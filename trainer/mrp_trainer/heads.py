@@ -62,7 +62,8 @@ def new_head(model: Any, layers: int = 3, how: str = "identity") -> MRPHead:
 
 
 def _copy_last_layers(head: MRPHead, layers: list[nn.Module]) -> None:
-    depth, hidden = len(head.layers), head.eh_proj.out_features
+    depth = len(head.layers)
+    hidden = head.eh_proj.out_features
     if depth > len(layers):
         raise ValueError(
             f"head_init is 'backbone', but the head has {depth} layers and the backbone "

@@ -14,7 +14,7 @@ from modeling_mrp.model.configuration import MRPConfig
 from modeling_mrp.model.layouts import is_hub_id, json_object, stored_json
 from modeling_mrp.modeling import MRPForCausalLM
 
-from .embedded import located
+from .embedded import resolve_source
 
 
 def load_tokenizer(
@@ -22,12 +22,12 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a folder, or of a Hub id and its revision; `ValueError` if it cannot be
     loaded."""
-    source = located(source)
+    source = resolve_source(source)
     config = MRPConfig()  # else transformers would read the checkpoint's, which it may not know
-    where: dict[str, Any] = {"revision": revision, "local_files_only": local_files_only}
+    hub_options: dict[str, Any] = {"revision": revision, "local_files_only": local_files_only}
     try:
         return AutoTokenizer.from_pretrained(
-            source, config=config, trust_remote_code=False, **where
+            source, config=config, trust_remote_code=False, **hub_options
         )
     except Exception as error:  # libraries that check little raise anything for damaged files
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -104,12 +104,16 @@ def load_model(
         )
     checked = checked_device(device)
     base, of_base, adapter = _base_and_adapter(source, revision, backbone)
-    weights: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
-    pinned: dict[str, Any] = {} if of_base is None else {"revision": of_base}
+    weights: dict[str, Any] = {}
+    if dtype is not None:
+        weights["dtype"] = dtype
+    pinned: dict[str, Any] = {}
+    if of_base is not None:
+        pinned["revision"] = of_base
     if backbone is None or adapter is not None:
         model = MRPForCausalLM.from_pretrained(base, **pinned, **weights)
     else:
-        model = MRPForCausalLM.from_backbone(located(backbone), **weights)
+        model = MRPForCausalLM.from_backbone(resolve_source(backbone), **weights)
         model.attach_head(base, **pinned)
         if fields := load_generation_fields(base, of_base):
             model.generation_config = MRPGenerationConfig.from_dict(fields)
@@ -134,9 +138,9 @@ def checked_device(name: str | None) -> torch.device:
         device = torch.device(name)
         torch.zeros(1, device=device).item()  # from the device meta nothing is read
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        why = str(error).strip().splitlines()[0]
+        reason = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"device is {name!r}, which is not here: use cpu, or leave it out ({why})"
+            f"device is {name!r}, which is not here: use cpu, or leave it out ({reason})"
         ) from error
     return device
 
@@ -147,20 +151,21 @@ def _base_and_adapter(
     """Return the source of the model, its revision, and the source of the adapter on it or None. A
     folder that holds both is loaded as a model; `backbone` replaces the model that an adapter
     names."""
-    source, found = located(source), None
+    source = resolve_source(source)
+    adapter_config = None
     if not (Path(source) / "config.json").is_file():
         # the error is raised when the model's config is not found either
         with suppress(OSError, ValueError):
-            found = find_adapter_config_file(source, revision=revision)
-    if found is None:
+            adapter_config = find_adapter_config_file(source, revision=revision)
+    if adapter_config is None:
         return source, revision, None
     if backbone is not None:
-        return located(backbone), None, source
-    named = json_object(Path(found)).get("base_model_name_or_path")
+        return resolve_source(backbone), None, source
+    named = json_object(Path(adapter_config)).get("base_model_name_or_path")
     if not isinstance(named, str):
         raise ValueError(
             f"the adapter in {source} names no base_model_name_or_path: write the model's into "
-            f"{found}"
+            f"{adapter_config}"
         )
     if not os.path.isdir(source) and (not is_hub_id(named) or os.path.exists(named)):
         raise ValueError(

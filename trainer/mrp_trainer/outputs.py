@@ -20,8 +20,13 @@ _SAVING = (
     ".saving"  # in a folder, where results are written before they take the places of earlier ones
 )
 _WRITABLE = 0o222
-# What a full disk is called where it is not told by an OSError: by safetensors, and by torch.save.
-_FULL = ("No space left", "os error 28", "PytorchStreamWriter failed writing", "unexpected pos")
+# Messages for a full disk in errors of safetensors and torch.save, which are not OSErrors.
+_FULL_DISK_SIGNS = (
+    "No space left",
+    "os error 28",
+    "PytorchStreamWriter failed writing",
+    "unexpected pos",
+)
 
 
 def check_output(path: Path | str) -> None:
@@ -56,15 +61,17 @@ def write_output(
         OSError: if it cannot be written, such as on a full disk; what was there is left as it was.
     """
     check_output(path)
-    path, content = Path(path), content.encode() if isinstance(content, str) else content
+    path = Path(path)
+    if isinstance(content, str):
+        content = content.encode()
     if path.exists() and not path.is_file():  # a device or a pipe
         path.write_bytes(content)
         return
     target = Path(os.path.realpath(path))
     if (
         target.exists()
-        and (before := target.read_bytes()) != content
-        and not (overwrite or is_own(before))
+        and (existing := target.read_bytes()) != content
+        and not (overwrite or is_own(existing))
     ):
         raise ValueError(
             f"{path} is there already, and holds something else: name another file, or pass "
@@ -112,28 +119,30 @@ class OwnFolder:
                 )
             _check_above(self.path)
             return
-        others = sorted(
+        foreign = sorted(
             path.name
             for path in self.path.iterdir()
             if not path.name.lstrip(".").startswith(LISTING[1:])
         )
-        if others and not self.claimed:
-            several = f" and {len(others) - 1} more" if others[1:] else ""
+        if foreign and not self.claimed:
+            remainder = f" and {len(foreign) - 1} more" if foreign[1:] else ""
             raise ValueError(
-                f"{self.path} holds {others[0]}{several}, which this command did not write: name a "
-                "folder that is empty or not there yet"
+                f"{self.path} holds {foreign[0]}{remainder}, which this command did not write: "
+                "name a folder that is empty or not there yet"
             )
         if not self.path.stat().st_mode & _WRITABLE:
             raise ValueError(f"{self.path} is read-only: name another folder")
 
     def names(self) -> list[str]:
-        """Read the paths in the listing, relative to the folder; lines that lead out of it are left
-        out."""
-        lines = self.listing.read_text(encoding="utf-8").splitlines() if self.claimed else []
-        inside = [
-            line for line in lines if not Path(line).is_absolute() and ".." not in Path(line).parts
-        ]
-        return [line for line in inside if line not in ("", ".", _HEADING)]
+        """Read the paths in the listing, relative to the folder; skip lines that lead out of it."""
+        if not self.claimed:
+            return []
+        names = []
+        for line in self.listing.read_text(encoding="utf-8").splitlines():
+            is_inside = not Path(line).is_absolute() and ".." not in Path(line).parts
+            if is_inside and line not in ("", ".", _HEADING):
+                names.append(line)
+        return names
 
     def check_free(self, *names: str) -> None:
         """Raise `ValueError` if something in the folder has one of these names and is not
@@ -152,9 +161,9 @@ class OwnFolder:
         `ValueError` as `check`."""
         self.check()
         self.path.mkdir(parents=True, exist_ok=True)
-        known = self.names()
-        if not self.claimed or set(names) - set(known):
-            self._list([*known, *names])
+        listed = self.names()
+        if not self.claimed or set(names) - set(listed):
+            self._list([*listed, *names])
 
     def remove(self, *names: str) -> None:
         """Remove listed files and folders; others are left as they are. Of a symbolic link only the
@@ -186,20 +195,21 @@ class OwnFolder:
         try:
             partial.mkdir()
             yield partial
-            files = [
-                path.relative_to(partial) for path in sorted(partial.rglob("*")) if path.is_file()
-            ]
-            self.check_free(*(file.as_posix() for file in files))
+            names = []
+            for path in sorted(partial.rglob("*")):
+                if path.is_file():
+                    names.append(path.relative_to(partial).as_posix())
+            self.check_free(*names)
             stale = {
                 name
                 for name in self.names()
                 if name.endswith((".safetensors", ".safetensors.index.json"))
             }
-            self.claim(*(file.as_posix() for file in files))
-            for file in files:
-                (self.path / file).parent.mkdir(parents=True, exist_ok=True)
-                (partial / file).replace(self.path / file)
-            self.remove(*stale - {file.as_posix() for file in files})
+            self.claim(*names)
+            for name in names:
+                (self.path / name).parent.mkdir(parents=True, exist_ok=True)
+                (partial / name).replace(self.path / name)
+            self.remove(*stale - set(names))
         finally:
             self.remove(_SAVING)
 
@@ -221,17 +231,17 @@ def _check_above(path: Path) -> None:
 
 
 @contextmanager
-def told_if_full(place: Path | str, remedy: str) -> Iterator[None]:
-    """Turn the errors by which libraries tell of a full disk into an `OSError` that names the place
+def report_full_disk(path: Path | str, remedy: str) -> Iterator[None]:
+    """Turn the errors that libraries raise for a full disk into an `OSError` that names the path
     and the remedy."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
         full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or any(
-            sign in str(error) for sign in _FULL
+            sign in str(error) for sign in _FULL_DISK_SIGNS
         )
         if not full or (isinstance(error, OSError) and remedy in str(error)):
             raise
         raise OSError(
-            errno.ENOSPC, f"the disk is full, or your quota is used up: {remedy}", str(place)
+            errno.ENOSPC, f"the disk is full, or your quota is used up: {remedy}", str(path)
         ) from error

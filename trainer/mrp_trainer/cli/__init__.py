@@ -16,7 +16,7 @@ from modeling_mrp import __version__
 
 from ..data.tasks import Family, Split
 from ..doctor.options import DoctorOptions
-from ..embedded import located
+from ..embedded import resolve_source
 from ..evaluate.options import EvaluateOptions
 from ..flags import Commands, for_typer, reported_errors, takes_flags
 from ..outputs import write_output
@@ -37,8 +37,8 @@ train = typer.Typer(no_args_is_help=True, help="Train a backbone or a head.")
 app.add_typer(train, name="train")
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         typer.echo(__version__)
         raise typer.Exit
 
@@ -57,34 +57,33 @@ def options(
 
 @train.command("head")
 @takes_flags(TrainCommand, RunOptions, TrainerFlags, only="mrp")
-def train_head(**given: Any) -> None:
+def train_head(**flags: Any) -> None:
     """Train a head on a frozen backbone.
 
     mrp train head --model JetLM/SDAR-1.7B-Chat-b16 --data chats.jsonl --output-dir head --bf16
     """
-    _train("mrp", given)
+    _train("mrp", flags)
 
 
 @train.command("backbone")
 @takes_flags(TrainCommand, RunOptions, TrainerFlags, only="block_diffusion")
-def train_backbone(**given: Any) -> None:
+def train_backbone(**flags: Any) -> None:
     """Train a backbone with the block-diffusion loss, also from an autoregressive Qwen3 checkpoint.
 
     mrp train backbone --model Qwen/Qwen3-0.6B --data chats.jsonl --output-dir backbone --bf16
     """
-    _train("block_diffusion", given)
+    _train("block_diffusion", flags)
 
 
-def _train(objective: str, given: dict[str, Any]) -> None:
+def _train(objective: str, flags: dict[str, Any]) -> None:
     """Train a model, or with `--dry-run` only print the parameters and memory that the run would
     need."""
-    command = TrainCommand(
-        **{one.name: given.pop(one.name) for one in fields(TrainCommand) if one.name in given}
-    )
+    names = [option.name for option in fields(TrainCommand) if option.name in flags]
+    command = TrainCommand(**{name: flags.pop(name) for name in names})
     from ..train.runs import dry_run, open_run
     from ..train.settings import read_settings
 
-    settings = read_settings(objective, command.config, given, command.set)
+    settings = read_settings(objective, command.config, flags, command.set)
     if command.dry_run:
         typer.echo(dry_run(settings))
         return
@@ -100,18 +99,18 @@ def _next_command(objective: str, options: RunOptions, folder: str) -> str:
     decode of a new head."""
     if objective == "mrp":
         return shlex.join(["mrp", "show", "--model", folder])
-    data = [word for path in options.data for word in ("--data", path)]
-    return shlex.join(
-        ["mrp", "train", "head", "--model", folder, *data, "--output-dir", f"{folder}-head"]
-    )
+    command = ["mrp", "train", "head", "--model", folder]
+    for path in options.data:
+        command += ["--data", path]
+    return shlex.join([*command, "--output-dir", f"{folder}-head"])
 
 
 @app.command()
 @takes_flags(EvaluateOptions)
-def evaluate(**given: Any) -> None:
+def evaluate(**flags: Any) -> None:
     """Measure accuracy, tokens per forward and acceptance with 95 % intervals; print a table row
     per problem set and mode."""
-    options = EvaluateOptions(**given)
+    options = EvaluateOptions(**flags)
     from ..evaluate.command import evaluate as evaluate_model
 
     evaluate_model(options)
@@ -119,21 +118,21 @@ def evaluate(**given: Any) -> None:
 
 @app.command()
 @takes_flags(DecodeOptions, required=["model", "data", "output"])
-def decode(**given: Any) -> None:
+def decode(**flags: Any) -> None:
     """Decode prompts in mode static to make training data for the model's head; a repeated call
     resumes."""
-    options = DecodeOptions(**given)
+    options = DecodeOptions(**flags)
     from ..train.decode import decode as decode_prompts
 
-    if (written := decode_prompts(options)) is not None:
-        typer.echo(written)
+    if (message := decode_prompts(options)) is not None:
+        typer.echo(message)
 
 
 @app.command()
 @takes_flags(ServeOptions)
-def serve(**given: Any) -> None:
+def serve(**flags: Any) -> None:
     """Serve OpenAI's chat and completion endpoints over HTTP on this machine until Ctrl-C."""
-    options = ServeOptions(**given)
+    options = ServeOptions(**flags)
     from ..serve.server import serve as serve_model
 
     serve_model(options)
@@ -141,10 +140,10 @@ def serve(**given: Any) -> None:
 
 @app.command()
 @takes_flags(ShowOptions)
-def show(**given: Any) -> None:
+def show(**flags: Any) -> None:
     """Decode a prompt in several modes, and draw them side by side in one picture that shows the
     forward of each token."""
-    options = ShowOptions(**given)
+    options = ShowOptions(**flags)
     from ..picture.modes import show_model
 
     typer.echo(f"wrote {options.output}: {show_model(options).title}")
@@ -152,10 +151,10 @@ def show(**given: Any) -> None:
 
 @app.command()
 @takes_flags(DoctorOptions)
-def doctor(**given: Any) -> None:
+def doctor(**flags: Any) -> None:
     """Check kernels, graphs and drafts on this machine, time a round, and print a report; exit
     status 1 if a check fails."""
-    options = DoctorOptions(**given)
+    options = DoctorOptions(**flags)
     from ..doctor.page import examine
 
     report = examine(options)
@@ -186,13 +185,15 @@ def tasks(
     with reported_errors():
         from ..data.tasks import training_lines
 
-        lines = [line for one in family for line in training_lines(one.value, split, count, seed)]
-        _written("".join(f"{line}\n" for line in lines), output, overwrite)
+        lines: list[str] = []
+        for choice in family:
+            lines += training_lines(choice.value, split, count, seed)
+        _print_or_write("".join(f"{line}\n" for line in lines), output, overwrite)
         if output is not None:
             typer.echo(f"wrote {len(lines)} records to {output}")
 
 
-def _written(text: str, output: str | None, overwrite: bool) -> None:
+def _print_or_write(text: str, output: str | None, overwrite: bool) -> None:
     """Write a text to a file, creating the file's folder, or print the text if there is no
     `output`; see `write_output`."""
     if output is None:
@@ -203,21 +204,21 @@ def _written(text: str, output: str | None, overwrite: bool) -> None:
 
 @app.command()
 @takes_flags(PushOptions, required=["folder", "repo_id"])
-def push(**given: Any) -> None:
+def push(**flags: Any) -> None:
     """Push a full model, a head or an adapter to the Hub in one commit; a new repository is private
     unless --public."""
     from ..publish import push as push_checkpoint
 
-    typer.echo(push_checkpoint(located(given.pop("folder")), **given))
+    typer.echo(push_checkpoint(resolve_source(flags.pop("folder")), **flags))
 
 
 @app.command()
 @takes_flags(CardOptions, required=["folder"])
-def card(output: str | None = None, overwrite: bool = False, **given: Any) -> None:
+def card(output: str | None = None, overwrite: bool = False, **flags: Any) -> None:
     """Print the model card of a checkpoint, as a push would render it."""
     from ..publish.command import card as rendered_card
 
-    _written(rendered_card(located(given.pop("folder")), **given), output, overwrite)
+    _print_or_write(rendered_card(resolve_source(flags.pop("folder")), **flags), output, overwrite)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -4,7 +4,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from typing import Any
 
 from jinja2 import TemplateError
@@ -16,7 +15,7 @@ from .samples import Sample, make_sample
 
 logger = logging.get_logger(__name__)
 
-Piece = tuple[str, bool]  # part of a text, and whether its tokens are learned
+Segment = tuple[str, bool]  # part of a text, and whether its tokens are learned
 
 
 @dataclass(frozen=True)
@@ -73,10 +72,12 @@ class RecordEncoder:
         `prompt`. `FieldError` if the record is malformed, its prompt is empty or holds the mask
         token, or the chat template refuses it."""
         record = parse_prompt(row)
+        begin: list[int] = []
         if isinstance(record, Chat):
-            begin, text = [], self._render(record, len(record.messages), add_generation_prompt=True)
+            text = self._render(record, len(record.messages), add_generation_prompt=True)
         else:
-            begin, text = self._begin_ids, record.prompt
+            begin = self._begin_ids
+            text = record.prompt
         if not (ids := self._ids([text])[0]):
             raise FieldError("prompt", "it has no token: write a longer one")
         return self._without_mask([*begin, *ids])
@@ -90,13 +91,17 @@ class RecordEncoder:
         renders.
         """
         record = parse(row)
+        ended = True
+        steps: list[int] | None = None
         if isinstance(record, Trajectory):
             self._check_decoder(record)
-            start, ids = record.response_start, record.ids
-            learned = [place >= start for place in range(len(ids))]
-            ended, steps = ids[-1] in self.end_token_ids, [*[-1] * start, *record.reveal_step]
+            ids = record.ids
+            start = record.response_start
+            learned = [False] * start + [True] * (len(ids) - start)
+            ended = ids[-1] in self.end_token_ids
+            steps = [-1] * start + record.reveal_step
         else:
-            (ids, learned), ended, steps = self._encode(record), True, None
+            ids, learned = self._encode(record)
         pad = self.tokenizer.pad_token_id
         return make_sample(
             self._without_mask(ids), learned, self.block_size, pad, ended, self.capacity, steps
@@ -114,7 +119,9 @@ class RecordEncoder:
         """List the ids that begin a plain text or prompt: the bos token if the tokenizer prepends
         one, else no ids."""
         begin = self.tokenizer.bos_token_id
-        return [begin] if begin is not None and self.tokenizer("a")["input_ids"][0] == begin else []
+        if begin is None or self.tokenizer("a")["input_ids"][0] != begin:
+            return []
+        return [begin]
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
         return self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
@@ -129,9 +136,12 @@ class RecordEncoder:
     def _check_decoder(self, record: Trajectory) -> None:
         """Raise `FieldError` if a trajectory's ids, block size or mask do not fit the model; warn
         if its backbone does not."""
-        vocab_size, decoder = self.vocab_size or len(self.tokenizer), record.decoded_by
-        if wrong := [token for token in record.ids if not 0 <= token < vocab_size]:
-            raise FieldError("ids", f"found {wrong[0]}: needed are ids from 0 to {vocab_size - 1}")
+        vocab_size = self.vocab_size or len(self.tokenizer)
+        decoder = record.decoded_by
+        if invalid := [token for token in record.ids if not 0 <= token < vocab_size]:
+            raise FieldError(
+                "ids", f"found {invalid[0]}: needed are ids from 0 to {vocab_size - 1}"
+            )
         for name in ("block_size", "mask_token_id"):
             if decoder.get(name, getattr(self, name)) != getattr(self, name):
                 raise FieldError(
@@ -147,67 +157,68 @@ class RecordEncoder:
             )
 
     def _encode(self, record: Chat | Text) -> tuple[list[int], list[bool]]:
-        pieces = (
-            self._pieces(record)
-            if isinstance(record, Chat)
-            else [(record.prompt, False), (record.completion, True)]
-        )
-        encoded = self._ids([text for text, _ in pieces])
-        begin = [] if isinstance(record, Chat) else self._begin_ids
-        ids = [*begin, *chain.from_iterable(encoded)]
-        learned = [False] * len(begin)
-        for part, (_, wanted) in zip(encoded, pieces, strict=True):
-            learned += [wanted] * len(part)
-        return (
-            (ids, learned)
-            if ids and ids[-1] in self.end_token_ids
-            else ([*ids, self.end_token_ids[0]], [*learned, True])
-        )
+        if isinstance(record, Chat):
+            segments = self._segments(record)
+            ids: list[int] = []
+        else:
+            segments = [(record.prompt, False), (record.completion, True)]
+            ids = list(self._begin_ids)
+        learned = [False] * len(ids)
+        encoded = self._ids([text for text, _ in segments])
+        for segment_ids, (_, is_learned) in zip(encoded, segments, strict=True):
+            ids += segment_ids
+            learned += [is_learned] * len(segment_ids)
+        if not ids or ids[-1] not in self.end_token_ids:
+            ids.append(self.end_token_ids[0])
+            learned.append(True)
+        return ids, learned
 
-    def _pieces(self, record: Chat) -> list[Piece]:
+    def _segments(self, record: Chat) -> list[Segment]:
         """Cut a chat's text into learned turns and what lies between; each is tokenized alone, as a
         prompt is in decoding."""
-        whole = self._render(record, len(record.messages))
-        pieces: list[Piece] = []
-        done = 0
-        for turn, message in enumerate(record.messages):
-            if message["role"] != "assistant" or turn < record.learned_from:
+        text = self._render(record, len(record.messages))
+        segments: list[Segment] = []
+        position = 0
+        for index, message in enumerate(record.messages):
+            if message["role"] != "assistant" or index < record.learned_from:
                 continue
             for token in self._end_tokens:
                 if token in (message.get("content") or ""):
                     remedy = "which ends a turn: remove it, the chat template sets it"
-                    raise FieldError(f"messages[{turn}].content", f"found {token}, {remedy}")
-            span = self._span(record, turn, whole)
-            if span is None or span[0] < done:
+                    raise FieldError(f"messages[{index}].content", f"found {token}, {remedy}")
+            span = self._span(record, index, text)
+            if span is None or span[0] < position:
                 raise FieldError(
                     "messages",
-                    f"the chat template renders what precedes message {turn + 1} differently once "
+                    f"the chat template renders what precedes message {index + 1} differently once "
                     "later messages follow, so that its turns cannot be told apart: give each turn "
                     "as a record of its own that ends with it",
                 )
-            pieces += [(whole[done : span[0]], False), (whole[slice(*span)], True)]
-            done = span[1]
-        return pieces
+            segments += [(text[position : span[0]], False), (text[slice(*span)], True)]
+            position = span[1]
+        return segments
 
-    def _span(self, record: Chat, turn: int, whole: str) -> tuple[int, int] | None:
+    def _span(self, record: Chat, index: int, text: str) -> tuple[int, int] | None:
         """Find an assistant turn in the whole text; return its begin and its end behind the end
         token, or None if not found."""
-        before = self._render(record, turn, add_generation_prompt=True)
-        after = whole if turn == len(record.messages) - 1 else self._render(record, turn + 1)
-        if not whole.startswith(before) or not after.startswith(before):
+        prefix = self._render(record, index, add_generation_prompt=True)
+        rendered = text
+        if index < len(record.messages) - 1:
+            rendered = self._render(record, index + 1)
+        if not text.startswith(prefix) or not rendered.startswith(prefix):
             return None
-        begin = len(before)
+        begin = len(prefix)
         # No turn's content holds an end token, so the next one ends this turn, even where later
         # messages change how this one is rendered (some templates drop an earlier turn's
         # reasoning).
-        if any(token in after[begin:] for token in self._end_tokens):
-            ends = [
-                at + len(token)
-                for token in self._end_tokens
-                if (at := whole.find(token, begin)) >= 0
-            ]
+        if any(token in rendered[begin:] for token in self._end_tokens):
+            ends = []
+            for token in self._end_tokens:
+                position = text.find(token, begin)
+                if position >= 0:
+                    ends.append(position + len(token))
             return (begin, min(ends)) if ends else None
-        return (begin, len(after)) if whole.startswith(after) else None
+        return (begin, len(rendered)) if text.startswith(rendered) else None
 
     def _render(self, record: Chat, count: int, **options: Any) -> str:
         """Render the first `count` messages of a chat by the tokenizer's template."""

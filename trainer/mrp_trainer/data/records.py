@@ -29,7 +29,7 @@ _LAYOUTS = (
     "decode writes; ShareGPT's 'conversations' and Alpaca's 'instruction' and 'output' are read, "
     "too"
 )
-_MOST = 2**31 - 1  # of a step, which samples hold in 32 bits
+_MAX_STEP = 2**31 - 1  # of a step, which samples hold in 32 bits
 _FIELDS: tuple[set[str], ...] = ({"messages"}, {"prompt", "completion"}, {"text"}, {"reveal_step"})
 # ShareGPT's names of fields and roles, and ours.
 _KEYS = {"from": "role", "value": "content"}
@@ -82,148 +82,172 @@ class FieldError(ValueError):
 class RecordError(ValueError):
     """An error that lists malformed records, each with its file, line and field."""
 
-    def __init__(self, problems: Sequence[str], more: bool = False) -> None:
-        head = (
-            f"{'the first ' * more}{len(problems)} malformed "
-            f"records{' (there may be more)' * more}:"
-        )
-        super().__init__("\n  ".join(problems if len(problems) == 1 else [head, *problems]))
+    def __init__(self, problems: Sequence[str], incomplete: bool = False) -> None:
+        lines = list(problems)
+        if len(problems) != 1:
+            lines.insert(
+                0,
+                f"{'the first ' * incomplete}{len(problems)} malformed "
+                f"records{' (there may be more)' * incomplete}:",
+            )
+        super().__init__("\n  ".join(lines))
 
 
 def parse(row: Any) -> Chat | Text | Trajectory:
     """Parse a row of a dataset, or the JSON object of a line, into a record; `FieldError` if it is
     malformed."""
-    given = _given(row)
-    layouts = [names for names in _FIELDS if names & given.keys()]
+    fields = _record_fields(row)
+    layouts = [names for names in _FIELDS if names & fields.keys()]
     if len(layouts) != 1:
-        raise FieldError(None, f"found the fields {sorted(given)}: {_LAYOUTS}")
-    if "text" in given:
-        return Text("", _learned("text", given["text"]))
-    if "reveal_step" in given:
-        return _trajectory(given)
-    prompt, completion = given.get("prompt"), given.get("completion")
-    if "messages" not in given and not (isinstance(prompt, list) and isinstance(completion, list)):
-        return Text(_string("prompt", prompt), _learned("completion", completion))
-    learned_from = 0 if "messages" in given else len(prompt or [])
-    messages = _messages(given.get("messages", [*(prompt or []), *(completion or [])]))
-    replies = [
-        turn
-        for turn, message in enumerate(messages)
-        if message["role"] == "assistant" and turn >= learned_from
-    ]
-    if not replies:
+        raise FieldError(None, f"found the fields {sorted(fields)}: {_LAYOUTS}")
+    if "text" in fields:
+        return Text("", _learned("text", fields["text"]))
+    if "reveal_step" in fields:
+        return _trajectory(fields)
+    if "messages" in fields:
+        learned_from = 0
+        messages = _messages(fields["messages"])
+    else:
+        prompt = fields.get("prompt")
+        completion = fields.get("completion")
+        if not (isinstance(prompt, list) and isinstance(completion, list)):
+            return Text(_string("prompt", prompt), _learned("completion", completion))
+        learned_from = len(prompt)
+        messages = _messages([*prompt, *completion])
+    end = 0
+    for index, message in enumerate(messages):
+        if message["role"] == "assistant" and index >= learned_from:
+            end = index + 1
+    if not end:
         raise FieldError("messages", "found no assistant turn: there is nothing to learn")
-    return Chat(messages[: replies[-1] + 1], learned_from, given.get("tools"))
+    return Chat(messages[:end], learned_from, fields.get("tools"))
 
 
 def parse_prompt(row: Any) -> Chat | Text:
     """Parse the prompt of a row: its `messages` without a final assistant turn, or its `prompt`, a
     text or a list of messages. `FieldError` if the row is malformed or has no prompt."""
-    given = _given(row)
-    names = [name for name in ("messages", "prompt") if name in given]
+    fields = _record_fields(row)
+    names = [name for name in ("messages", "prompt") if name in fields]
     if len(names) != 1:
         raise FieldError(
-            None, f"found the fields {sorted(given)}: needed is 'messages', or 'prompt'"
+            None, f"found the fields {sorted(fields)}: needed is 'messages', or 'prompt'"
         )
-    value = given[names[0]]
+    value = fields[names[0]]
     if names == ["prompt"] and not isinstance(value, list):
         return Text(_string("prompt", value), "")
     messages = _messages(value)
-    return Chat(
-        messages[:-1] if messages[-1]["role"] == "assistant" else messages, 0, given.get("tools")
-    )
+    if messages[-1]["role"] == "assistant":
+        messages.pop()
+    return Chat(messages, 0, fields.get("tools"))
 
 
-def _given(row: Any) -> dict[str, Any]:
+def _record_fields(row: Any) -> dict[str, Any]:
     """Collect a row's fields that are not null; return those of ShareGPT and Alpaca as
     `messages`."""
     if not isinstance(row, Mapping):
-        raise FieldError(None, f"found {_found(row)}: a record is an object; {_LAYOUTS}")
-    given = {str(name): value for name, value in row.items() if value is not None}
-    if given.keys() & {"messages", "prompt", "completion", "reveal_step"}:
-        return given
-    if "instruction" in given and ("output" in given or "text" not in given):
-        asked = [_string(name, given[name]) for name in ("instruction", "input") if name in given]
-        answered = [{"role": "assistant", "content": given["output"]}] if "output" in given else []
-        given["messages"] = [
-            {"role": "user", "content": "\n\n".join(filter(None, asked))},
+        raise FieldError(None, f"found {_format_value(row)}: a record is an object; {_LAYOUTS}")
+    fields = {str(name): value for name, value in row.items() if value is not None}
+    if fields.keys() & {"messages", "prompt", "completion", "reveal_step"}:
+        return fields
+    if "instruction" in fields and ("output" in fields or "text" not in fields):
+        instructions = [
+            _string(name, fields[name]) for name in ("instruction", "input") if name in fields
+        ]
+        answered = (
+            [{"role": "assistant", "content": fields["output"]}] if "output" in fields else []
+        )
+        fields["messages"] = [
+            {"role": "user", "content": "\n\n".join(filter(None, instructions))},
             *answered,
         ]
-        given.pop("text", None)  # it repeats the other fields
-    elif isinstance(given.get("conversations"), list) and "text" not in given:
-        given["messages"] = [_of_sharegpt(message) for message in given["conversations"]]
-    return given
+        fields.pop("text", None)  # it repeats the other fields
+    elif isinstance(fields.get("conversations"), list) and "text" not in fields:
+        fields["messages"] = [_sharegpt_message(message) for message in fields["conversations"]]
+    return fields
 
 
-def _of_sharegpt(message: Any) -> Any:
+def _sharegpt_message(message: Any) -> Any:
     if not isinstance(message, Mapping):
         return message
     renamed = {_KEYS.get(key, key): value for key, value in message.items()}
     return {**renamed, "role": _SPEAKERS.get(str(renamed.get("role")), renamed.get("role"))}
 
 
-def _trajectory(given: Mapping[str, Any]) -> Trajectory:
+def _trajectory(fields: Mapping[str, Any]) -> Trajectory:
     """Make a trajectory of a row's fields; `FieldError` unless each id of the response has a
     step."""
-    found: Any = [given.get(name) for name in ("ids", "response_start", "reveal_step")]
-    ids, start, steps = found
-    whole = all(
-        isinstance(one, list) and one and {type(number) for number in one} == {int}
-        for one in (ids, [start], steps)
-    )
-    if not whole or not 0 <= start < len(ids) or len(steps) != len(ids) - start or min(steps) < 0:
+    ids: Any = fields.get("ids")
+    start: Any = fields.get("response_start")
+    steps: Any = fields.get("reveal_step")
+    well_formed = _is_int_list(ids) and _is_int_list([start]) and _is_int_list(steps)
+    if (
+        not well_formed
+        or not 0 <= start < len(ids)
+        or len(steps) != len(ids) - start
+        or min(steps) < 0
+    ):
         raise FieldError(
             "reveal_step",
             "needed are ids, response_start, the index of the response's first id, and a step from "
             "0 on for each response id: give what mrp decode writes",
         )
-    if max(steps) > _MOST:
-        raise FieldError("reveal_step", f"found {max(steps)}: a step is at most {_MOST}")
-    decoder = given.get("decoded_by", {})
+    if max(steps) > _MAX_STEP:
+        raise FieldError("reveal_step", f"found {max(steps)}: a step is at most {_MAX_STEP}")
+    decoder = fields.get("decoded_by", {})
     if not isinstance(decoder, Mapping):
         raise FieldError(
             "decoded_by",
-            f"found {_found(decoder)}: an object is needed, as mrp decode writes it, or no such "
-            "field",
+            f"found {_format_value(decoder)}: an object is needed, as mrp decode writes it, or no "
+            "such field",
         )
     return Trajectory(ids, start, steps, decoder)
+
+
+def _is_int_list(value: Any) -> bool:
+    """Return whether a value is a list of ints, bools excluded, with at least one."""
+    return isinstance(value, list) and {type(number) for number in value} == {int}
 
 
 def _messages(messages: Any) -> list[dict[str, Any]]:
     """Check the messages of a conversation, prompt and completion joined; return them without
     fields that are null."""
     if not isinstance(messages, list) or not messages:
-        raise FieldError("messages", f"found {_found(messages)}: a list of messages is needed")
-    made = []
+        raise FieldError(
+            "messages", f"found {_format_value(messages)}: a list of messages is needed"
+        )
+    checked = []
     for number, message in enumerate(messages):
-        at = f"messages[{number}]"
+        location = f"messages[{number}]"
         if not isinstance(message, Mapping):
             raise FieldError(
-                at, f"found {_found(message)}: an object with 'role' and 'content' is needed"
+                location,
+                f"found {_format_value(message)}: an object with 'role' and 'content' is needed",
             )
         # Tables fill missing fields with null, which templates would print.
         message = {key: value for key, value in message.items() if value is not None}
-        role, calls = message.get("role"), message.get("tool_calls")
+        role = message.get("role")
+        calls = message.get("tool_calls")
         if role not in ROLES:
             raise FieldError(
-                f"{at}.role", f"found {_found(role)}: one of {', '.join(ROLES)} is needed"
+                f"{location}.role",
+                f"found {_format_value(role)}: one of {', '.join(ROLES)} is needed",
             )
         if not calls or "content" in message:
             (_learned if role == "assistant" and not calls else _string)(
-                f"{at}.content", message.get("content")
+                f"{location}.content", message.get("content")
             )
-        made.append(message)
-    if made[0]["role"] == "assistant":
+        checked.append(message)
+    if checked[0]["role"] == "assistant":
         raise FieldError(
             "messages[0].role",
             "found 'assistant' in the first message: a turn that it answers must come before",
         )
-    return made
+    return checked
 
 
 def _string(name: str, value: Any) -> str:
     if not isinstance(value, str):
-        raise FieldError(name, f"found {_found(value)}: a string is needed")
+        raise FieldError(name, f"found {_format_value(value)}: a string is needed")
     check_utf8(value, name)
     return value
 
@@ -239,14 +263,14 @@ def check_utf8(text: str, name: str | None = None) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        found = (
+        problem = (
             f"{'found ' * (name is not None)}half a surrogate pair, {text[error.start]!a}, at "
             f"character {error.start}"
         )
-        raise FieldError(name, f"{found}: text that UTF-8 can hold is needed") from error
+        raise FieldError(name, f"{problem}: text that UTF-8 can hold is needed") from error
 
 
-def decoded_line(line: bytes) -> Any:
+def parse_line(line: bytes) -> Any:
     """Parse a line of JSON in UTF-8, with or without a byte order mark; `FieldError` if it is
     malformed."""
     try:
@@ -255,9 +279,11 @@ def decoded_line(line: bytes) -> Any:
         raise FieldError(None, f"not JSON in UTF-8: {error}") from error
 
 
-def _found(value: Any) -> str:
+def _format_value(value: Any) -> str:
     """Format a value for an error message."""
     if value is None:
         return "nothing"
     text = repr(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
+    if len(text) > 40:
+        text = f"{text[:37]}..."
+    return text

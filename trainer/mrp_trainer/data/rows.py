@@ -41,31 +41,33 @@ class RecordRows(Dataset[list[Sample]]):
         seed: int = 0,
         shuffle: bool = True,
     ) -> None:
-        self.seed, self.shuffle = seed, shuffle
-        made = [sample for _, sample in checked(source, encoder.sample)]
-        self._samples = [sample for sample in made if sample is not None]
-        count, whole = (
-            len(self._samples),
-            sum(sample.length is not None for sample in self._samples),
-        )
-        if whole < len(made):
-            found = (
-                f"{', '.join(source.tables)}: of {len(made)} records {count - whole} lose their "
-                f"end to max_length {encoder.max_length}, and {len(made) - count} all that is "
+        self.seed = seed
+        self.shuffle = shuffle
+        self._samples: list[Sample] = []
+        record_count = 0
+        for _, sample in checked(source, encoder.sample):
+            record_count += 1
+            if sample is not None:
+                self._samples.append(sample)
+        count = len(self._samples)
+        uncut = sum(sample.length is not None for sample in self._samples)
+        if uncut < record_count:
+            problem = (
+                f"{', '.join(source.tables)}: of {record_count} records {count - uncut} lose their "
+                f"end to max_length {encoder.max_length}, and {record_count - count} all that is "
                 "learned"
             )
-            if not whole:
-                raise ValueError(f"{found}: raise max_length, or shorten the records")
-            logger.warning_once(f"{found}. Raise max_length to learn from all of them")
+            if not uncut:
+                raise ValueError(f"{problem}: raise max_length, or shorten the records")
+            logger.warning_once(f"{problem}. Raise max_length to learn from all of them")
         if packed:
             lengths = np.asarray([len(sample.ids) for sample in self._samples])
             order = _order(count, seed, 0) if shuffle else np.arange(count)
-            windows = [order[begin : begin + _WINDOW] for begin in range(0, count, _WINDOW)]
-            self._rows = [
-                numbers[row]
-                for numbers in windows
-                for row in pack(lengths[numbers], encoder.capacity)
-            ]
+            self._rows: list[np.ndarray] = []
+            for begin in range(0, count, _WINDOW):
+                numbers = order[begin : begin + _WINDOW]
+                for row in pack(lengths[numbers], encoder.capacity):
+                    self._rows.append(numbers[row])
         else:
             self._rows = list(np.arange(count)[:, None])
 

@@ -1,4 +1,4 @@
-"""A sampler that batches rows of similar length, and a dataset that fills up evaluation rows for
+"""A sampler that batches rows of similar length, and a dataset that pads evaluation rows for
 several processes."""
 
 import random
@@ -31,7 +31,9 @@ class LengthBucketSampler(Sampler[int]):
     """
 
     def __init__(self, dataset: Any, batch_size: int, epoch: Callable[[], int]) -> None:
-        self.dataset, self.batch_size, self.epoch = dataset, batch_size, epoch
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.epoch = epoch
 
     def __len__(self) -> int:
         return -(-len(self.dataset) // self.batch_size) * self.batch_size
@@ -61,10 +63,9 @@ class LengthBucketSampler(Sampler[int]):
 Row = Sample | Sequence[Sample]
 
 
-class FilledUp(Dataset[Row]):
-    """A dataset with further rows, which have no loss, up to a multiple of the rows that all
-    processes take at once: accelerate would repeat the first rows instead, which would then count
-    twice."""
+class PaddedRows(Dataset[Row]):
+    """A dataset padded with rows that have no loss, to a multiple of the rows that all processes
+    take at once: accelerate would repeat the first rows instead, which would then count twice."""
 
     def __init__(self, rows: Any, multiple: int) -> None:
         self.rows = rows

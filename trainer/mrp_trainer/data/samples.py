@@ -51,7 +51,8 @@ def make_sample(
     capacity that has learned tokens; its sample has `length` None. Return None if no learned token
     is left.
     """
-    is_cut, length = len(ids) > capacity, min(len(ids), capacity)
+    is_cut = len(ids) > capacity
+    length = min(len(ids), capacity)
     if is_cut or not ended:
         length = length // block_size * block_size
     learned = np.asarray(response[:length], dtype=bool)
@@ -60,14 +61,15 @@ def make_sample(
     if is_cut:
         length = (int(learned.nonzero()[0][-1]) // block_size + 1) * block_size
     padding = -length % block_size
+    steps = None
+    if reveal_step is not None:
+        steps = np.asarray([*reveal_step[:length], *[-1] * padding], dtype=np.int32)
     return Sample(
         0,
         np.asarray([*ids[:length], *[pad_token_id] * padding], dtype=np.int32),
         np.asarray([*response[:length], *[True] * padding], dtype=bool),
         None if is_cut else length,
-        None
-        if reveal_step is None
-        else np.asarray([*reveal_step[:length], *[-1] * padding], dtype=np.int32),
+        steps,
     )
 
 

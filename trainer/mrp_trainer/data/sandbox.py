@@ -185,13 +185,13 @@ def _function(source: str) -> Callable[[Any], Any]:
                 returns=None,
             ) as function
         ]:
-            parts = [*function.body, *getattr(function, "type_params", ())]
+            subtrees = [*function.body, *getattr(function, "type_params", ())]
         case _:
             raise ValueError(
                 "the text must be one undecorated function of one plain argument, and nothing else"
             )
-    for part in parts:
-        for node in ast.walk(part):
+    for subtree in subtrees:
+        for node in ast.walk(subtree):
             _check(node)
     namespace: dict[str, Any] = {"__builtins__": _BUILTINS}
     exec(compile(module, "<program>", "exec"), namespace)

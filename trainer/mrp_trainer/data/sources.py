@@ -11,9 +11,9 @@ from tqdm import tqdm
 
 from modeling_mrp.model.layouts import is_hub_id
 
-from .records import FieldError, RecordError, decoded_line
+from .records import FieldError, RecordError, parse_line
 
-_MOST = 20  # malformed records that are collected before an error is raised
+_MAX_PROBLEMS = 20  # malformed records that are collected before an error is raised
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,9 @@ def source_of(dataset: Any, name: str) -> Source | None:
             f"{name} is a {type(dataset).__name__}, which comes in order only: give a list, or a "
             ".jsonl file"
         )
-    return Source({name: dataset}) if len(dataset) == 0 or isinstance(dataset[0], Mapping) else None
+    if len(dataset) > 0 and not isinstance(dataset[0], Mapping):
+        return None
+    return Source({name: dataset})
 
 
 def checked(source: Source, read: Callable[[Any], Any]) -> Iterator[tuple[int, Any]]:
@@ -100,18 +102,17 @@ def checked(source: Source, read: Callable[[Any], Any]) -> Iterator[tuple[int, A
                 continue
             empty = False
             try:
-                made = read(decoded_line(row) if isinstance(row, bytes) else row)
+                parsed = read(parse_line(row) if isinstance(row, bytes) else row)
             except FieldError as error:
-                where = (
-                    f"{name}, line {line}"
-                    f"{f', field {error.field_name}' if error.field_name else ''}"
-                )
-                problems.append(f"{where}: {error}")
-                if len(problems) == _MOST:
-                    raise RecordError(problems, more=True) from error
+                location = f"{name}, line {line}"
+                if error.field_name:
+                    location += f", field {error.field_name}"
+                problems.append(f"{location}: {error}")
+                if len(problems) == _MAX_PROBLEMS:
+                    raise RecordError(problems, incomplete=True) from error
             else:
                 if not problems:
-                    yield line, made
+                    yield line, parsed
         if empty:
             problems.append(f"{name}: found no records: at least one is needed")
     if problems:
@@ -129,7 +130,8 @@ def _load(path: Path, split: str) -> Source:
     try:
         if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
             table = datasets.load_from_disk(str(path))
-            table = table[split] if isinstance(table, datasets.DatasetDict) else table
+            if isinstance(table, datasets.DatasetDict):
+                table = table[split]
         else:
             table = datasets.load_dataset(str(path), split=split)
     # datasets passes errors of its readers on: their own, OSError, KeyError, ValueError

@@ -66,7 +66,7 @@ class Problem:
 
 
 _PEOPLE = ("Ana", "Bo", "Carl", "Dina", "Emil", "Fay", "Gus", "Hana", "Ivo", "June", "Kai", "Lena")
-_THINGS = ("apples", "pens", "coins", "shells", "stamps", "cards", "books", "beads", "nuts", "keys")
+_ITEMS = ("apples", "pens", "coins", "shells", "stamps", "cards", "books", "beads", "nuts", "keys")
 _NAME_HEADS = ("x", "n", "total", "count", "value", "item", "left", "rest", "number", "amount")
 _NAME_TAILS = ("now", "all", "here", "new", "old", "one")
 _OPENINGS = (
@@ -76,7 +76,7 @@ _OPENINGS = (
     "The {things} are {u}.",
 )
 # By operation, templates of sentences that describe it; p and q are persons, n is a number.
-_TOLD: dict[str, tuple[str, ...]] = {
+_SENTENCES: dict[str, tuple[str, ...]] = {
     "+": ("{p} buys {n} more.", "{q} gives {p} {n} more.", "{p} finds {n}."),
     "-": ("{p} loses {n}.", "{p} gives {n} to {q}.", "{p} sells {n}."),
     "*": ("Then {p} has {times} times as many.", "The number grows {times} times."),
@@ -89,44 +89,46 @@ _RESULTS: dict[str, Callable[[int, int], int]] = {
 _LARGEST = 30
 
 
-def _name(rng: random.Random, taken: tuple[str, ...] = ()) -> str:
-    """Make up an identifier of one to three words that is not in `taken`."""
+def _name(rng: random.Random, reserved: tuple[str, ...] = ()) -> str:
+    """Make up an identifier of one to three words that is not in `reserved`."""
     while True:
         words = [rng.choice(_NAME_HEADS), *rng.sample(_NAME_TAILS, rng.choice((0, 0, 1, 2)))]
-        if (name := "_".join(words)) not in taken:
+        if (name := "_".join(words)) not in reserved:
             return name
 
 
 def _math(rng: random.Random) -> Problem:
-    person, other = rng.sample(_PEOPLE, 2)
-    things = rng.choice(_THINGS)
+    person, partner = rng.sample(_PEOPLE, 2)
+    items = rng.choice(_ITEMS)
     value = rng.randint(2, 20)
     sentences = [
         rng.choice(("{p} has {n} {things}.", "{p} starts with {n} {things}.")).format(
-            p=person, n=value, things=things
+            p=person, n=value, things=items
         )
     ]
     unknown = _name(rng)
-    lines = [rng.choice(_OPENINGS).format(u=unknown, things=things)]
+    lines = [rng.choice(_OPENINGS).format(u=unknown, things=items)]
     for _ in range(rng.choice((2, 3))):
         possible = {"+": value < _LARGEST, "-": value > 1, "*": value * 2 <= _LARGEST}
-        kind = rng.choice([kind for kind in _TOLD if possible[kind]])
+        kind = rng.choice([kind for kind in _SENTENCES if possible[kind]])
         if kind == "*":
             operand = 3 if value * 3 <= _LARGEST and rng.random() < 0.5 else 2
+        elif kind == "+":
+            operand = rng.randint(1, min(9, _LARGEST - value))
         else:
-            operand = rng.randint(1, min(9, _LARGEST - value if kind == "+" else value - 1))
+            operand = rng.randint(1, min(9, value - 1))
         words = {
             "p": person,
-            "q": other,
+            "q": partner,
             "n": operand,
             "times": {2: "two", 3: "three"}.get(operand),
         }
-        sentences.append(rng.choice(_TOLD[kind]).format(**words))
-        left, right = (operand, value) if kind != "-" and rng.random() < 0.5 else (value, operand)
+        sentences.append(rng.choice(_SENTENCES[kind]).format(**words))
+        first, second = (operand, value) if kind != "-" and rng.random() < 0.5 else (value, operand)
         value = _RESULTS[kind](value, operand)
-        lines.append(f"{unknown} = {left} {kind} {right} = {value}")
+        lines.append(f"{unknown} = {first} {kind} {second} = {value}")
     sentences.append(
-        rng.choice((f"How many {things} does {person} have?", f"How many {things} are there now?"))
+        rng.choice((f"How many {items} does {person} have?", f"How many {items} are there now?"))
     )
     lines.append(f"#### {value}")
     return Problem("math", " ".join(sentences), "\n".join(lines), number=value)
@@ -146,9 +148,11 @@ def _judge_math(problem: Problem, text: str) -> bool:
     for line in lines[1:-1]:
         if (match := _EQUATION.fullmatch(line)) is None:
             return False
-        unknown, left, sign, right, result = match.groups()
-        a, b = int(left), int(right)
-        if _RESULTS[sign](a, b) != int(result) or (results and results[-1] not in (a, b)):
+        unknown, first, sign, second, result = match.groups()
+        operands = (int(first), int(second))
+        if _RESULTS[sign](*operands) != int(result):
+            return False
+        if results and results[-1] not in operands:
             return False
         unknowns.add(unknown)
         results.append(int(result))
@@ -194,7 +198,9 @@ def _map(rng: random.Random) -> _Phrase:
 
 
 def _code_number(rng: random.Random) -> Problem:
-    test, yes, no = _test(rng), _map(rng), _map(rng)
+    test = _test(rng)
+    yes = _map(rng)
+    no = _map(rng)
     prompt = rng.choice(
         (
             "Given a number, return it {yes} if it is {test}, else {no}.",
@@ -216,14 +222,10 @@ def _code_number(rng: random.Random) -> Problem:
             "    return {x}",
         )
     )
-    answer = layout.format(
-        f=function,
-        x=x,
-        **{
-            k: rng.choice(p.python).format(x=x)
-            for k, p in (("test", test), ("yes", yes), ("no", no))
-        },
-    )
+    python = {}
+    for name, phrase in (("test", test), ("yes", yes), ("no", no)):
+        python[name] = rng.choice(phrase.python).format(x=x)
+    answer = layout.format(f=function, x=x, **python)
     cases = [(v, yes.compute(v) if test.compute(v) else no.compute(v)) for v in range(-5, 20)]
     return Problem("code", prompt, answer, cases=cases)
 
@@ -273,7 +275,8 @@ _GOALS: dict[str, tuple[tuple[str, ...], str, str, str]] = {
 
 
 def _code_list(rng: random.Random) -> Problem:
-    test, each = _test(rng), _map(rng)
+    test = _test(rng)
+    transform = _map(rng)
     goal = rng.choice(("sum", "list", "count"))
     prompts, zero, gain, comprehension = _GOALS[goal]
     layouts = (_LOOP.replace("ZERO", zero).replace("GAIN", gain), comprehension)
@@ -281,31 +284,37 @@ def _code_list(rng: random.Random) -> Problem:
     xs = _name(rng, (function,))
     x = _name(rng, (function, xs))
     acc = _name(rng, (function, xs, x))
-    python_each = rng.choice(each.python).format(x=x)
-    answer = rng.choice(layouts).format(
+    python_each = rng.choice(transform.python).format(x=x)
+    layout = rng.choice(layouts)
+    # Both are drawn, so that every goal takes as many random numbers.
+    test_before = rng.choice(test.python).format(x=x)
+    test_after = rng.choice(test.python).format(x=f"({python_each})")
+    answer = layout.format(
         f=function,
         xs=xs,
         x=x,
         acc=acc,
         each=python_each,
-        test=[rng.choice(test.python).format(x=tested) for tested in (x, f"({python_each})")][
-            goal == "count"
-        ],
+        test=test_after if goal == "count" else test_before,
     )
 
     def expected(values: list[int]) -> Any:
+        results = []
+        for v in values:
+            result = transform.compute(v)
+            if test.compute(result if goal == "count" else v):
+                results.append(result)
         if goal == "count":
-            return sum(1 for v in values if test.compute(each.compute(v)))
-        kept = [each.compute(v) for v in values if test.compute(v)]
-        return sum(kept) if goal == "sum" else kept
+            return len(results)
+        return sum(results) if goal == "sum" else results
 
-    inputs: list[list[int]] = [
-        [rng.randint(-5, 20) for _ in range(length)] for length in (0, 1, 5, 8, 12)
-    ]
+    inputs: list[list[int]] = []
+    for length in (0, 1, 5, 8, 12):
+        inputs.append([rng.randint(-5, 20) for _ in range(length)])
     inputs.append(list(range(-5, 21)))
     return Problem(
         "code",
-        rng.choice(prompts).format(test=test.words, each=each.words),
+        rng.choice(prompts).format(test=test.words, each=transform.words),
         answer,
         cases=[(v, expected(v)) for v in inputs],
     )
@@ -348,10 +357,14 @@ def make_problem(family: Family, split: Split, index: int, seed: int = 0) -> Pro
     """Make the ``index``-th problem of a split: always the same for the same arguments."""
     rng = random.Random(f"{family}/{split}/{seed}/{index}")
     while True:
-        if family == "code":
-            problem = (_code_number if rng.random() < 0.5 else _code_list)(rng)
+        if family == "math":
+            problem = _math(rng)
+        elif family == "source":
+            problem = _source(rng, split)
+        elif rng.random() < 0.5:
+            problem = _code_number(rng)
         else:
-            problem = _math(rng) if family == "math" else _source(rng, split)
+            problem = _code_list(rng)
         if belongs(problem.prompt, split):
             return problem
 
@@ -359,21 +372,21 @@ def make_problem(family: Family, split: Split, index: int, seed: int = 0) -> Pro
 def problems(family: Family, split: Split, count: int, seed: int = 0) -> list[Problem]:
     """List the first ``count`` problems of a split with different prompts; `ValueError` if it has
     fewer."""
-    found: dict[str, Problem] = {}
+    by_prompt: dict[str, Problem] = {}
     index = 0
-    while len(found) < count:
+    while len(by_prompt) < count:
         if index == 100 * count:
             raise ValueError(
-                f"count is {count}, and {family}/{split} has about {len(found)} different prompts: "
-                "ask for fewer"
+                f"count is {count}, and {family}/{split} has about {len(by_prompt)} different "
+                "prompts: ask for fewer"
             )
         problem = make_problem(family, split, index, seed)
-        found.setdefault(problem.prompt, problem)
+        by_prompt.setdefault(problem.prompt, problem)
         index += 1
-    return list(found.values())
+    return list(by_prompt.values())
 
 
-def judge(asked: Sequence[Problem], texts: Sequence[str]) -> list[bool | None]:
+def judge(problems: Sequence[Problem], texts: Sequence[str]) -> list[bool | None]:
     """Judge one text, without special tokens, for each problem; functions run in a process of their
     own (`run_functions`).
 
@@ -381,17 +394,20 @@ def judge(asked: Sequence[Problem], texts: Sequence[str]) -> list[bool | None]:
     the text is one function, allowed by the sandbox, that reproduces every hidden case. ``source``:
     None, since real text has no right continuation.
     """
-    code = [(p, text) for p, text in zip(asked, texts, strict=True) if p.family == "code"]
-    results = iter(
-        run_functions([(text, [argument for argument, _ in p.cases]) for p, text in code])
-    )
-
-    def right(problem: Problem, text: str) -> bool | None:
+    programs = []
+    for problem, text in zip(problems, texts, strict=True):
         if problem.family == "code":
-            return next(results) == [result for _, result in problem.cases]
-        return _judge_math(problem, text) if problem.family == "math" else None
-
-    return [right(problem, text) for problem, text in zip(asked, texts, strict=True)]
+            programs.append((text, [argument for argument, _ in problem.cases]))
+    results = iter(run_functions(programs))
+    verdicts: list[bool | None] = []
+    for problem, text in zip(problems, texts, strict=True):
+        if problem.family == "code":
+            verdicts.append(next(results) == [result for _, result in problem.cases])
+        elif problem.family == "math":
+            verdicts.append(_judge_math(problem, text))
+        else:
+            verdicts.append(None)
+    return verdicts
 
 
 def training_lines(family: Family, split: Split, count: int, seed: int = 0) -> Iterator[str]:

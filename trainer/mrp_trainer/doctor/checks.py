@@ -29,8 +29,7 @@ from modeling_mrp.networks.graphs import obstacle, recording_report
 from modeling_mrp.rules.draft import gumbel, noise_key
 
 from ..evaluate.decoded import pad_left, padding_id
-from .kernels import compared as results_of
-from .kernels import samples_of
+from .kernels import run_both, samples_of
 
 KERNELS = (PICK, ROUND_ATTENTION, SUM_AND_NORM, ROTATED)
 QUESTIONS = (
@@ -61,7 +60,9 @@ class Check:
     @property
     def verdict(self) -> str:
         """Return `ok` in words, for Markdown."""
-        return "left out" if self.ok is None else "ok" if self.ok else "**failed**"
+        if self.ok is None:
+            return "left out"
+        return "ok" if self.ok else "**failed**"
 
 
 def checked(name: str, check: Callable[[], Check]) -> Check:
@@ -127,21 +128,23 @@ def inputs_of(
             (rows, length),
             generator=generator,
         )
-        made = pad_left(ids.tolist(), 0)
+        padded = pad_left(ids.tolist(), 0)
     else:
-        asked = [QUESTIONS[row % len(QUESTIONS)] for row in range(rows)]
+        prompts = [QUESTIONS[row % len(QUESTIONS)] for row in range(rows)]
         if tokenizer.chat_template:
-            chats = [[{"role": "user", "content": question}] for question in asked]
-            asked = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
-        ids = tokenizer(asked, add_special_tokens=not tokenizer.chat_template)["input_ids"]
-        made = pad_left(ids, padding_id(tokenizer))
-    return {name: tensor.to(model.device) for name, tensor in made.items()}
+            chats = [[{"role": "user", "content": question}] for question in prompts]
+            prompts = tokenizer.apply_chat_template(
+                chats, add_generation_prompt=True, tokenize=False
+            )
+        ids = tokenizer(prompts, add_special_tokens=not tokenizer.chat_template)["input_ids"]
+        padded = pad_left(ids, padding_id(tokenizer))
+    return {name: tensor.to(model.device) for name, tensor in padded.items()}
 
 
 def decode(model: MRPForCausalLM, inputs: dict[str, Tensor], **options: Any) -> Any:
     """Decode greedily; return the output without its cache, to free memory."""
-    asked: dict[str, Any] = {"max_new_tokens": TOKENS, "do_sample": False, **inputs, **options}
-    out: Any = model.generate(**asked, return_dict_in_generate=True)
+    arguments: dict[str, Any] = {"max_new_tokens": TOKENS, "do_sample": False, **inputs, **options}
+    out: Any = model.generate(**arguments, return_dict_in_generate=True)
     out.past_key_values = None
     return out
 
@@ -153,42 +156,37 @@ def drafters(model: MRPForCausalLM) -> tuple[str, ...]:
 
 def check_weights(model: MRPForCausalLM) -> Iterator[Check]:
     """Check that the weights of the backbone, and of the head if any, are finite."""
-    for part in ("backbone", *["head"] * model.config.has_head):
-        named = [
-            pair
-            for pair in model.named_parameters()
-            if pair[0].startswith("mrp_head.") == (part == "head")
-        ]
-        wrong = [name for name, weight in named if not weight.isfinite().all()]
-        note = (
-            f"not finite: {', '.join(wrong[:3])}"
-            if wrong
-            else f"{sum(weight.numel() for _, weight in named):,} numbers"
-        )
-        yield Check(f"weights of the {part}", not wrong, None, note)
+    for component in ("backbone", *["head"] * model.config.has_head):
+        weights = {}
+        for name, weight in model.named_parameters():
+            if name.startswith("mrp_head.") == (component == "head"):
+                weights[name] = weight
+        not_finite = [name for name, weight in weights.items() if not weight.isfinite().all()]
+        note = f"{sum(weight.numel() for weight in weights.values()):,} numbers"
+        if not_finite:
+            note = f"not finite: {', '.join(not_finite[:3])}"
+        yield Check(f"weights of the {component}", not not_finite, None, note)
 
 
 def check_noise(device: torch.device) -> Iterator[Check]:
     """Compare a device's noise for sampling with that of the host, which drafts with it: keys to
     the bit, noise to rounding."""
     seeds = (0, 1, (1 << 31) + 1, (1 << 62) - 1)
-    table = [(seed, 9999 * place, place + 1) for place, seed in enumerate(seeds)]
+    table = [(seed, 9999 * index, index + 1) for index, seed in enumerate(seeds)]
 
     def agrees() -> Check:
         keys = noise_key(*torch.tensor(table, device=device).unbind(1))
-        right = [noise_key(*row) for row in table]
-        if keys.tolist() != right:
+        host_keys = [noise_key(*row) for row in table]
+        if keys.tolist() != host_keys:
             raise ArithmeticError(
                 "its integers of 64 bits differ from the host's: texts sampled here are of other "
                 "seeds"
             )
-        ours, vocab = (
-            gumbel_noise(keys, 4096, torch.float32).cpu(),
-            np.arange(4096)[None].repeat(len(table), 0),
-        )
-        expected = torch.from_numpy(gumbel(right, vocab)).float()
-        check_close("its noise differs from the host's", ours, expected)
-        return Check("noise of sampling", True, relative_error(ours, expected))
+        noise = gumbel_noise(keys, 4096, torch.float32).cpu()
+        vocab = np.arange(4096)[None].repeat(len(table), 0)
+        expected = torch.from_numpy(gumbel(host_keys, vocab)).float()
+        check_close("its noise differs from the host's", noise, expected)
+        return Check("noise of sampling", True, relative_error(noise, expected))
 
     yield checked("noise of sampling", agrees)
 
@@ -197,33 +195,40 @@ def check_kernels(model: MRPForCausalLM) -> Iterator[Check]:
     """Compare each kernel with its PyTorch twin on sample arguments that have the model's
     widths."""
     weight = model.lm_head.weight.detach()
-    like = weight if weight.dtype in KERNEL_DTYPES else weight.float()
-    if unusable(like.device, like.dtype, interpreted=True) is not None:
-        why = "an NVIDIA GPU, triton and 16 or 32 bits are needed, or on a CPU TRITON_INTERPRET=1"
-        yield from (Check(f"kernel {kernel.name}", None, None, why) for kernel in KERNELS)
+    template = weight if weight.dtype in KERNEL_DTYPES else weight.float()
+    if unusable(template.device, template.dtype, interpreted=True) is not None:
+        reason = (
+            "an NVIDIA GPU, triton and 16 or 32 bits are needed, or on a CPU TRITON_INTERPRET=1"
+        )
+        for kernel in KERNELS:
+            yield Check(f"kernel {kernel.name}", None, None, reason)
         return
 
     def agrees(kernel: Kernel, samples: list[tuple[Any, ...]]) -> Check:
-        pairs = [pair for given in samples for pair in results_of(kernel, given)]
-        for pair in pairs:
-            check_close("its results differ from PyTorch's", *pair)
-        return Check(f"kernel {kernel.name}", True, max(relative_error(*pair) for pair in pairs))
+        errors = []
+        for arguments in samples:
+            for result, expected in run_both(kernel, arguments):
+                check_close("its results differ from PyTorch's", result, expected)
+                errors.append(relative_error(result, expected))
+        return Check(f"kernel {kernel.name}", True, max(errors))
 
-    for kernel, samples in samples_of(model.config, like).items():
+    for kernel, samples in samples_of(model.config, template).items():
         yield checked(f"kernel {kernel.name}", partial(agrees, kernel, samples))
 
 
 def check_drafts(model: MRPForCausalLM, inputs: dict[str, Tensor], states: int) -> Iterator[Check]:
     """Compare the texts of each drafting mode with those of its target without drafts; `states` is
     K."""
-    plain: dict[str, Any] = (
-        {"graphs": False, "kernels": False} if model.device.type == "cpu" else {}
-    )
-    alone = cache(lambda target: decode(model, inputs, decoding=target, **plain))
+    plain: dict[str, Any] = {}
+    if model.device.type == "cpu":
+        plain = {"graphs": False, "kernels": False}
+    decode_target = cache(lambda target: decode(model, inputs, decoding=target, **plain))
 
     def agrees(name: str, target: str, mode: str) -> Check:
-        ours = decode(model, inputs, decoding=mode, target=target, num_draft_states=states, **plain)
-        return compared(name, ours, alone(target), model.dtype)
+        output = decode(
+            model, inputs, decoding=mode, target=target, num_draft_states=states, **plain
+        )
+        return compare_texts(name, output, decode_target(target), model.dtype)
 
     for target in TARGETS:
         for mode in drafters(model):
@@ -231,7 +236,9 @@ def check_drafts(model: MRPForCausalLM, inputs: dict[str, Tensor], states: int) 
             yield checked(name, partial(agrees, name, target, mode))
 
 
-def check_ways(model: MRPForCausalLM, inputs: dict[str, Tensor], states: int) -> Iterator[Check]:
+def check_fast_paths(
+    model: MRPForCausalLM, inputs: dict[str, Tensor], states: int
+) -> Iterator[Check]:
     """Compare texts decoded using CUDA graphs, and using kernels, with texts decoded without;
     report fallbacks to PyTorch.
 
@@ -242,45 +249,44 @@ def check_ways(model: MRPForCausalLM, inputs: dict[str, Tensor], states: int) ->
 
     def agrees(name: str, title: str) -> Check:
         for _ in range(WARM_UPS + 1):
-            ours = decode(model, inputs, **mode)
-        ran = recording_report(model)
-        found = compared(title, ours, decode(model, inputs, **mode, **{name: False}), model.dtype)
-        lost = (
-            failed_kernels()
-            if name == "kernels"
-            else ["a recording"] * bool(ran["failed"] or not ran["replays"])
-        )
-        return (
-            found
-            if not lost
-            else Check(title, False, found.difference, f"not used: {', '.join(lost)}")
-        )
+            output = decode(model, inputs, **mode)
+        recorded = recording_report(model)
+        expected = decode(model, inputs, **mode, **{name: False})
+        check = compare_texts(title, output, expected, model.dtype)
+        if name == "kernels":
+            fallbacks = failed_kernels()
+        else:
+            fallbacks = ["a recording"] * bool(recorded["failed"] or not recorded["replays"])
+        if not fallbacks:
+            return check
+        return Check(title, False, check.difference, f"not used: {', '.join(fallbacks)}")
 
     for name in ("graphs", "kernels") if model.device.type == "cuda" else ("graphs",):
-        why = obstacle(model) if name == "graphs" else None
         title = f"{name} in generate"
-        yield (
-            checked(title, partial(agrees, name, title))
-            if why is None
-            else Check(title, None, None, why)
-        )
+        reason = obstacle(model) if name == "graphs" else None
+        if reason is None:
+            yield checked(title, partial(agrees, name, title))
+        else:
+            yield Check(title, None, None, reason)
     model.release_graphs()
 
 
-def compared(name: str, ours: Any, right: Any, dtype: torch.dtype) -> Check:
+def compare_texts(name: str, output: Any, expected: Any, dtype: torch.dtype) -> Check:
     """Compare two outputs that should have equal texts; texts may differ only from a near-tie on,
     which rounding decides."""
-    found = gaps(ours, right)
-    parted = [gap for gap in found if gap is not None]
-    if not parted:
-        difference = float((ours.token_logprobs - right.token_logprobs).abs().max())
-        return Check(name, True, difference, f"{len(found)} texts equal")
-    ok = max(parted) <= NEAR_TIE[dtype]
-    why = "at near-ties, which rounding decides" if ok else "not at near-ties alone"
-    return Check(name, ok, max(parted), f"{len(parted)} of {len(found)} texts differ, {why}")
+    row_gaps = gaps(output, expected)
+    differing = [gap for gap in row_gaps if gap is not None]
+    if not differing:
+        difference = float((output.token_logprobs - expected.token_logprobs).abs().max())
+        return Check(name, True, difference, f"{len(row_gaps)} texts equal")
+    ok = max(differing) <= NEAR_TIE[dtype]
+    cause = "at near-ties, which rounding decides" if ok else "not at near-ties alone"
+    return Check(
+        name, ok, max(differing), f"{len(differing)} of {len(row_gaps)} texts differ, {cause}"
+    )
 
 
-def gaps(ours: Any, theirs: Any) -> list[float | None]:
+def gaps(output: Any, expected: Any) -> list[float | None]:
     """Measure by row how far log-probabilities differ where the texts of two `generate` outputs
     part; None if they are equal.
 
@@ -289,28 +295,38 @@ def gaps(ours: Any, theirs: Any) -> list[float | None]:
     log-probabilities of what each text reveals in this step. Before it both texts are equal, so the
     means are close if both are right; the gap is infinite if only one text goes on.
     """
-    found: list[float | None] = []
-    for row in range(len(ours.sequences)):
-        both = [_revealed(out, row) for out in (ours, theirs)]
-        differ = {
-            at
-            for at in both[0].keys() | both[1].keys()
-            if both[0].get(at, ())[:2] != both[1].get(at, ())[:2]
-        }
-        first = min((one[at][0] for one in both for at in differ & one.keys()), default=None)
-        parts = [[logprob for step, _, logprob in one.values() if step == first] for one in both]
-        means = [sum(part) / len(part) if part else math.inf for part in parts]
-        found.append(None if first is None else abs(means[0] - means[1]))
-    return found
+    row_gaps: list[float | None] = []
+    for row in range(len(output.sequences)):
+        reveals = _revealed(output, row)
+        expected_reveals = _revealed(expected, row)
+        steps = []
+        for position in reveals.keys() | expected_reveals.keys():
+            reveal = reveals.get(position)
+            expected_reveal = expected_reveals.get(position)
+            if reveal is None or expected_reveal is None or reveal[:2] != expected_reveal[:2]:
+                steps += [pair[0] for pair in (reveal, expected_reveal) if pair is not None]
+        if steps:
+            first = min(steps)
+            gap = _mean_logprob(reveals, first) - _mean_logprob(expected_reveals, first)
+            row_gaps.append(abs(gap))
+        else:
+            row_gaps.append(None)
+    return row_gaps
+
+
+def _mean_logprob(reveals: dict[int, tuple[int, int, float]], step: int) -> float:
+    """Average the log-probabilities of the reveals of a step; infinity if it has none."""
+    logprobs = [logprob for reveal_step, _, logprob in reveals.values() if reveal_step == step]
+    return sum(logprobs) / len(logprobs) if logprobs else math.inf
 
 
 def _revealed(out: Any, row: int) -> dict[int, tuple[int, int, float]]:
     """Map each revealed position of a row to its step, token id and log-probability."""
     steps = out.reveal_step[row].tolist()
-    places = zip(
+    columns = zip(
         steps,
         out.sequences[row, -len(steps) :].tolist(),
         out.token_logprobs[row].tolist(),
         strict=True,
     )
-    return {place: one for place, one in enumerate(places) if one[0] >= 0}
+    return {position: reveal for position, reveal in enumerate(columns) if reveal[0] >= 0}

@@ -15,71 +15,74 @@ from modeling_mrp.kernels.round_layers import ROTATED, ROUND_ATTENTION, SUM_AND_
 from modeling_mrp.rules.draft import mix_bits, noise_key
 
 
-def scattered(*shape: int, like: Tensor, seed: int = 0) -> Tensor:
+def pseudo_random(*shape: int, template: Tensor, seed: int = 0) -> Tensor:
     """Make pseudo-random numbers by hashing, of a shape, mean 0 and variance 1, on the device and
-    in the dtype of `like`."""
+    in the dtype of `template`."""
     numbers = mix_bits(
-        torch.arange(seed << 24, (seed << 24) + math.prod(shape), device=like.device)
+        torch.arange(seed << 24, (seed << 24) + math.prod(shape), device=template.device)
     )
-    return ((numbers.float() * 2.0**-31 - 1) * 3**0.5).view(shape).to(like.dtype)
+    return ((numbers.float() * 2.0**-31 - 1) * 3**0.5).view(shape).to(template.dtype)
 
 
-def _norm(width: int, like: Tensor, seed: int = 0) -> Qwen3RMSNorm:
-    norm = Qwen3RMSNorm(width).to(like.device, like.dtype)
-    norm.weight.copy_(1 + scattered(width, like=like, seed=seed) / 4)
+def _norm(width: int, template: Tensor, seed: int = 0) -> Qwen3RMSNorm:
+    norm = Qwen3RMSNorm(width).to(template.device, template.dtype)
+    norm.weight.copy_(1 + pseudo_random(width, template=template, seed=seed) / 4)
     return norm
 
 
-def _tokens(width: int, like: Tensor, seed: int = 0) -> Tensor:
+def _tokens(width: int, template: Tensor, seed: int = 0) -> Tensor:
     """Make states [2, 3, width] of a large token, a usual one, and one whose mean square is near
     the epsilon of a norm."""
-    return scattered(2, 3, width, like=like, seed=seed) * torch.tensor(
-        [9.0, 1.0, 1e-3], device=like.device
-    )[:, None].to(like)
+    return pseudo_random(2, 3, width, template=template, seed=seed) * torch.tensor(
+        [9.0, 1.0, 1e-3], device=template.device
+    )[:, None].to(template)
 
 
-def _of_pick(vocab: int, like: Tensor) -> Iterator[tuple[Any, ...]]:
-    """Yield arguments for `PICK`, on the device of `like`: logits with a few likely tokens per row
-    (tied in one row), picked greedily, greedily with a least logit that only the likeliest token
-    reaches, and by sampling."""
-    rows, like = 12, like.float()
-    logits, places = (
-        scattered(rows, vocab, like=like),
-        torch.arange(6, device=like.device) * vocab // 6,
-    )
-    logits[:, places] += 9 + 3 * scattered(rows, 6, like=like, seed=1)
-    logits[0, places], logits[1, places[2]] = 10.0, -torch.inf
-    keys = noise_key(*torch.arange(3 * rows, device=like.device).view(3, rows))
+def _pick_samples(vocab: int, template: Tensor) -> Iterator[tuple[Any, ...]]:
+    """Yield arguments for `PICK`, on the device of `template`: logits with a few likely tokens per
+    row (tied in one row), picked greedily, greedily with a least logit that only the likeliest
+    token reaches, and by sampling."""
+    rows = 12
+    template = template.float()
+    logits = pseudo_random(rows, vocab, template=template)
+    columns = torch.arange(6, device=template.device) * vocab // 6
+    logits[:, columns] += 9 + 3 * pseudo_random(rows, 6, template=template, seed=1)
+    logits[0, columns] = 10.0
+    logits[1, columns[2]] = -torch.inf
+    keys = noise_key(*torch.arange(3 * rows, device=template.device).view(3, rows))
     likeliest = logits.amax(1)
-    for temperature, least, noise in (
+    for temperature, min_logits, noise in (
         (1.0, None, None),
         (1.0, likeliest, None),
         (0.7, likeliest - 3, keys),
     ):
-        yield Unembedding(logits, 0, temperature), logits, least, noise
+        yield Unembedding(logits, 0, temperature), logits, min_logits, noise
 
 
-def _of_attention(heads: int, kv_heads: int, dim: int, like: Tensor) -> Iterator[tuple[Any, ...]]:
+def _attention_samples(
+    heads: int, kv_heads: int, dim: int, template: Tensor
+) -> Iterator[tuple[Any, ...]]:
     """Make a sample for `ROUND_ATTENTION`: three rows of two states, the second a child of the
     first, after prefixes of 5, 152 and 299 slots, long enough to be split and merged; yield it
     twice, as for two layers."""
-    block, used = 4, 512
-    parent = torch.arange(-1, 1, device=like.device).repeat(3, 1)
-    mask = RoundMask(torch.arange(5, 300, 147, device=like.device), parent, block)
-    queries = 4 * scattered(3, 2 * block, heads, dim, like=like).transpose(1, 2)
-    keys, values = scattered(3, used + 2 * block, 2, kv_heads, dim, like=like, seed=1).permute(
-        2, 0, 3, 1, 4
-    )
+    block = 4
+    used = 512
+    parent = torch.arange(-1, 1, device=template.device).repeat(3, 1)
+    mask = RoundMask(torch.arange(5, 300, 147, device=template.device), parent, block)
+    queries = 4 * pseudo_random(3, 2 * block, heads, dim, template=template).transpose(1, 2)
+    keys, values = pseudo_random(
+        3, used + 2 * block, 2, kv_heads, dim, template=template, seed=1
+    ).permute(2, 0, 3, 1, 4)
     yield from [(queries, keys, values, mask, dim**-0.5)] * 2
 
 
-def _of_rotation(heads: int, kv_heads: int, dim: int, like: Tensor) -> tuple[Any, ...]:
+def _rotation_sample(heads: int, kv_heads: int, dim: int, template: Tensor) -> tuple[Any, ...]:
     """Make a sample for `ROTATED`, whose output tensors for keys and values are filled with NaN."""
-    angles = 3 * scattered(2, 3, dim // 2, like=like).repeat(1, 1, 2)
-    target = like.new_full((2, 2, kv_heads, 3, dim), torch.nan)
-    norms = _norm(dim, like), _norm(dim, like, 1)
+    angles = 3 * pseudo_random(2, 3, dim // 2, template=template).repeat(1, 1, 2)
+    target = template.new_full((2, 2, kv_heads, 3, dim), torch.nan)
+    norms = _norm(dim, template), _norm(dim, template, 1)
     return (
-        _tokens((heads + 2 * kv_heads) * dim, like, 1),
+        _tokens((heads + 2 * kv_heads) * dim, template, 1),
         norms,
         (angles.cos(), angles.sin()),
         target.unbind(0),
@@ -87,28 +90,30 @@ def _of_rotation(heads: int, kv_heads: int, dim: int, like: Tensor) -> tuple[Any
 
 
 @torch.no_grad()
-def samples_of(config: Any, like: Tensor) -> dict[Kernel, list[tuple[Any, ...]]]:
+def samples_of(config: Any, template: Tensor) -> dict[Kernel, list[tuple[Any, ...]]]:
     """Make sample arguments for every kernel in the sizes of a config, with the device and dtype of
-    `like`."""
-    heads, kv_heads, dim, width = (
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        config.head_dim,
-        config.hidden_size,
-    )
+    `template`."""
+    heads = config.num_attention_heads
+    kv_heads = config.num_key_value_heads
+    dim = config.head_dim
+    width = config.hidden_size
     return {
-        PICK: list(_of_pick(config.vocab_size, like)),
-        ROUND_ATTENTION: list(_of_attention(heads, kv_heads, dim, like)),
-        SUM_AND_NORM: [(_tokens(width, like), _tokens(width, like, 1), _norm(width, like))],
-        ROTATED: [_of_rotation(heads, kv_heads, dim, like)],
+        PICK: list(_pick_samples(config.vocab_size, template)),
+        ROUND_ATTENTION: list(_attention_samples(heads, kv_heads, dim, template)),
+        SUM_AND_NORM: [
+            (_tokens(width, template), _tokens(width, template, 1), _norm(width, template))
+        ],
+        ROTATED: [_rotation_sample(heads, kv_heads, dim, template)],
     }
 
 
 @torch.no_grad()
-def compared(kernel: Kernel, given: tuple[Any, ...]) -> Iterator[tuple[Tensor, Tensor]]:
+def run_both(kernel: Kernel, arguments: tuple[Any, ...]) -> Iterator[tuple[Tensor, Tensor]]:
     """Run a kernel and its PyTorch twin on the same arguments; yield pairs of their results."""
-    made = kernel.launch(*given)
+    returned = kernel.launch(*arguments)
     # both may write to the same places
-    ours = [one.clone() for one in (made if isinstance(made, tuple) else (made,))]
-    right = kernel.twin(*given)
-    yield from zip(ours, right if isinstance(right, tuple) else (right,), strict=True)
+    results = [
+        tensor.clone() for tensor in (returned if isinstance(returned, tuple) else (returned,))
+    ]
+    expected = kernel.twin(*arguments)
+    yield from zip(results, expected if isinstance(expected, tuple) else (expected,), strict=True)

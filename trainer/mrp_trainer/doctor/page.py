@@ -19,9 +19,9 @@ from ..publish.card import markdown_table
 from .checks import (
     Check,
     check_drafts,
+    check_fast_paths,
     check_kernels,
     check_noise,
-    check_ways,
     check_weights,
     checked,
     inputs_of,
@@ -55,30 +55,32 @@ class Report:
 
     def page(self) -> str:
         """Format the report as Markdown."""
-        parts = [
+        sections = [
             "# mrp doctor",
             markdown_table(["", ""], self.machine.items()),
             "## Checks",
-            *self._checked(),
+            *self._check_table(),
         ]
         if self.rounds:
-            parts += ["## Rounds", self._times()]
-        said = [
-            f"batch {batch}: `num_draft_states={states}`" for batch, states in self.proposed.items()
-        ]
-        said = said and [
-            f"Most tokens a second on these prompts, {'; '.join(said)}. `auto`, the default, finds "
-            "it by trying."
-        ]
-        counted = sum(check.ok is True for check in self.checks)
-        verdict = (
-            f"**Failed: {'; '.join(self.failed)}.**"
-            if self.failed
-            else f"All {counted} checks passed."
-        )
-        return "\n\n".join([*parts, *map(_filled, said), _filled(verdict)])
+            sections += ["## Rounds", self._round_table()]
+        if self.proposed:
+            proposals = "; ".join(
+                f"batch {batch}: `num_draft_states={states}`"
+                for batch, states in self.proposed.items()
+            )
+            sections.append(
+                _wrapped(
+                    f"Most tokens a second on these prompts, {proposals}. `auto`, the default, "
+                    "finds it by trying."
+                )
+            )
+        if self.failed:
+            verdict = f"**Failed: {'; '.join(self.failed)}.**"
+        else:
+            verdict = f"All {sum(check.ok is True for check in self.checks)} checks passed."
+        return "\n\n".join([*sections, _wrapped(verdict)])
 
-    def _checked(self) -> list[str]:
+    def _check_table(self) -> list[str]:
         """Format the checks as a table; a note that does not fit beside its check stands below,
         once for all that have it."""
         rows, below = [], dict[str, list[str]]()
@@ -93,59 +95,58 @@ class Report:
                 below.setdefault(check.note, []).append(check.name)
                 row[-1] = "see below"
             rows.append(row)
-        notes = [_filled(f"{', '.join(names)}: {note}") for note, names in below.items()]
+        notes = [_wrapped(f"{', '.join(names)}: {note}") for note, names in below.items()]
         return [markdown_table(["check", "", "largest difference", ""], rows), *notes]
 
-    def _times(self) -> str:
-        alone = {one.batch: one.seconds for one in self.rounds if one.states == 1}
+    def _round_table(self) -> str:
+        single_state = {
+            timing.batch: timing.seconds for timing in self.rounds if timing.states == 1
+        }
         rows = []
-        for one in self.rounds:
-            base = alone.get(one.batch)
-            speed = (
-                [f"{one.tokens_per_forward:.2f}", f"{one.tokens_per_second:.0f}"]
-                if self.proposed
-                else ["", ""]
-            )
-            pays = "" if base is None or one.states == 1 else f"{one.seconds / base:.2f}"
-            rows.append([str(one.batch), str(one.states), f"{1e3 * one.seconds:.2f}", pays, *speed])
+        for timing in self.rounds:
+            pays = ""
+            if timing.states != 1 and timing.batch in single_state:
+                pays = f"{timing.seconds / single_state[timing.batch]:.2f}"
+            row = [str(timing.batch), str(timing.states), f"{1e3 * timing.seconds:.2f}", pays]
+            if self.proposed:
+                row += [f"{timing.tokens_per_forward:.2f}", f"{timing.tokens_per_second:.0f}"]
+            else:
+                row += ["", ""]
+            rows.append(row)
         head = ["rows", "K", "round, ms", "pays from", "tokens a forward", "tokens a second"]
-        pays = (
+        note = (
             "*pays from*: K states are faster than K = 1 if they make more than this many times "
             "its tokens a forward."
         )
-        return f"{markdown_table(head, rows)}\n\n{_filled(pays)}"
+        return f"{markdown_table(head, rows)}\n\n{_wrapped(note)}"
 
 
-def _filled(text: str) -> str:
+def _wrapped(text: str) -> str:
     """Wrap a paragraph."""
     return fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 def machine_of(device: torch.device) -> dict[str, str]:
     """Collect the versions of packages, and the device's name."""
-    cuda, where = (
-        device.type == "cuda",
-        platform.machine() if device.type == "cpu" else f"{device}, {platform.machine()}",
-    )
-    return {
+    machine = {
         "mrp": __version__,
         "python, torch, transformers": f"{platform.python_version()}, {torch.__version__}, "
         f"{transformers.__version__}",
-        "triton": "none"
-        if triton is None
-        else triton.__version__ + ", interpreted" * bool(triton.knobs.runtime.interpret),
-        "device": torch.cuda.get_device_name(device)
-        if cuda
-        else f"{where}, threads: {torch.get_num_threads()}",
-        **(
-            {
-                "CUDA, capability": f"{torch.version.cuda}, "
-                f"{torch.cuda.get_device_capability(device)}"
-            }
-            if cuda
-            else {}
-        ),
+        "triton": "none",
     }
+    if triton is not None:
+        interpreted = bool(triton.knobs.runtime.interpret)
+        machine["triton"] = triton.__version__ + ", interpreted" * interpreted
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        machine["device"] = torch.cuda.get_device_name(device)
+        machine["CUDA, capability"] = f"{torch.version.cuda}, {capability}"
+        return machine
+    processor = platform.machine()
+    if device.type != "cpu":
+        processor = f"{device}, {processor}"
+    machine["device"] = f"{processor}, threads: {torch.get_num_threads()}"
+    return machine
 
 
 def examine(options: DoctorOptions) -> Report:
@@ -155,21 +156,15 @@ def examine(options: DoctorOptions) -> Report:
     report = Report(machine_of(device))
     tokenizer: PreTrainedTokenizerBase | None = None
     if options.random is not None:
-        dtype = (
-            options.dtype
-            if options.dtype not in (None, "auto")
-            else "float32"
-            if device.type == "cpu"
-            else "bfloat16"
-        )
+        dtype = options.dtype
+        if dtype is None or dtype == "auto":
+            dtype = "float32" if device.type == "cpu" else "bfloat16"
         name = f"random weights of {options.random.upper()}"
         model = random_model(published_config(options.random), getattr(torch, dtype), device)
     else:
-        name, model = (
-            options.model,
-            load_model(
-                options.model, options.dtype, str(device), options.revision, options.backbone
-            ),
+        name = options.model
+        model = load_model(
+            options.model, options.dtype, str(device), options.revision, options.backbone
         )
         tokenizer = tokenizer_of(options)
     shape = model.config
@@ -201,7 +196,7 @@ def examine(options: DoctorOptions) -> Report:
     gather(check_noise(device))
     gather(check_kernels(model))
     inputs = inputs_of(model, tokenizer, ROWS, options.prefix)
-    gather(check_ways(model, inputs, STATES))
+    gather(check_fast_paths(model, inputs, STATES))
     widened = device.type == "cpu" and model.num_parameters() <= WIDENED
     gather(check_drafts(copy.deepcopy(model).double() if widened else model, inputs, STATES))
     if not (times := checked("times", timed)).ok:  # checks are printed even if timing fails

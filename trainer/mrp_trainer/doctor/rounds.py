@@ -31,41 +31,45 @@ class Timed:
 
 
 def time_rounds(
-    model: MRPForCausalLM, inputs: dict[str, Tensor], every: Sequence[int], turns: int
+    model: MRPForCausalLM, inputs: dict[str, Tensor], state_counts: Sequence[int], repetitions: int
 ) -> Iterator[Timed]:
-    """Time rounds with each number of states in `every` on a batch, in turns: the difference in
-    seconds of two calls over their difference in rounds, so that prompts cancel out. Drafts are for
-    the checkpoint's target, or for `static`."""
+    """Time rounds with each of `state_counts` on a batch, in turns: the difference in seconds of
+    two calls over their difference in rounds, so that prompts cancel out. Drafts are for the
+    checkpoint's target, or for `static`."""
     target = model.generation_config.target or "static"
-    found: dict[int, list[tuple[float, float, float]]] = {states: [] for states in every}
-    for turn in range(-WARM_UPS if model.device.type != "cpu" else 0, turns):
-        for states in every:
-            drafted = {"decoding": drafters(model)[0], "target": target, "num_draft_states": states}
-            mode = {"decoding": target} if states == 1 else drafted
-            (short, few), (long, many) = (
-                _clocked(model, inputs, max_new_tokens=count, eos_token_id=None, **mode)
-                for count in (SHORT, TOKENS)
-            )
-            seconds, out = _clocked(model, inputs, **mode)
-            if turn >= 0:
+    measured: dict[int, list[tuple[float, float, float]]] = {states: [] for states in state_counts}
+    for repetition in range(-WARM_UPS if model.device.type != "cpu" else 0, repetitions):
+        for states in state_counts:
+            mode: dict[str, Any] = {"decoding": target}
+            if states != 1:
+                mode |= {"decoding": drafters(model)[0], "target": target}
+                mode |= {"num_draft_states": states}
+            without_eos = {**mode, "eos_token_id": None}
+            short, short_output = _timed_decode(model, inputs, max_new_tokens=SHORT, **without_eos)
+            long, long_output = _timed_decode(model, inputs, max_new_tokens=TOKENS, **without_eos)
+            seconds, out = _timed_decode(model, inputs, **mode)
+            if repetition >= 0:
                 tokens = int((out.reveal_step >= 0).sum())
-                in_round = (long - short) / max(1, _rounds(many) - _rounds(few))
-                found[states].append(
+                rounds = max(1, _round_count(long_output) - _round_count(short_output))
+                in_round = (long - short) / rounds
+                measured[states].append(
                     (in_round, tokens / int(out.stats.row_forwards.sum()), tokens / seconds)
                 )
-    for states in every:
+    for states in state_counts:
         yield Timed(
             len(inputs["input_ids"]),
             states,
-            *map(statistics.median, zip(*found[states], strict=True)),
+            *map(statistics.median, zip(*measured[states], strict=True)),
         )
     model.release_graphs()
 
 
-def _clocked(model: MRPForCausalLM, inputs: dict[str, Tensor], **options: Any) -> tuple[float, Any]:
-    begun = _now(model.device)
+def _timed_decode(
+    model: MRPForCausalLM, inputs: dict[str, Tensor], **options: Any
+) -> tuple[float, Any]:
+    start = _now(model.device)
     out = decode(model, inputs, **options)
-    return _now(model.device) - begun, out
+    return _now(model.device) - start, out
 
 
 def _now(device: torch.device) -> float:
@@ -74,12 +78,12 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _rounds(out: Any) -> int:
+def _round_count(out: Any) -> int:
     """Count the rounds of an output: its backbone forwards after those of the prompt."""
     return int(out.stats.forwards["denoise"] + out.stats.forwards["verify"])
 
 
 def proposed(timed: Sequence[Timed]) -> dict[int, int]:
     """Return for each number of rows the K that made the most tokens a second."""
-    by_speed = sorted(timed, key=lambda one: (one.batch, one.tokens_per_second))
-    return {one.batch: one.states for one in by_speed}
+    by_speed = sorted(timed, key=lambda timing: (timing.batch, timing.tokens_per_second))
+    return {timing.batch: timing.states for timing in by_speed}

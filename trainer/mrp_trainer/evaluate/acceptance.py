@@ -25,12 +25,14 @@ def acceptance_by_depth(decoded: Decoded) -> list[tuple[int, Interval]]:
     Depths without a draft on offer are left out, so modes without drafts have none. Intervals are
     over problems.
     """
-    offered, accepted = decoded.offered_at_depth.T, decoded.accepted_at_depth.T
-    rates = [
-        (int(one.sum()), ratio_of_sums(right, one))
-        for one, right in zip(offered, accepted, strict=True)
-    ]
-    return [(count, rate) for count, rate in rates if rate is not None]
+    rates = []
+    for offered, accepted in zip(
+        decoded.offered_at_depth.T, decoded.accepted_at_depth.T, strict=True
+    ):
+        rate = ratio_of_sums(accepted, offered)
+        if rate is not None:
+            rates.append((int(offered.sum()), rate))
+    return rates
 
 
 def mean_accepted_length(decoded: Decoded) -> Interval | None:
@@ -65,18 +67,15 @@ def measure_acceptance(
     Raises:
         ValueError: without a prompt or a head, or for options that `generate` refuses.
     """
-    own = getattr(model.generation_config, "num_draft_states", None)
-    asked = {
-        "decoding": "mrp_spec",
-        "do_sample": False,
-        "num_draft_states": own if isinstance(own, int) else UNTIMED_STATES,
-    }
+    states = getattr(model.generation_config, "num_draft_states", None)
+    if not isinstance(states, int):
+        states = UNTIMED_STATES
+    defaults = {"decoding": "mrp_spec", "do_sample": False, "num_draft_states": states}
     decoded = decode_prompts(
-        model, tokenizer, prompts, None, max_new_tokens, batch_size, **{**asked, **options}
+        model, tokenizer, prompts, None, max_new_tokens, batch_size, **{**defaults, **options}
     )
-    offered, accepted = (
-        at[:, :1].sum() for at in (decoded.offered_at_depth, decoded.accepted_at_depth)
-    )
+    offered = decoded.offered_at_depth[:, :1].sum()
+    accepted = decoded.accepted_at_depth[:, :1].sum()
     rounds = sum(decoded.rounds)
     return {
         "mean_accepted_length": 1 + sum(decoded.accepted) / rounds if rounds else 1.0,

@@ -24,6 +24,8 @@ from .provenance import header
 from .results import ResultsFile
 from .table import printing
 
+_VERDICTS = {None: "not judged", True: "right", False: "wrong"}
+
 
 def evaluate(options: EvaluateOptions) -> None:
     """Evaluate a model; print a table row or a JSON line per problem set and setting. Everything
@@ -39,16 +41,15 @@ def evaluate(options: EvaluateOptions) -> None:
     results = ResultsFile(options.output, "asked") if options.output else None
     tokenizer = tokenizer_of(options)
     of_both = {"count": options.count, "max_new_tokens": options.max_new_tokens}
-    sets = [
-        family_set(cast(Family, one), cast(Split, options.split), tokenizer, **of_both)
-        for one in options.families
-    ]
-    sets += [
-        file_set(path, tokenizer, options.judge, options.chat, **of_both)
-        for path in options.prompts
-    ]
-    for asked in sets:
-        asked.check_room(config.max_position_embeddings)
+    sets = []
+    for family in options.families:
+        sets.append(
+            family_set(cast(Family, family), cast(Split, options.split), tokenizer, **of_both)
+        )
+    for path in options.prompts:
+        sets.append(file_set(path, tokenizer, options.judge, options.chat, **of_both))
+    for problem_set in sets:
+        problem_set.check_room(config.max_position_embeddings)
     model = load_model(
         options.model, options.dtype, options.device, options.revision, options.backbone
     )
@@ -78,67 +79,68 @@ def report(
     """Measure every setting on every problem set, print the results, and append them to `results`.
     Results that the file has already are not measured again; tables show them, JSON output does
     not."""
-    every = options.settings()
+    settings = options.settings()
     with printing(options.json) as (print_line, print_text):
-        for asked in sets:
-            question, first = _question(options, model, asked), None
-            given = (
+        for problem_set in sets:
+            question = _question(options, model, problem_set)
+            first = None
+            arguments = (
                 model,
                 tokenizer,
-                asked.prompts,
-                asked.judge,
-                asked.max_new_tokens,
+                problem_set.prompts,
+                problem_set.judge,
+                problem_set.max_new_tokens,
                 options.batch_size,
             )
-            for setting in every:
-                identity = {**asked.name, **setting, "set": setting.get("set"), "asked": question}
-                known = None if results is None else results.find(**identity, first=every[0])
-                if known is not None:
-                    print(f"{asked.name} {setting}: in {options.output} already", file=sys.stderr)
+            for setting in settings:
+                identity = {
+                    **problem_set.name,
+                    **setting,
+                    "set": setting.get("set"),
+                    "asked": question,
+                }
+                earlier = None if results is None else results.find(**identity, first=settings[0])
+                if earlier is not None:
+                    print(
+                        f"{problem_set.name} {setting}: in {options.output} already",
+                        file=sys.stderr,
+                    )
                     if not options.json:
-                        print_line(known)
+                        print_line(earlier)
                     continue
-                first = first or decode_prompts(*given, **generate_options(every[0]))
-                decoded = (
-                    first
-                    if setting is every[0]
-                    else decode_prompts(*given, **generate_options(setting))
-                )
-                line = {**asked.name, **setting, **measurements(decoded, first)}
+                first = first or decode_prompts(*arguments, **generate_options(settings[0]))
+                decoded = first
+                if setting is not settings[0]:
+                    decoded = decode_prompts(*arguments, **generate_options(setting))
+                line = {**problem_set.name, **setting, **measurements(decoded, first)}
                 line |= {
                     "charged_as": charged_as(model.config.hidden_size),
-                    "first": every[0],
+                    "first": settings[0],
                     "asked": question,
                 }
                 print_line(line)
                 if results is not None:
                     results.add(line)
-                for shown, text, right in list(
-                    zip(asked.shown, decoded.texts, decoded.right, strict=True)
+                for prompt, text, verdict in list(
+                    zip(problem_set.prompt_texts, decoded.texts, decoded.verdicts, strict=True)
                 )[: options.show]:
-                    print_text(
-                        f"--- {shown}\n"
-                        f"{text}\n"
-                        f"[{'not judged' if right is None else 'right' if right else 'wrong'}]"
-                    )
+                    print_text(f"--- {prompt}\n{text}\n[{_VERDICTS[verdict]}]")
 
 
-def _question(options: EvaluateOptions, model: Any, asked: ProblemSet) -> dict[str, Any]:
+def _question(options: EvaluateOptions, model: Any, problem_set: ProblemSet) -> dict[str, Any]:
     """Collect what identifies a measurement: the model, the problems and the options that change
     results."""
     names = ("model", "tokenizer", "split", "judge", "chat", "batch_size")
-    of_model = {"dtype": str(model.dtype), "device": str(model.device)}
-    of_model |= {
-        name: value
-        for name in ("revision", "backbone")
-        if (value := getattr(options, name)) is not None
+    question: dict[str, Any] = {name: getattr(options, name) for name in names}
+    question |= {"dtype": str(model.dtype), "device": str(model.device)}
+    for name in ("revision", "backbone"):
+        if getattr(options, name) is not None:
+            question[name] = getattr(options, name)
+    return question | {
+        "problems": len(problem_set.prompts),
+        "max_new_tokens": problem_set.max_new_tokens,
+        "digest": problem_set.digest(),
     }
-    of_set = {
-        "problems": len(asked.prompts),
-        "max_new_tokens": asked.max_new_tokens,
-        "digest": asked.digest(),
-    }
-    return {**{name: getattr(options, name) for name in names}, **of_model, **of_set}
 
 
 def measurements(decoded: Decoded, first: Decoded) -> dict[str, Any]:

@@ -35,15 +35,13 @@ def head_share(line: Mapping[str, Any], shape: str = CHARGED) -> float:
     )
 
 
-def charge(line: Mapping[str, Any], shape: str = CHARGED) -> float | None:
+def units_per_forward(line: Mapping[str, Any], shape: str = CHARGED) -> float | None:
     """Compute the cost, in units, of a result line's forward with its head passes; None if these
     were not counted."""
     passes = line.get("head_per_token")
-    return (
-        None
-        if passes is None
-        else 1 + head_share(line, shape) * passes * line["tokens_per_forward"]
-    )
+    if passes is None:
+        return None
+    return float(1 + head_share(line, shape) * passes * line["tokens_per_forward"])
 
 
 def charged(line: Mapping[str, Any], shape: str = CHARGED) -> dict[str, Any]:
@@ -53,16 +51,18 @@ def charged(line: Mapping[str, Any], shape: str = CHARGED) -> dict[str, Any]:
     The interval of tokens per forward is divided by the same number of units, as head passes per
     forward hardly vary.
     """
-    units = charge(line, shape)
-    speed, interval = line["tokens_per_forward"], line.get("tokens_per_forward_95")
+    units = units_per_forward(line, shape)
+    speed = line["tokens_per_forward"]
+    interval = line.get("tokens_per_forward_95")
     added: dict[str, Any] = {"tokens_per_unit": None if units is None else speed / units}
     if units is not None and interval is not None:
         added["tokens_per_unit_95"] = [end / units for end in interval]
     return {**line, **added}
 
 
-def break_even(drafted: Mapping[str, Any], other: Mapping[str, Any]) -> float:
+def break_even(drafted: Mapping[str, Any], baseline: Mapping[str, Any]) -> float:
     """Compute the largest cost of a head pass, as a share of a forward, at which the mode `drafted`
-    is no slower than the mode `other`, which has no head; below 0 if it is slower at any cost."""
-    saved = 1 / other["tokens_per_forward"] - 1 / drafted["tokens_per_forward"]
+    is no slower than the mode `baseline`, which has no head; below 0 if it is slower at any
+    cost."""
+    saved = 1 / baseline["tokens_per_forward"] - 1 / drafted["tokens_per_forward"]
     return float(saved / drafted["head_per_token"])

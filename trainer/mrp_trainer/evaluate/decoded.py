@@ -26,7 +26,7 @@ class Decoded:
     Attributes:
         texts: The decoded answers.
         ids: The generated ids, without padding.
-        right: Whether the judge accepts each text; None where there is no right answer.
+        verdicts: Whether the judge accepts each text; None where there is no right answer.
         seconds: Wall clock of decoding.
         forwards: Forwards of all batches by role, and the counts `drafted`, `accepted` and
             `revoked` (reveals masked again).
@@ -39,7 +39,7 @@ class Decoded:
 
     texts: list[str]
     ids: list[list[int]]
-    right: list[bool | None]
+    verdicts: list[bool | None]
     seconds: float
     forwards: dict[str, int]
     row_forwards: list[int]
@@ -67,7 +67,7 @@ class Decoded:
     @property
     def judged(self) -> list[bool]:
         """List the judgements that are not None."""
-        return [right for right in self.right if right is not None]
+        return [verdict for verdict in self.verdicts if verdict is not None]
 
     @property
     def accuracy(self) -> float | None:
@@ -75,36 +75,40 @@ class Decoded:
         there are none."""
         return 100 * sum(self.judged) / len(self.judged) if self.judged else None
 
-    def equal(self, other: "Decoded") -> int:
-        """Count the problems whose generated ids are the same as in `other`."""
-        return sum(a == b for a, b in zip(self.ids, other.ids, strict=True))
+    def equal(self, reference: "Decoded") -> int:
+        """Count the problems whose generated ids are the same as in `reference`."""
+        return sum(a == b for a, b in zip(self.ids, reference.ids, strict=True))
 
 
 def pad_left(rows: Sequence[Sequence[int]], pad_token_id: int) -> dict[str, Tensor]:
     """Pad prompts on the left to the longest; return `input_ids` and `attention_mask`, [rows,
     length] long."""
     width = max(map(len, rows))
+    input_ids = []
+    attention_mask = []
+    for row in rows:
+        padding = width - len(row)
+        input_ids.append([pad_token_id] * padding + list(row))
+        attention_mask.append([0] * padding + [1] * len(row))
     return {
-        "input_ids": torch.tensor(
-            [[pad_token_id] * (width - len(row)) + list(row) for row in rows]
-        ),
-        "attention_mask": torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows]),
+        "input_ids": torch.tensor(input_ids),
+        "attention_mask": torch.tensor(attention_mask),
     }
 
 
 def decode_problems(
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
-    asked: Sequence[Problem],
+    problems: Sequence[Problem],
     batch_size: int = 32,
     **options: Any,
 ) -> Decoded:
     """Decode problems of one family and judge the answers; other arguments and errors are those of
     `decode_prompts`."""
-    prompts = [encode(problem, tokenizer)[0] for problem in asked]
-    limit = NEW_TOKENS[asked[0].family]
+    prompts = [encode(problem, tokenizer)[0] for problem in problems]
+    limit = NEW_TOKENS[problems[0].family]
     return decode_prompts(
-        model, tokenizer, prompts, partial(judge, asked), limit, batch_size, **options
+        model, tokenizer, prompts, partial(judge, problems), limit, batch_size, **options
     )
 
 
@@ -139,34 +143,43 @@ def decode_prompts(
         out.past_key_values = None
         outs.append((out, inputs["input_ids"].shape[1]))
     seconds = time.perf_counter() - started
-    ids = [row for out, width in outs for row in _texts(out, width)]
+    ids: list[list[int]] = []
+    for out, width in outs:
+        ids += _generated_ids(out, width)
     eos = model.generation_config.eos_token_id
-    ends = {
-        tokenizer.eos_token_id,
-        tokenizer.pad_token_id,
-        *([eos] if isinstance(eos, int) else eos or []),
-    }
-    texts = [tokenizer.decode([i for i in row if i not in ends]) for row in ids]
-    right: list[bool | None] = judge_texts(texts) if judge_texts else [None] * len(texts)
+    ends = {tokenizer.eos_token_id, tokenizer.pad_token_id}
+    if isinstance(eos, int):
+        ends.add(eos)
+    else:
+        ends.update(eos or [])
+    texts = []
+    for row in ids:
+        texts.append(tokenizer.decode([token for token in row if token not in ends]))
+    verdicts: list[bool | None] = judge_texts(texts) if judge_texts else [None] * len(texts)
     stats = [out.stats for out, _ in outs]
-    forwards = {role: sum(part.forwards[role] for part in stats) for role in stats[0].forwards}
-    forwards |= {
-        name: int(_of_rows(stats, name).sum()) for name in ("drafted", "accepted", "revoked")
-    }
-    counts: dict[str, Any] = {
-        name: _of_rows(stats, name) for name in ("offered_at_depth", "accepted_at_depth")
-    }
-    counts |= {
-        name: _of_rows(stats, name).tolist()
-        for name in ("row_forwards", "row_head_forwards", "accepted")
-    }
-    counts["rounds"] = _of_rows(stats, "accepted_lengths").sum(1).tolist()
-    return Decoded(texts, ids, right, seconds, forwards, **counts)
+    forwards = {}
+    for role in stats[0].forwards:
+        forwards[role] = sum(batch_stats.forwards[role] for batch_stats in stats)
+    for name in ("drafted", "accepted", "revoked"):
+        forwards[name] = int(_row_statistic(stats, name).sum())
+    return Decoded(
+        texts,
+        ids,
+        verdicts,
+        seconds,
+        forwards,
+        row_forwards=_row_statistic(stats, "row_forwards").tolist(),
+        row_head_forwards=_row_statistic(stats, "row_head_forwards").tolist(),
+        rounds=_row_statistic(stats, "accepted_lengths").sum(1).tolist(),
+        accepted=_row_statistic(stats, "accepted").tolist(),
+        offered_at_depth=_row_statistic(stats, "offered_at_depth"),
+        accepted_at_depth=_row_statistic(stats, "accepted_at_depth"),
+    )
 
 
-def _of_rows(stats: Sequence[Any], name: str) -> np.ndarray:
+def _row_statistic(stats: Sequence[Any], name: str) -> np.ndarray:
     """Concatenate the statistic `name` of all batches; return an array [problems, ...]."""
-    return np.concatenate([getattr(part, name).cpu().numpy() for part in stats])
+    return np.concatenate([getattr(batch_stats, name).cpu().numpy() for batch_stats in stats])
 
 
 def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -174,7 +187,7 @@ def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
     return next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
 
 
-def _texts(out: Any, width: int) -> list[list[int]]:
+def _generated_ids(out: Any, width: int) -> list[list[int]]:
     lengths = (out.reveal_step >= 0).sum(1).tolist()
     return [
         row[:length] for row, length in zip(out.sequences[:, width:].tolist(), lengths, strict=True)

@@ -28,16 +28,16 @@ class Interval:
         return [round(times * self.low, digits), round(times * self.high, digits)]
 
 
-def wilson(right: int, count: int, level: float = 0.95) -> Interval:
-    """Return the share `right` / `count` with Wilson's score interval; `ValueError` if `count` is
-    0, or less than `right`."""
-    if not 0 <= right <= count or count == 0:
+def wilson(correct: int, count: int, level: float = 0.95) -> Interval:
+    """Return the share `correct` / `count` with Wilson's score interval; `ValueError` if `count` is
+    0, or less than `correct`."""
+    if not 0 <= correct <= count or count == 0:
         raise ValueError(
-            f"{right} of {count}: a share needs at least one problem, and no more right than there "
-            "are"
+            f"{correct} of {count}: a share needs at least one problem, and no more right than "
+            "there are"
         )
     z = NormalDist().inv_cdf((1 + level) / 2)
-    share = right / count
+    share = correct / count
     middle = (share + z * z / (2 * count)) / (1 + z * z / count)
     half = (
         z / (1 + z * z / count) * np.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
@@ -71,20 +71,20 @@ def percentiles(value: float, resampled: np.ndarray, level: float = 0.95) -> Int
 
 
 def ratio_of_sums(
-    over: Sequence[float],
-    under: Sequence[float],
+    numerators: Sequence[float],
+    denominators: Sequence[float],
     level: float = 0.95,
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> Interval | None:
-    """Divide the sum of `over` by the sum of `under`, both counted by problem; None where `under`
-    is 0 everywhere.
+    """Divide the sum of `numerators` by the sum of `denominators`, both counted by problem; None if
+    the latter sum is 0.
 
     The interval is that of a bootstrap over problems; resamples with a denominator of 0 do not
     count.
     """
-    if sum(under) == 0:
+    if sum(denominators) == 0:
         return None
-    sums = resampled_sums(np.stack([over, under], 1), resamples, seed)
+    sums = resampled_sums(np.stack([numerators, denominators], 1), resamples, seed)
     sums = sums[sums[:, 1] != 0]
-    return percentiles(sum(over) / sum(under), sums[:, 0] / sums[:, 1], level)
+    return percentiles(sum(numerators) / sum(denominators), sums[:, 0] / sums[:, 1], level)

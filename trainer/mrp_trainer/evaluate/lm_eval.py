@@ -51,34 +51,36 @@ class MRPLM(HFLM):
         """Score the continuation of each context; return its log-probability, and whether greedy
         decoding gives it."""
         rows = override_bs or (self.batch_size if isinstance(self.batch_size, int) else ROWS)
-        texts = [[*context, *rest] for _, context, rest in requests]
-        most = self.max_length + 1
-        if cut := sum(len(text) > most for text in texts):
+        texts = [[*context, *continuation] for _, context, continuation in requests]
+        limit = self.max_length + 1
+        if cut := sum(len(text) > limit for text in texts):
             logger.warning(
-                f"{cut} texts are longer than {most} tokens: their beginnings are left out"
+                f"{cut} texts are longer than {limit} tokens: their beginnings are left out"
             )
-        order = sorted(range(len(texts)), key=lambda at: -len(texts[at]))
-        found: dict[int, tuple[float, bool]] = {}
+        order = sorted(range(len(texts)), key=lambda index: -len(texts[index]))
+        scores: dict[int, tuple[float, bool]] = {}
         for begin in tqdm(
             range(0, len(order), rows), disable=disable_tqdm or self.rank != 0, desc="Scoring"
         ):
             batch = order[begin : begin + rows]
             inputs = {
                 name: value.to(self.device)
-                for name, value in pad_left([texts[at][-most:] for at in batch], 0).items()
+                for name, value in pad_left([texts[index][-limit:] for index in batch], 0).items()
             }
             ids = inputs["input_ids"]
             first = torch.tensor(
-                [ids.shape[1] - len(requests[at][2]) for at in batch], device=ids.device
+                [ids.shape[1] - len(requests[index][2]) for index in batch], device=ids.device
             )
             unscored = torch.arange(ids.shape[1], device=ids.device) < first[:, None]
             out = self.model.score(**inputs, labels=ids.masked_fill(unscored, -100))
             likeliest = (out.greedy | ~out.scored).all(-1)
-            for at, total, greedy in zip(batch, out.sums.tolist(), likeliest.tolist(), strict=True):
-                found[at] = total, greedy
-                if (request := requests[at][0]) is not None:
-                    self.cache_hook.add_partial("loglikelihood", request, found[at])
-        return [found[at] for at in range(len(requests))]
+            for index, total, greedy in zip(
+                batch, out.sums.tolist(), likeliest.tolist(), strict=True
+            ):
+                scores[index] = total, greedy
+                if (request := requests[index][0]) is not None:
+                    self.cache_hook.add_partial("loglikelihood", request, scores[index])
+        return [scores[index] for index in range(len(requests))]
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from modeling_mrp.generate.option_table import DECODINGS, DRAFTING, OPTIONS, TAR
 
 from ..data.tasks import Family, Split
 from ..embedded import EMBEDDED
-from ..flags import assigned, flag
+from ..flags import flag, parse_assignments
 
 _OPTIONS = {option.name: option for option in OPTIONS}
 # Options of `generate`: those whose flag takes several values, all with a flag, and those that a
@@ -91,10 +91,11 @@ class GenerateOptions(ModelOptions):
 
     def extra(self) -> dict[str, Any]:
         """Parse the assignments of `set`, whose values are YAML."""
-        flags = {
-            name: one for name, one in _BY_FLAG.items() if hasattr(self, one.replace("-", "_"))
-        }
-        return assigned(self.set, flags, _FIXED)
+        flags = {}
+        for name, flag_name in _BY_FLAG.items():
+            if hasattr(self, flag_name.replace("-", "_")):
+                flags[name] = flag_name
+        return parse_assignments(self.set, flags, _FIXED)
 
 
 @dataclass(kw_only=True)
@@ -123,20 +124,26 @@ class ModeOptions(GenerateOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.states = [
-            int(one) if str(one).removeprefix("-").isdecimal() else one for one in self.states
+            int(count) if str(count).removeprefix("-").isdecimal() else count
+            for count in self.states
         ]
 
-    def of_checkpoint(self, own: Mapping[str, Any], has_head: bool = True, states: int = 4) -> Self:
+    def of_checkpoint(
+        self, defaults: Mapping[str, Any], has_head: bool = True, states: int = 4
+    ) -> Self:
         """Fill in what no flag sets: targets and numbers of states from a checkpoint's generation
-        config (`own`), and modes.
+        config (`defaults`), and modes.
 
         Modes are the targets alone, then drafted without and, if the checkpoint `has_head`, with a
         head; `states` replaces `auto`, which would count differently in every run.
         """
-        width = own.get("num_draft_states")
-        width = width if isinstance(width, int) else states
-        targets = self.target or [own.get("target") or _OPTIONS["target"].default]
-        drafted = ["self_spec", "mrp_spec"] if has_head else ["self_spec"]
+        width = defaults.get("num_draft_states")
+        if not isinstance(width, int):
+            width = states
+        targets = self.target or [defaults.get("target") or _OPTIONS["target"].default]
+        drafted = ["self_spec"]
+        if has_head:
+            drafted.append("mrp_spec")
         decoding = self.decoding or [*targets, *drafted]
         return replace(self, decoding=decoding, target=targets, states=self.states or [width])
 
@@ -149,17 +156,16 @@ class ModeOptions(GenerateOptions):
         settings: list[dict[str, Any]] = []
         for decoding in self.decoding:
             for target in self.target if decoding in DRAFTING else [None]:
-                mode = {"decoding": decoding} | ({} if target is None else {"target": target})
-                values = {
-                    name: getattr(self, flag)
-                    for name, flag in _SWEPT.items()
-                    if {decoding, target} & {*_OPTIONS[name].modes}
-                }
-                settings += [
-                    {**mode, **dict(zip(values, one, strict=True))}
-                    for one in product(*values.values())
-                ]
-        return [{**one, "set": extra} for one in settings] if extra else settings
+                mode: dict[str, Any] = {"decoding": decoding}
+                if target is not None:
+                    mode["target"] = target
+                swept = [name for name in _SWEPT if {decoding, target} & {*_OPTIONS[name].modes}]
+                for values in product(*(getattr(self, _SWEPT[name]) for name in swept)):
+                    setting = mode | dict(zip(swept, values, strict=True))
+                    if extra:
+                        setting["set"] = extra
+                    settings.append(setting)
+        return settings
 
 
 @dataclass(kw_only=True)
@@ -196,7 +202,6 @@ class EvaluateOptions(ModeOptions):
 
 def generate_options(setting: Mapping[str, Any]) -> dict[str, Any]:
     """Flatten a setting into keyword arguments of `generate`."""
-    return {
-        **{name: value for name, value in setting.items() if name != "set"},
-        **setting.get("set", {}),
-    }
+    options = dict(setting)
+    extra = options.pop("set", {})
+    return options | extra

@@ -9,7 +9,7 @@ Other fields are ignored.
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import partial
@@ -34,14 +34,14 @@ class ProblemSet:
 
     Attributes:
         name: The field that identifies the set in a result line: {"family": ...} or {"file": ...}.
-        where: The name of each problem in errors.
-        shown: The prompts as text; `prompts` are ids.
+        locations: The name of each problem in errors.
+        prompt_texts: The prompts as text; `prompts` are ids.
         answers: The right answers; None where there is none.
     """
 
     name: dict[str, str]
-    where: list[str]
-    shown: list[str]
+    locations: list[str]
+    prompt_texts: list[str]
     prompts: list[list[int]]
     answers: list[str | None]
     judge: Judge
@@ -49,11 +49,11 @@ class ProblemSet:
 
     def check_room(self, max_positions: int) -> None:
         """Raise `ValueError` for the first prompt that leaves no room for `max_new_tokens`."""
-        for where, prompt in zip(self.where, self.prompts, strict=True):
+        for location, prompt in zip(self.locations, self.prompts, strict=True):
             if len(prompt) + self.max_new_tokens > max_positions:
                 raise ValueError(
-                    f"{where}: a prompt of {len(prompt)} tokens and {self.max_new_tokens} new ones "
-                    f"exceed the model's {max_positions} positions: shorten it, or lower "
+                    f"{location}: a prompt of {len(prompt)} tokens and {self.max_new_tokens} new "
+                    f"ones exceed the model's {max_positions} positions: shorten it, or lower "
                     "--max-new-tokens"
                 )
 
@@ -72,14 +72,14 @@ def family_set(
     max_new_tokens: int | None = None,
 ) -> ProblemSet:
     """Make a set of the first problems of a synthetic family, 500 unless `count` says otherwise."""
-    asked = problems(family, split, FAMILY_COUNT if count is None else count)
+    family_problems = problems(family, split, FAMILY_COUNT if count is None else count)
     return ProblemSet(
         {"family": family},
-        [f"problem {number}" for number in range(len(asked))],
-        [problem.prompt for problem in asked],
-        [encode(problem, tokenizer)[0] for problem in asked],
-        [problem.answer for problem in asked],
-        partial(judge, asked),
+        [f"problem {number}" for number in range(len(family_problems))],
+        [problem.prompt for problem in family_problems],
+        [encode(problem, tokenizer)[0] for problem in family_problems],
+        [problem.answer for problem in family_problems],
+        partial(judge, family_problems),
         max_new_tokens or NEW_TOKENS[family],
     )
 
@@ -105,34 +105,49 @@ def file_set(
     def read(row: Any) -> tuple[Chat | Text, str | None]:
         return parse_prompt(row), _answer(row.get("answer"), judge)
 
-    records = [(f"{path}, line {line}", *made) for line, made in checked(json_lines([path]), read)][
-        :count
-    ]
-    answers = [answer for *_, answer in records]
-
-    def judged(texts: list[str]) -> list[bool | None]:
-        pairs = zip(answers, texts, strict=True)
-        return [None if answer is None else JUDGES[judge](answer, text) for answer, text in pairs]
-
-    return ProblemSet(
-        {"file": path},
-        [where for where, *_ in records],
-        [
-            asked.prompt if isinstance(asked, Text) else str(asked.messages[-1].get("content", ""))
-            for _, asked, _ in records
-        ],
-        [_prompt_ids(where, asked, tokenizer, chat) for where, asked, _ in records],
-        answers,
-        judged,
-        max_new_tokens or FILE_NEW_TOKENS,
+    answers: list[str | None] = []
+    problem_set = ProblemSet(
+        name={"file": path},
+        locations=[],
+        prompt_texts=[],
+        prompts=[],
+        answers=answers,
+        judge=partial(_judge_texts, judge, answers),
+        max_new_tokens=max_new_tokens or FILE_NEW_TOKENS,
     )
+    for line, (record, answer) in list(checked(json_lines([path]), read))[:count]:
+        location = f"{path}, line {line}"
+        problem_set.locations.append(location)
+        problem_set.prompt_texts.append(_last_text(record))
+        problem_set.prompts.append(_prompt_ids(location, record, tokenizer, chat))
+        answers.append(answer)
+    return problem_set
+
+
+def _judge_texts(
+    judge: str, answers: Sequence[str | None], texts: Sequence[str]
+) -> list[bool | None]:
+    """Compare texts with answers by a judge of `JUDGES`; None where there is no answer."""
+    verdicts: list[bool | None] = []
+    for answer, text in zip(answers, texts, strict=True):
+        verdicts.append(None if answer is None else JUDGES[judge](answer, text))
+    return verdicts
+
+
+def _last_text(record: Chat | Text) -> str:
+    """Return what a prompt asks, as text: a plain prompt, or the last message of a chat."""
+    if isinstance(record, Text):
+        return record.prompt
+    return str(record.messages[-1].get("content", ""))
 
 
 def last_number(text: str) -> Decimal | None:
     """Find the last number in a text, without thousands separators and currency; None if there is
     none."""
-    found = _NUMBER.findall(text)
-    return Decimal(found[-1].replace(",", "").replace("$", "")) if found else None
+    matches = _NUMBER.findall(text)
+    if not matches:
+        return None
+    return Decimal(matches[-1].replace(",", "").replace("$", ""))
 
 
 # By name: (a record's answer, the model's text) -> whether it is right.
@@ -160,20 +175,22 @@ def _answer(answer: Any, judge: str) -> str | None:
 
 
 def _prompt_ids(
-    where: str, asked: Chat | Text, tokenizer: PreTrainedTokenizerBase, chat: bool
+    location: str, record: Chat | Text, tokenizer: PreTrainedTokenizerBase, chat: bool
 ) -> list[int]:
     """Encode a prompt, through the chat template if it is a `Chat` or `chat` is set, otherwise as
     plain text."""
-    text = asked.prompt if isinstance(asked, Text) else ""
-    if chat or isinstance(asked, Chat):
+    if isinstance(record, Text) and not chat:
+        text = record.prompt
+    else:
         if not tokenizer.chat_template:
             raise ValueError(
-                f"{where}: the tokenizer has no chat template: write `prompt`, without --chat"
+                f"{location}: the tokenizer has no chat template: write `prompt`, without --chat"
             )
-        messages = (
-            asked.messages if isinstance(asked, Chat) else [{"role": "user", "content": text}]
-        )
+        if isinstance(record, Text):
+            messages = [{"role": "user", "content": record.prompt}]
+        else:
+            messages = record.messages
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     if not (ids := tokenizer.encode(text, add_special_tokens=False)):
-        raise ValueError(f"{where}: the prompt has no token: write a longer one")
+        raise ValueError(f"{location}: the prompt has no token: write a longer one")
     return list(ids)

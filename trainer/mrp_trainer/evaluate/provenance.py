@@ -30,24 +30,23 @@ def digests(model: nn.Module) -> dict[str, str | None]:
     A digest covers the names, shapes and values of tensors, in the order of names. Floating values
     are taken as float32, so that weights have the same digest after a cast to float64.
     """
-    parts = {"backbone": hashlib.sha256(), "head": hashlib.sha256()}
-    tensors = {
-        name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)
-    }
-    for name, tensor in sorted(tensors.items()):
+    hashes = {"backbone": hashlib.sha256()}
+    for name, tensor in sorted(model.state_dict().items()):
+        if not isinstance(tensor, Tensor):
+            continue
         values = (
             tensor.detach()
             .to("cpu", torch.float32 if tensor.is_floating_point() else tensor.dtype)
             .contiguous()
         )
-        part = parts["head" if name.startswith("mrp_head.") else "backbone"]
-        part.update(f"{name} {tuple(tensor.shape)}\n".encode())
-        part.update(values.numpy().tobytes())
-    has_head = any(name.startswith("mrp_head.") for name in tensors)
-    return {
-        "backbone": parts["backbone"].hexdigest()[:_DIGITS],
-        "head": parts["head"].hexdigest()[:_DIGITS] if has_head else None,
-    }
+        component = "head" if name.startswith("mrp_head.") else "backbone"
+        component_hash = hashes.setdefault(component, hashlib.sha256())
+        component_hash.update(f"{name} {tuple(tensor.shape)}\n".encode())
+        component_hash.update(values.numpy().tobytes())
+    digests: dict[str, str | None] = {"backbone": None, "head": None}
+    for component, component_hash in hashes.items():
+        digests[component] = component_hash.hexdigest()[:_DIGITS]
+    return digests
 
 
 @cache
@@ -55,8 +54,10 @@ def deciding(package: Path = Path(modeling_mrp.__file__).parent) -> str:
     """Return a hexadecimal digest of the code that decides all counts (`_DECIDING`): of its syntax
     trees, without docstrings, so that neither layout nor comments change it."""
     digest = hashlib.sha256()
-    for path in (path for pattern in _DECIDING for path in sorted(package.glob(pattern))):
-        digest.update(repr(_syntax(ast.parse(path.read_text(encoding="utf-8")))).encode())
+    for pattern in _DECIDING:
+        for path in sorted(package.glob(pattern)):
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            digest.update(repr(_syntax(tree)).encode())
     return digest.hexdigest()[:_DIGITS]
 
 
@@ -65,13 +66,19 @@ def _syntax(node: object) -> object:
     # `ast.dump` and `ast.unparse` are not the same in all versions of Python: a version may add
     # fields, which are empty here, or write f-strings with other quotes.
     if isinstance(node, ast.AST):
-        fields = [(name, _syntax(value)) for name, value in ast.iter_fields(node)]
-        return [type(node).__name__, *(field for field in fields if field[1] not in (None, []))]
-    return [_syntax(one) for one in node if not _said(one)] if isinstance(node, list) else node
+        syntax: list[object] = [type(node).__name__]
+        for name, value in ast.iter_fields(node):
+            field = _syntax(value)
+            if field not in (None, []):
+                syntax.append((name, field))
+        return syntax
+    if isinstance(node, list):
+        return [_syntax(item) for item in node if not _is_docstring(item)]
+    return node
 
 
-def _said(node: object) -> bool:
-    """Tell if a statement is a string alone, such as a docstring."""
+def _is_docstring(node: object) -> bool:
+    """Return whether a statement is only a string, such as a docstring."""
     text = node.value if isinstance(node, ast.Expr) else None
     return isinstance(text, ast.Constant) and isinstance(text.value, str)
 
@@ -98,10 +105,11 @@ def header(benchmark: str, options: object, model: nn.Module | None = None) -> d
     """Make the header, the first line of a command's output: the command (in the field `benchmark`,
     which no other line has), versions, date, options (the attributes of `options`), and digests of
     the measured weights, if any."""
-    asked = {
-        name: str(value).replace(f"{ROOT}/", "") if isinstance(value, str | Path) else value
-        for name, value in vars(options).items()
-    }
+    option_values = {}
+    for name, value in vars(options).items():
+        if isinstance(value, str | Path):
+            value = str(value).replace(f"{ROOT}/", "")
+        option_values[name] = value
     return {
         "benchmark": benchmark,
         "commit": commit(),
@@ -113,5 +121,5 @@ def header(benchmark: str, options: object, model: nn.Module | None = None) -> d
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
         "threads": torch.get_num_threads(),
         "date": datetime.now(UTC).date().isoformat(),
-        "options": asked,
+        "options": option_values,
     }

@@ -21,10 +21,15 @@ def mode_name(line: Mapping[str, Any]) -> str:
     """Name the mode of a result line by the settings that vary: "mrp_spec of dynamic K=4 tau=0.9",
     "static temperature=0.7"."""
     name = str(line["decoding"])
-    name += f" of {line['target']}" if "target" in line else ""
-    name += f" K={line['num_draft_states']}" if "num_draft_states" in line else ""
-    name += f" tau={line['confidence_threshold']}" if "confidence_threshold" in line else ""
-    return name + "".join(f" {option}={value}" for option, value in line.get("set", {}).items())
+    if "target" in line:
+        name += f" of {line['target']}"
+    if "num_draft_states" in line:
+        name += f" K={line['num_draft_states']}"
+    if "confidence_threshold" in line:
+        name += f" tau={line['confidence_threshold']}"
+    for option, value in line.get("set", {}).items():
+        name += f" {option}={value}"
+    return name
 
 
 def with_headers(lines: Iterable[Line]) -> Iterator[tuple[Line, Line]]:
@@ -89,28 +94,27 @@ class ResultsFile:
         self.header: Line | None = None
         check_output(self.path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        held = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
-        whole, newline, cut = held.rpartition("\n")
-        lines = [_record(line) for line in whole.splitlines()]
-        wrong = [
+        text = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
+        complete, newline, cut = text.rpartition("\n")
+        lines = [_record(line) for line in complete.splitlines()]
+        foreign = [
             number for number, line in enumerate(lines, 1) if not {key, "benchmark"} & line.keys()
         ]
         # A line that was cut short begins like a header where it is the first one; a whole one has
         # the key.
-        ours = (
-            {key, "benchmark"} & _record(cut).keys()
-            if _record(cut)
-            else cut.startswith("{" if lines else _HEADER)
-        )
-        if wrong or (cut and not ours):
-            number = wrong[0] if wrong else len(lines) + 1
+        record = _record(cut)
+        recognized = cut.startswith("{" if lines else _HEADER)
+        if record:
+            recognized = bool({key, "benchmark"} & record.keys())
+        if foreign or (cut and not recognized):
+            number = foreign[0] if foreign else len(lines) + 1
             raise ValueError(
                 f"{path}, line {number}: no result of this command: write into another file, or "
                 "remove it"
             )
         self.lines: list[Line] = lines
         if cut:
-            replace_file(Path(os.path.realpath(self.path)), (whole + newline).encode())
+            replace_file(Path(os.path.realpath(self.path)), (complete + newline).encode())
 
     def begin(self, header: Line) -> None:
         """Set the header of further lines: `find` returns only lines that match it, and the first
@@ -121,20 +125,14 @@ class ResultsFile:
     def find(self, **fields: Any) -> Line | None:
         """Find the last line with these fields (compared as JSON) measured with the header's
         weights; None if there is none."""
-        wanted = json.loads(json.dumps(fields))
-        known = [
-            line
-            for header, line in with_headers(self.lines)
-            if self.header is None or other_weights(header, line, self.header) is None
-        ]
-        return next(
-            (
-                line
-                for line in reversed(known)
-                if all(line.get(name) == value for name, value in wanted.items())
-            ),
-            None,
-        )
+        query = json.loads(json.dumps(fields))
+        last = None
+        for header, line in with_headers(self.lines):
+            if self.header is not None and other_weights(header, line, self.header) is not None:
+                continue
+            if all(line.get(name) == value for name, value in query.items()):
+                last = line
+        return last
 
     def add(self, *lines: Line) -> None:
         """Append lines to the file, after the header if it is new, and wait until they are on the

@@ -100,8 +100,8 @@ class Shape:
         """Compute the bytes of a dense model and its head whose layers' matrices take `per_weight`
         bytes a number; embedding, `lm_head` and norms are bf16."""
         matrices = (self.num_hidden_layers + self.head_layers) * self.layer_matrix + self.eh_proj
-        others = self.backbone + self.head + 2 * self.vocabulary - matrices
-        return int(matrices * per_weight + others * BYTES)
+        unquantized = self.backbone + self.head + 2 * self.vocabulary - matrices
+        return int(matrices * per_weight + unquantized * BYTES)
 
     @property
     def cache_bytes(self) -> int:
@@ -156,14 +156,12 @@ def decoder_layers(
     those that it chooses.
     """
     tokens = batch * states * shape.block_size
-    more = [
-        shape.with_experts(count) if sparse else 0
-        for count in (shape.experts_read(tokens), shape.num_experts_per_tok)
-    ]
-    matrices = Work(
-        layers * (shape.layer + more[0]) * BYTES,
-        2 * layers * (shape.layer_matrix + more[1]) * tokens,
-    )
+    read: float = shape.layer
+    computed: float = shape.layer_matrix
+    if sparse:
+        read += shape.with_experts(shape.experts_read(tokens))
+        computed += shape.with_experts(shape.num_experts_per_tok)
+    matrices = Work(layers * read * BYTES, 2 * layers * computed * tokens)
     keys = prefix + states * shape.block_size
     query_size = shape.num_attention_heads * shape.head_dim
     # numbers that a token's keys and values take in one layer

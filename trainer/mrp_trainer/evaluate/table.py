@@ -62,9 +62,9 @@ def printing(
     with Live(table, console=console, auto_refresh=False) as live:
 
         def add(line: Mapping[str, Any]) -> None:
-            if (asked := _asked(line)) not in headings[-1:]:
-                headings.append(asked)
-                table.add_row(Text(asked, style="bold"))
+            if (problem_set := _problem_set_name(line)) not in headings[-1:]:
+                headings.append(problem_set)
+                table.add_row(Text(problem_set, style="bold"))
             table.add_row(*map(Text, row_of(line)))
             table.caption = _CAPTION.format(line.get("charged_as", CHARGED))
             live.refresh()
@@ -74,7 +74,7 @@ def printing(
         console.line()
 
 
-def _asked(line: Mapping[str, Any]) -> str:
+def _problem_set_name(line: Mapping[str, Any]) -> str:
     """Name the problem set of a measurement."""
     return str(line["family"]) if "family" in line else Path(line["file"]).name
 

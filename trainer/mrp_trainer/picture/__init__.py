@@ -24,8 +24,8 @@ def show(
     Raises:
         ValueError: if there is no output, or an output is of another type or lacks the row.
     """
-    several = isinstance(outputs, Mapping) and not hasattr(outputs, "sequences")
-    named = outputs if several else {"decode": outputs}
+    is_mapping = isinstance(outputs, Mapping) and not hasattr(outputs, "sequences")
+    named = outputs if is_mapping else {"decode": outputs}
     decodes = [read_decode(output, tokenizer, str(name), row) for name, output in named.items()]
     return draw(decodes, prompt=prompt, animated=animated)
 

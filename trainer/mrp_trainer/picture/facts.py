@@ -5,11 +5,11 @@ import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-_NOT_WHOLE = "\ufffd"  # a tokenizer's text for an incomplete character
+_INCOMPLETE = "\ufffd"  # a tokenizer's text for an incomplete character
 _LONGEST = 8  # tokens of one character, at most
 
 
@@ -97,24 +97,20 @@ def read_decode(output: Any, tokenizer: Any, name: str = "decode", row: int = 0)
     while reveal_step and reveal_step[-1] < 0 and ids[len(reveal_step) - 1] in special:  # padding
         reveal_step.pop()
     of_row = {key: counts[:, row].tolist() for key, counts in rounds.items()}
-    taken_back = Counter(column for at, column, _ in output.stats.revocations.tolist() if at == row)
-    probabilities = [math.exp(logprob) for logprob in output.token_logprobs[row].tolist()]
+    taken_back = Counter(
+        column for batch_row, column, _ in output.stats.revocations.tolist() if batch_row == row
+    )
+    logprobs = output.token_logprobs[row].tolist()
     texts = token_texts(ids[: len(reveal_step)], tokenizer)
     tokens = []
     for column, (text, step) in enumerate(zip(texts, reveal_step, strict=True)):
-        forward, drafted = _revealed_by(of_row, step) if step >= 0 else (None, False)
-        probability = probabilities[column] if step >= 0 else 0.0
-        tokens.append(
-            Token(
-                text,
-                forward,
-                step,
-                drafted,
-                probability,
-                taken_back[column],
-                ids[column] in special,
-            )
-        )
+        is_special = ids[column] in special
+        token = Token(text, None, step, taken_back=taken_back[column], special=is_special)
+        if step >= 0:
+            forward, drafted = _revealed_by(of_row, step)
+            probability = math.exp(logprobs[column])
+            token = replace(token, forward=forward, drafted=drafted, probability=probability)
+        tokens.append(token)
     return Decode(
         name,
         tuple(tokens),
@@ -129,23 +125,29 @@ def read_decode(output: Any, tokenizer: Any, name: str = "decode", row: int = 0)
 def _revealed_by(of_row: dict[str, list[int]], step: int) -> tuple[int, bool]:
     """Return the forward that made a denoising step, and whether a draft made it: all steps of a
     forward but its first."""
-    at = min(bisect_right(of_row["steps"], step), len(of_row["steps"]) - 1)
-    first = of_row["steps"][at - 1] if at else 0
-    return of_row["row_forwards"][at], step > first
+    index = min(bisect_right(of_row["steps"], step), len(of_row["steps"]) - 1)
+    first = of_row["steps"][index - 1] if index else 0
+    return of_row["row_forwards"][index], step > first
 
 
 def _forwards(of_row: dict[str, list[int]], tokens: Sequence[Token]) -> tuple[Forward, ...]:
     """List the forwards of a row; of a prefill in several forwards only the last one can have
     revealed tokens."""
-    own = Counter(token.forward for token in tokens if not token.drafted)
-    accepted = Counter(token.forward for token in tokens if token.drafted)
+    undrafted: Counter[int | None] = Counter()
+    accepted: Counter[int | None] = Counter()
+    for token in tokens:
+        if token.drafted:
+            accepted[token.forward] += 1
+        else:
+            undrafted[token.forward] += 1
     refused: Counter[int] = Counter()
     counts = zip(of_row["row_forwards"], of_row["drafted"], of_row["accepted"], strict=True)
     for (before, drafts, right), (after, all_drafts, all_right) in pairwise(counts):
         if after > before:
             refused[after] = max(0, (all_drafts - drafts) - (all_right - right))
     return tuple(
-        Forward(own[n], accepted[n], refused[n]) for n in range(1, of_row["row_forwards"][-1] + 1)
+        Forward(undrafted[n], accepted[n], refused[n])
+        for n in range(1, of_row["row_forwards"][-1] + 1)
     )
 
 
@@ -153,17 +155,21 @@ def token_texts(ids: Sequence[int], tokenizer: Any) -> list[str]:
     """Decode the text of each token; a character made of several tokens goes to the last one, and
     the others have ""."""
     texts: list[str] = []
-    begun: list[int] = []
-    for one in ids:
-        begun.append(one)
-        text = _decoded(begun, tokenizer)
-        if not text.endswith(_NOT_WHOLE):
-            texts += [""] * (len(begun) - 1) + [text]
-            begun = []
-        elif len(begun) == _LONGEST:  # no character is longer
-            texts += [_decoded([each], tokenizer) for each in begun]
-            begun = []
-    return texts + [_decoded([each], tokenizer) for each in begun]
+    pending: list[int] = []
+    for token_id in ids:
+        pending.append(token_id)
+        text = _decoded(pending, tokenizer)
+        if not text.endswith(_INCOMPLETE):
+            texts += [""] * (len(pending) - 1) + [text]
+            pending = []
+        elif len(pending) == _LONGEST:  # no character is longer
+            texts += _decoded_apart(pending, tokenizer)
+            pending = []
+    return texts + _decoded_apart(pending, tokenizer)
+
+
+def _decoded_apart(ids: list[int], tokenizer: Any) -> list[str]:
+    return [_decoded([token_id], tokenizer) for token_id in ids]
 
 
 def _decoded(ids: list[int], tokenizer: Any) -> str:

@@ -16,7 +16,7 @@ def show_model(options: ShowOptions) -> Picture:
     `options.output`. `ValueError` if checkpoint, tokenizer, prompt or options do not fit, `OSError`
     if there is no such checkpoint."""
     check_utf8(options.prompt)
-    for setting in options.drawn({}):
+    for setting in options.settings_to_draw({}):
         check_setting(setting, load_config(options.model, options.revision))
     model: Any = load_model(
         options.model, options.dtype, options.device, options.revision, options.backbone
@@ -29,10 +29,14 @@ def show_model(options: ShowOptions) -> Picture:
         inputs = tokenizer.apply_chat_template(
             chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
-    given = {name: inputs[name].to(model.device) for name in ("input_ids", "attention_mask")}
-    given |= {"max_new_tokens": options.max_new_tokens, "return_dict_in_generate": True}
-    settings = options.drawn(model.generation_config.to_dict(), model.mrp_head is not None)
-    outputs = {mode_name(one): model.generate(**given, **generate_options(one)) for one in settings}
+    arguments = {name: inputs[name].to(model.device) for name in ("input_ids", "attention_mask")}
+    arguments |= {"max_new_tokens": options.max_new_tokens, "return_dict_in_generate": True}
+    settings = options.settings_to_draw(
+        model.generation_config.to_dict(), model.mrp_head is not None
+    )
+    outputs = {}
+    for setting in settings:
+        outputs[mode_name(setting)] = model.generate(**arguments, **generate_options(setting))
     picture = show(outputs, tokenizer, prompt=options.prompt, animated=options.animated)
     picture.save(options.output, options.overwrite)
     return picture

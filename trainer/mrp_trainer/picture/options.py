@@ -46,10 +46,14 @@ class ShowOptions(ModeOptions):
                 "--animated"
             )
 
-    def drawn(self, own: Mapping[str, Any], has_head: bool = True) -> list[dict[str, Any]]:
-        """List the options of `generate` for each mode in the picture (see `settings`). What no
-        flag sets: targets and K are the config's (`own`; K 8 for `auto`), modes are the targets
-        and, drafted, `mrp_spec` (`self_spec` if not `has_head`)."""
-        options = self.of_checkpoint(own, has_head, states=8)
+    def settings_to_draw(
+        self, defaults: Mapping[str, Any], has_head: bool = True
+    ) -> list[dict[str, Any]]:
+        """List the options of `generate` for each mode in the picture (see `settings`).
+
+        What no flag sets: targets and K are the config's (`defaults`; K 8 for `auto`), modes are
+        the targets and, drafted, `mrp_spec` (`self_spec` if not `has_head`).
+        """
+        options = self.of_checkpoint(defaults, has_head, states=8)
         decoding = self.decoding or [*options.target, "mrp_spec" if has_head else "self_spec"]
         return replace(options, decoding=decoding).settings()

@@ -18,20 +18,20 @@ from typing import Any
 from rich.cells import cell_len, chop_cells
 
 from ..outputs import write_output
-from .facts import Decode, Token
+from .facts import Decode, Forward, Token
 
 _MARGIN, _GAP, _PANEL = 20.0, 16.0, 472.0
 _INSET = 16.0  # within a panel
 _CHARACTER, _LINE = 7.8, 27.0  # width and height in the fixed-width font, at 13 px
-_UNIT, _MOST = 5.0, 12  # height of a token in a bar, and tokens of the highest bar
+_UNIT, _MAX_BAR = 5.0, 12  # height of a token in a bar, and tokens of the highest bar
 _PROMPT_LINES = 3
 _LEGEND = 236.0  # width of an entry, at most
 # How some characters are shown. Joiners stay as they are, within words and emoji.
-_SHOWN = {"\n": "↵\n", "\t": "⇥", "\u200c": "\u200c", "\u200d": "\u200d"}
+_REPLACEMENTS = {"\n": "↵\n", "\t": "⇥", "\u200c": "\u200c", "\u200d": "\u200d"}
 # placeholder of the picture's id, which is a hash of the rest; visible texts hold no controls
 _ID = "\0"
-_TICK, HOLD = 0.28, 3.0  # longest seconds per forward, and seconds that the whole text stays
-_ALL, _LEAST = 12.0, 0.04  # longest seconds of all forwards, and shortest per forward
+_MAX_TICK, HOLD = 0.28, 3.0  # longest seconds per forward, and seconds that the whole text stays
+_MAX_DURATION, _MIN_TICK = 12.0, 0.04  # longest seconds of all forwards, and shortest per forward
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class Picture:
         nobody changed; `ImportError` for a .png without cairosvg."""
         path = Path(path)
         check_name(path)
-        drawn = self._png() if path.suffix == ".png" else self.svg.encode()
-        write_output(path, drawn, overwrite=overwrite, is_own=is_unchanged)
+        content = self._png() if path.suffix == ".png" else self.svg.encode()
+        write_output(path, content, overwrite=overwrite, is_own=is_unchanged)
         return path
 
     def _png(self) -> bytes:
@@ -85,76 +85,65 @@ def draw(
     """
     if not decodes:
         raise ValueError("there are no decodes to draw: pass at least one")
-    forwards = [one for decode in decodes for one in decode.forwards]
+    forwards = [forward for decode in decodes for forward in decode.forwards]
     clock = max(1, *(len(decode.forwards) for decode in decodes))
     across = min(2, len(decodes))
     width = 2 * _MARGIN + across * _PANEL + (across - 1) * _GAP
     lines = _prompt(prompt or "", int((width - 2 * _MARGIN - 70) / _CHARACTER))
-    above = _height(max((one.own + one.accepted for one in forwards), default=1))
-    below = _height(max((one.refused for one in forwards), default=0))
-    panels, top = [], 27.0 + 19 * len(lines) if lines else _MARGIN
+    above = _height(max((forward.own + forward.accepted for forward in forwards), default=1))
+    below = _height(max((forward.refused for forward in forwards), default=0))
+    panels = []
+    top = 27.0 + 19 * len(lines) if lines else _MARGIN
     for begin in range(0, len(decodes), across):
-        laid = [
-            (decode, *_pieces(decode, _PANEL - 2 * _INSET))
-            for decode in decodes[begin : begin + across]
-        ]
-        base = (
-            92
-            + above
-            + _LINE
-            * (1 + max((piece.line for _, pieces, _ in laid for piece in pieces), default=0))
-        )
-        for place, (decode, pieces, blocks) in enumerate(laid):
-            at = {
-                "x": _MARGIN + place * (_PANEL + _GAP),
-                "y": top,
-                "base": base,
-                "height": base + below + 26,
-            }
-            bars = [
-                (one, *map(_height, (one.own, one.accepted, one.refused)))
-                for one in decode.forwards
-            ]
-            panels.append(
-                {"decode": decode, "pieces": pieces, "blocks": blocks, "bars": bars, **at}
-            )
-        top += base + below + 26 + _GAP
+        row = decodes[begin : begin + across]
+        layouts = [_boxes(decode, _PANEL - 2 * _INSET) for decode in row]
+        last_line = max((box.line for boxes, _ in layouts for box in boxes), default=0)
+        base = 92 + above + _LINE * (1 + last_line)
+        height = base + below + 26
+        x = _MARGIN
+        for decode, (boxes, blocks) in zip(row, layouts, strict=True):
+            panel = {"decode": decode, "boxes": boxes, "blocks": blocks, "bars": _bars(decode)}
+            panels.append(panel | {"x": x, "y": top, "base": base, "height": height})
+            x += _PANEL + _GAP
+        top += height + _GAP
     legend = _legend(decodes)
     columns = int((width - 2 * _MARGIN) / _LEGEND)
     title = "; ".join(
         f"{visible(decode.name)}: {len(decode.forwards)} forwards" for decode in decodes
     )
     svg = _template().render(
-        **{
-            "name": _ID,
-            "title": title,
-            "animated": animated,
-            "clock": clock,
-            "step": (_PANEL - 2 * _INSET) / clock,
-        },
-        **{
-            "lines": lines,
-            "panels": panels,
-            "legend": legend,
-            "columns": columns,
-            "column": _LEGEND,
-            "top": top,
-        },
-        **{
-            "width": width,
-            "height": top + 22 * (1 + len(legend) // columns) + 12,
-            "margin": _MARGIN,
-            "inset": _INSET,
-        },
-        **{
-            "panel_width": _PANEL,
-            "line": _LINE,
-            "tick": min(max(_ALL / clock, _LEAST), _TICK),
-            "hold": HOLD,
-        },
-        colours=["inherit", *(colour(at / max(1, clock - 1)) for at in range(clock))],
+        name=_ID,
+        title=title,
+        animated=animated,
+        clock=clock,
+        step=(_PANEL - 2 * _INSET) / clock,
+        lines=lines,
+        panels=panels,
+        legend=legend,
+        columns=columns,
+        column=_LEGEND,
+        top=top,
+        width=width,
+        height=top + 22 * (1 + len(legend) // columns) + 12,
+        margin=_MARGIN,
+        inset=_INSET,
+        panel_width=_PANEL,
+        line=_LINE,
+        tick=min(max(_MAX_DURATION / clock, _MIN_TICK), _MAX_TICK),
+        hold=HOLD,
+        colours=["inherit", *(colour(forward / max(1, clock - 1)) for forward in range(clock))],
     )
     return Picture(svg.replace(_ID, _id_of(svg)), title)
+
+
+def _bars(decode: Decode) -> list[tuple[Forward, float, float, float]]:
+    """List the forwards of a decode, each with the heights of its bars: tokens revealed without a
+    draft, tokens of accepted drafts, and refused drafts."""
+    bars = []
+    for forward in decode.forwards:
+        own = _height(forward.own)
+        bars.append((forward, own, _height(forward.accepted), _height(forward.refused)))
+    return bars
 
 
 def _id_of(svg: str) -> str:
@@ -163,26 +152,26 @@ def _id_of(svg: str) -> str:
 
 
 def is_unchanged(content: bytes) -> bool:
-    """Tell if a file is an SVG that `draw` made and nobody has changed since, by its id."""
+    """Return whether a file is an SVG that `draw` made and nobody has changed since, by its id."""
     text = content.decode("utf-8", "replace")
-    found = re.search(r"mrp-[0-9a-f]{10}", text)
-    return found is not None and _id_of(text.replace(found[0], _ID)) == found[0]
+    match = re.search(r"mrp-[0-9a-f]{10}", text)
+    return match is not None and _id_of(text.replace(match[0], _ID)) == match[0]
 
 
-def _prompt(prompt: str, wide: int) -> list[str]:
-    """Break a prompt into lines of up to `wide` cells; if there are more lines than fit, the last
+def _prompt(prompt: str, width: int) -> list[str]:
+    """Break a prompt into lines of up to `width` cells; if there are more lines than fit, the last
     one ends with an ellipsis."""
-    lines = [
-        part.lstrip() for line in visible(prompt).splitlines() for part in chop_cells(line, wide)
-    ]
+    lines: list[str] = []
+    for line in visible(prompt).splitlines():
+        lines += map(str.lstrip, chop_cells(line, width))
     if len(lines) > _PROMPT_LINES:
         lines = [*lines[: _PROMPT_LINES - 1], f"{lines[_PROMPT_LINES - 1][:-1]}…"]
     return lines
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """A part of a token on one line, with its position in the text."""
+class _TokenBox:
+    """The box of a token, or of a part of it on one line, with its position in the text."""
 
     token: Token
     text: str
@@ -192,8 +181,10 @@ class _Piece:
 
     @property
     def kind(self) -> str:
-        """Return the CSS class of the piece's box, by how its token was revealed."""
-        return "given" if self.token.forward is None else "draft" if self.token.drafted else "own"
+        """Return the CSS class of the box, by how its token was revealed."""
+        if self.token.forward is None:
+            return "given"
+        return "draft" if self.token.drafted else "own"
 
     @property
     def text_length(self) -> float | None:
@@ -202,62 +193,74 @@ class _Piece:
         return cell_len(self.text) * _CHARACTER if cell_len(self.text) > 1 else None
 
 
-def _pieces(decode: Decode, width: float) -> tuple[list[_Piece], list[tuple[float, int]]]:
-    """Lay out a text's tokens with a break after each line end; return the pieces, and (x, line)
+def _boxes(decode: Decode, width: float) -> tuple[list[_TokenBox], list[tuple[float, int]]]:
+    """Lay out a text's tokens with a break after each line end; return their boxes, and (x, line)
     where each block begins."""
-    pieces: list[_Piece] = []
+    boxes: list[_TokenBox] = []
     begins: list[tuple[float, int]] = []
-    x, line = 0.0, 0
-    most = int((width - 5) / _CHARACTER)
+    x = 0.0
+    line = 0
+    max_cells = int((width - 5) / _CHARACTER)
     for column, token in enumerate(decode.tokens):
         begin = column in decode.blocks
         for of_line in (visible(token.text) or "‥").splitlines(keepends=True):
-            for part in chop_cells(of_line.removesuffix("\n"), most) or [""]:
-                wide = max(1, cell_len(part)) * _CHARACTER + 5
+            for chunk in chop_cells(of_line.removesuffix("\n"), max_cells) or [""]:
+                box_width = max(1, cell_len(chunk)) * _CHARACTER + 5
                 gap = 7.0 if begin and x else 0.0
-                if x + gap + wide > width:
-                    x, line, gap = 0.0, line + 1, 0.0
+                if x + gap + box_width > width:
+                    x = gap = 0.0
+                    line += 1
                 if begin:
                     begins.append((x + gap / 2 - (1 if gap else 3), line))
                 begin = False
-                pieces.append(_Piece(token, part, x + gap, line, wide))
-                x += gap + wide + 2
+                boxes.append(_TokenBox(token, chunk, x + gap, line, box_width))
+                x += gap + box_width + 2
             if of_line.endswith("\n"):
-                x, line = 0.0, line + 1
-    return pieces, begins
+                x = 0.0
+                line += 1
+    return boxes, begins
+
+
+# By CSS class, the labels of the legend.
+_LABELS = {
+    "own": "revealed without a draft",
+    "draft": "revealed by an accepted draft",
+    "refused": "drafts refused",
+    "given": "given",
+    "back": "a reveal was taken back here",
+}
 
 
 def _legend(decodes: Sequence[Decode]) -> list[tuple[str, str]]:
     """List the kinds of boxes and marks in the picture: the CSS class and the label of each."""
-    tokens = [token for decode in decodes for token in decode.tokens]
-    entries = [("own", "revealed without a draft", True)]
-    entries += [("draft", "revealed by an accepted draft", any(token.drafted for token in tokens))]
-    entries += [
-        (
-            "refused",
-            "drafts refused",
-            any(one.refused for decode in decodes for one in decode.forwards),
-        )
-    ]
-    entries += [("given", "given", any(token.forward is None for token in tokens))]
-    entries += [("back", "a reveal was taken back here", any(token.taken_back for token in tokens))]
-    return [(kind, label) for kind, label, shown in entries if shown]
+    present = {"own"}
+    for decode in decodes:
+        for token in decode.tokens:
+            if token.drafted:
+                present.add("draft")
+            if token.forward is None:
+                present.add("given")
+            if token.taken_back:
+                present.add("back")
+        if any(forward.refused for forward in decode.forwards):
+            present.add("refused")
+    return [(kind, label) for kind, label in _LABELS.items() if kind in present]
 
 
 def _height(count: int) -> float:
     """Return the height of a bar for a number of tokens."""
-    return _UNIT * min(_MOST, count)
+    return _UNIT * min(_MAX_BAR, count)
 
 
 def visible(text: str) -> str:
     """Make every character of a text visible: line ends as ↵ before the break, controls as their
     code points."""
-    return "".join(map(_shown, text.replace("\r\n", "\n")))
+    return "".join(map(_visible_character, text.replace("\r\n", "\n")))
 
 
-def _shown(character: str) -> str:
-    if (shown := _SHOWN.get(character)) is not None:
-        return shown
+def _visible_character(character: str) -> str:
+    if (replacement := _REPLACEMENTS.get(character)) is not None:
+        return replacement
     # Categories that are invisible, unassigned, or not allowed in XML.
     unseen = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Cn", "Co", "Zl", "Zp")
     return f"⟨{ord(character):X}⟩" if unseen else character
@@ -267,8 +270,8 @@ def colour(fraction: float) -> str:
     """Return the colour of a forward by its fraction of the longest decode: warm at the first (0),
     cold at the last (1)."""
     return "#" + "".join(
-        f"{round(255 * part):02x}"
-        for part in hls_to_rgb((38 - 183 * fraction) / 360 % 1, 0.56, 0.78)
+        f"{round(255 * channel):02x}"
+        for channel in hls_to_rgb((38 - 183 * fraction) / 360 % 1, 0.56, 0.78)
     )
 
 
@@ -281,18 +284,18 @@ def _short(value: object) -> object:
 def _template() -> Any:
     from jinja2 import Environment, StrictUndefined  # imported late, as help does not need it
 
-    made = Environment(
+    environment = Environment(
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=StrictUndefined,
         finalize=_short,
     )
-    made.filters |= {
+    environment.filters |= {
         "colour": colour,
         "visible": visible,
         "spaced": lambda text: text.replace(" ", "\u00a0"),
     }
-    return made.from_string(
+    return environment.from_string(
         Path(__file__).with_name("decode.svg.jinja").read_text(encoding="utf-8") + "\n"
     )

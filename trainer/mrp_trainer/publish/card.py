@@ -74,9 +74,8 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def results_table(lines: Sequence[Mapping[str, Any]], shape: str = CHARGED) -> str:
     """Format a Markdown table of accuracy and cost: a row per mode, grouped by decoding, with the
     families side by side. Head passes are charged as at the published `shape`."""
-    families, decodings = (
-        list(dict.fromkeys(line[name] for line in lines)) for name in ("family", "decoding")
-    )
+    families = list(dict.fromkeys(line["family"] for line in lines))
+    decodings = list(dict.fromkeys(line["decoding"] for line in lines))
     modes: dict[str, dict[str, Mapping[str, Any]]] = {}
     for line in sorted(lines, key=lambda line: decodings.index(line["decoding"])):
         modes.setdefault(mode_name(line), {})[line["family"]] = charged(line, shape)
@@ -89,52 +88,62 @@ def results_table(lines: Sequence[Mapping[str, Any]], shape: str = CHARGED) -> s
     ]
 
     def cells(by: dict[str, Mapping[str, Any]], name: str, digits: int) -> list[str]:
-        values = [by.get(family, {}).get(name) for family in families]
-        return ["-" if value is None else f"{value:.{digits}f}" for value in values]
+        texts = []
+        for family in families:
+            value = by.get(family, {}).get(name)
+            texts.append("-" if value is None else f"{value:.{digits}f}")
+        return texts
 
-    shown = {
+    digits_by_name = {
         "tokens_per_unit": 2,
         "tokens_per_forward": 2,
         "head_per_token": 2,
         "identical_to_first": 1,
     }
-    rows = [
-        [
-            mode,
-            *cells(by, "accuracy", 1),
-            *(", ".join(cells(by, name, digits)) for name, digits in shown.items()),
-        ]
-        for mode, by in modes.items()
-    ]
+    rows = []
+    for mode, by in modes.items():
+        row = [mode, *cells(by, "accuracy", 1)]
+        for name, digits in digits_by_name.items():
+            row.append(", ".join(cells(by, name, digits)))
+        rows.append(row)
     return markdown_table(head, rows)
 
 
 def eval_results(lines: Sequence[Mapping[str, Any]], shape: str = CHARGED) -> list[EvalResult]:
     """List accuracy and cost of every measurement, for the card's `model-index`; head passes are
     charged as at `shape`."""
-    return [
-        EvalResult(
-            task_type="text-generation",
-            dataset_type=line["family"],
-            dataset_name=line["family"],
-            metric_type=metric,
-            metric_value=round(value, 3),
-            metric_name=f"{label.format(shape)}, {mode_name(line)}",
-        )
-        for line in lines
-        for metric, label in _METRICS.items()
-        if (value := charged(line, shape).get(metric))
-        is not None  # None without answers, or without counts of head passes
-    ]
+    results = []
+    for line in lines:
+        values = charged(line, shape)
+        for metric, label in _METRICS.items():
+            value = values.get(metric)
+            if value is None:  # without answers, or without counts of head passes
+                continue
+            results.append(
+                EvalResult(
+                    task_type="text-generation",
+                    dataset_type=line["family"],
+                    dataset_name=line["family"],
+                    metric_type=metric,
+                    metric_value=round(value, 3),
+                    metric_name=f"{label.format(shape)}, {mode_name(line)}",
+                )
+            )
+    return results
 
 
 def _facts(folder: Path, config: Mapping[str, Any]) -> str:
     """Format a Markdown table of a checkpoint folder's model shape, parameters and weights."""
     tensors = tensors_in(folder)
-    counts = {name: math.prod(of.shape) for name, of in tensors.items() if "F" in of.dtype}
-    head = sum(count for name, count in counts.items() if HEAD in name)
+    backbone = head = 0
+    for name, tensor in tensors.items():
+        if "F" in tensor.dtype:
+            if HEAD in name:
+                head += math.prod(tensor.shape)
+            else:
+                backbone += math.prod(tensor.shape)
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    kinds = ", ".join(sorted({of.dtype for of in tensors.values()}))
+    kinds = ", ".join(sorted({tensor.dtype for tensor in tensors.values()}))
     rows = []
     if config.get("hidden_size"):
         shape = (
@@ -142,20 +151,9 @@ def _facts(folder: Path, config: Mapping[str, Any]) -> str:
             "{block_size} tokens"
         )
         rows.append(("backbone", shape.format(**config)))
-        rows.append(
-            (
-                "head",
-                f"{config['num_nextn_predict_layers']} layers"
-                if config["num_nextn_predict_layers"]
-                else "none",
-            )
-        )
-    rows.append(
-        (
-            "parameters here",
-            f"{sum(counts.values()) - head:,} of the backbone, {head:,} of the head",
-        )
-    )
+        layers = config["num_nextn_predict_layers"]
+        rows.append(("head", f"{layers} layers" if layers else "none"))
+    rows.append(("parameters here", f"{backbone:,} of the backbone, {head:,} of the head"))
     rows.append(("weights", f"safetensors, {kinds}, {size / 1e6:,.1f} MB"))
     return markdown_table(("", ""), rows)
 
@@ -184,26 +182,40 @@ def render_card(
     """
     folder = Path(folder)
     config = json_of(folder / CONFIGS[kind])
-    family, shape = backbone_of(config.get("family", DENSE)), charged_as(config.get("hidden_size"))
-    base = base or (model_of(folder) if kind == "full" else config.get("base_model_name_or_path"))
-    person = None if about is None else RepoCard.load(about)
-    given = {} if person is None else person.data.to_dict()
-    tags = [*model_tags(config.get("family", DENSE)), *(["draft-model"] if kind == "head" else [])]
-    metadata = {
+    family_name = config.get("family", DENSE)
+    family = backbone_of(family_name)
+    shape = charged_as(config.get("hidden_size"))
+    if not base:
+        base = model_of(folder) if kind == "full" else config.get("base_model_name_or_path")
+    user_metadata: dict[str, Any] = {}
+    about_text = None
+    if about is not None:
+        about_card = RepoCard.load(about)
+        user_metadata = about_card.data.to_dict()
+        about_text = about_card.text.strip()
+    tags = list(model_tags(family_name))
+    if kind == "head":
+        tags.append("draft-model")
+    metadata: dict[str, Any] = {
         "library_name": "peft" if kind == "adapter" else "transformers",
         "pipeline_tag": "text-generation",
-        "license": "other" if "license_name" in given else "unknown",
+        "license": "other" if "license_name" in user_metadata else "unknown",
         "base_model": base if base is None or is_hub_id(base) else None,
-        **given,
-        "tags": [*tags, *(given.get("tags") or []), *extra_tags],
+        **user_metadata,
+        "tags": [*tags, *(user_metadata.get("tags") or []), *extra_tags],
     }
     if metadata["base_model"]:
         metadata.setdefault("base_model_relation", "finetune" if kind == "full" else "adapter")
     if results:
         metadata |= {"model_name": _title(name), "eval_results": eval_results(results, shape)}
     chosen = json_of(folder / "generation_config.json")
-    held = "backbone" if kind == "full" and not config.get("num_nextn_predict_layers") else kind
-    has_head = held in ("full", "head") or any(HEAD in tensor for tensor in tensors_in(folder))
+    contents = kind
+    if kind == "full" and not config.get("num_nextn_predict_layers"):
+        contents = "backbone"
+    has_head = contents in ("full", "head") or any(HEAD in tensor for tensor in tensors_in(folder))
+    papers = {"MRP, Multi-token Residual Prediction": "2605.18817"}
+    if family.paper:
+        papers[family.models] = family.paper
     return ModelCard.from_template(
         ModelCardData(**metadata),
         template_path=str(TEMPLATE),
@@ -213,19 +225,18 @@ def render_card(
         tested=TESTED,
         kind=kind,
         base=base or metadata["base_model"] or "org/backbone",
-        about=None if person is None else person.text.strip(),
-        summary=_SUMMARIES[held].format(
+        about=about_text,
+        summary=_SUMMARIES[contents].format(
             "An SDAR" if family.models == "SDAR" else f"A {family.models}"
         ),
         facts=_facts(folder, config),
         decoding="mrp_spec" if has_head else "self_spec",
-        custom=held in ("full", "head") and config.get("family", DENSE) == DENSE,
+        custom=contents in ("full", "head") and family_name == DENSE,
         picture=(folder / PICTURE).is_file(),
         defaults={option: chosen.get(option) or value for option, value in _DEFAULTS.items()},
         table=results_table(results, shape) if results else None,
         recipe=recipe_of(folder, metadata["base_model"]),
-        papers={"MRP, Multi-token Residual Prediction": "2605.18817"}
-        | ({family.models: family.paper} if family.paper else {}),
+        papers=papers,
     )
 
 
@@ -238,15 +249,15 @@ def is_users_card(text: str) -> bool:
 def renamed(text: str, name: str) -> str:
     """Replace the name in a card that this package rendered: its title, and what its examples
     load."""
-    if (found := _RENDERED.search(text)) is None:
+    if (match := _RENDERED.search(text)) is None:
         return text
-    text = text.replace(found[0], found[0].replace(found[1], name)).replace(
-        f'"{found[1]}"', f'"{name}"'
+    text = text.replace(match[0], match[0].replace(match[1], name)).replace(
+        f'"{match[1]}"', f'"{name}"'
     )
     text = text.replace(
-        f'custom_generate="{_repository(found[1])}"', f'custom_generate="{_repository(name)}"'
+        f'custom_generate="{_repository(match[1])}"', f'custom_generate="{_repository(name)}"'
     )
-    return text.replace(f"\n# {_title(found[1])}\n", f"\n# {_title(name)}\n", 1)
+    return text.replace(f"\n# {_title(match[1])}\n", f"\n# {_title(name)}\n", 1)
 
 
 def _repository(name: str) -> str:

@@ -42,7 +42,8 @@ class Publication:
         lines = [f"{KINDS[self.kind]} to {self.repo_id}"]
         lines += [f"{size:>15,}  {path}" for path, size in self.sizes.items()]
         lines += [f"{sum(self.sizes.values()):>15,}  bytes in {len(self.sizes)} files"]
-        lines += [f"left out: {', '.join(self.left_out)}"] if self.left_out else []
+        if self.left_out:
+            lines += [f"left out: {', '.join(self.left_out)}"]
         lines += [self.trial]
         if self.commit is None:
             return "\n".join([*lines, "Dry run: nothing was sent."])
@@ -98,9 +99,9 @@ def push(
             f"revision={revision!r} and create_pr=True: push to a branch, or open a pull request"
         )
     validate_repo_id(repo_id)
-    found = read_folder(folder)
-    base = base_model or found.base
-    if base_model is not None and found.kind == "full":
+    checkpoint = read_folder(folder)
+    base = base_model or checkpoint.base
+    if base_model is not None and checkpoint.kind == "full":
         raise ValueError(
             f"base_model is {base_model}, but {folder} holds {KINDS['full']}, which has its own"
         )
@@ -110,59 +111,64 @@ def push(
             "others find it. Name it when saving (model.backbone_source), or with --base-model of "
             "the command"
         )
-    written = (
-        found.files["README.md"].read_text(encoding="utf-8") if "README.md" in found.files else FORM
-    )
-    is_ours = new_card or not is_users_card(written)
+    card_text = FORM
+    if "README.md" in checkpoint.files:
+        card_text = checkpoint.files["README.md"].read_text(encoding="utf-8")
+    is_ours = new_card or not is_users_card(card_text)
     if not is_ours and (results or about):
         raise ValueError(
             f"{folder}/README.md was written by a person: leave out results and about, or pass "
             "new_card=True"
         )
-    if is_ours and (new_card or results or about or tags or base_model or FORM in written):
-        written = str(
+    if is_ours and (new_card or results or about or tags or base_model or FORM in card_text):
+        card_text = str(
             render_card(
-                found.path, found.kind, repo_id, read_results(results), about, tags, base_model
+                checkpoint.path,
+                checkpoint.kind,
+                repo_id,
+                read_results(results),
+                about,
+                tags,
+                base_model,
             )
         )
-    sent = _contents(found, base_model, base_revision) | {
-        "README.md": renamed(written, repo_id).encode()
+    contents = _contents(checkpoint, base_model, base_revision) | {
+        "README.md": renamed(card_text, repo_id).encode()
     }
-    sizes = {
-        name: len(one) if isinstance(one, bytes) else one.stat().st_size
-        for name, one in sorted(sent.items())
-    }
-    trial = try_out(found, sent, tensors_in(found.path))
+    sizes = {}
+    for name, content in sorted(contents.items()):
+        sizes[name] = len(content) if isinstance(content, bytes) else content.stat().st_size
+    trial = try_out(checkpoint, contents, tensors_in(checkpoint.path))
     if dry_run:
-        return Publication(repo_id, found.kind, sizes, found.left_out, trial)
+        return Publication(repo_id, checkpoint.kind, sizes, checkpoint.left_out, trial)
     api = HfApi(token=token)
-    with _reached(api):
+    with _network_errors(api):
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         if revision is not None:
             api.create_branch(repo_id, branch=revision, exist_ok=True)
-        there = set(api.list_repo_files(repo_id, revision=revision))
-        sent["README.md"] = renamed(written, repo_id).encode()
-        if is_ours and not new_card and "README.md" in there:
-            theirs = Path(api.hf_hub_download(repo_id, "README.md", revision=revision))
-            if is_users_card(theirs.read_text(encoding="utf-8")):
-                del sent["README.md"]
-        stale = filter_repo_objects(there - sent.keys(), allow_patterns=_STALE)
+        remote_files = set(api.list_repo_files(repo_id, revision=revision))
+        contents["README.md"] = renamed(card_text, repo_id).encode()
+        if is_ours and not new_card and "README.md" in remote_files:
+            remote_card = Path(api.hf_hub_download(repo_id, "README.md", revision=revision))
+            if is_users_card(remote_card.read_text(encoding="utf-8")):
+                del contents["README.md"]
+        stale = filter_repo_objects(remote_files - contents.keys(), allow_patterns=_STALE)
         commit = api.create_commit(
             repo_id,
             [
-                *(CommitOperationAdd(name, one) for name, one in sent.items()),
+                *(CommitOperationAdd(name, content) for name, content in contents.items()),
                 *map(CommitOperationDelete, stale),
             ],
-            commit_message=commit_message or f"Upload {KINDS[found.kind]}",
+            commit_message=commit_message or f"Upload {KINDS[checkpoint.kind]}",
             revision=revision,
             create_pr=create_pr,
         )
-    return Publication(repo_id, found.kind, sizes, found.left_out, trial, commit)
+    return Publication(repo_id, checkpoint.kind, sizes, checkpoint.left_out, trial, commit)
 
 
 @contextmanager
-def _reached(api: HfApi) -> Iterator[None]:
-    """Turn failures of the connection, which are no `OSError`s, into one that says what to do."""
+def _network_errors(api: HfApi) -> Iterator[None]:
+    """Turn connection errors, which are not `OSError`s, into an `OSError` that says what to do."""
     try:
         yield
     except OSError:  # the Hub's own answer, too
@@ -174,16 +180,20 @@ def _reached(api: HfApi) -> Iterator[None]:
         ) from error
 
 
-def _contents(found: Folder, base: str | None, revision: str | None) -> dict[str, Path | bytes]:
+def _contents(
+    checkpoint: Folder, base: str | None, revision: str | None
+) -> dict[str, Path | bytes]:
     """Collect the files to send, by name: the folder's files, the remote code, and a config that
     names the code and base."""
-    config = CONFIGS[found.kind]
-    fields = json_of(found.path / config) | ({"auto_map": AUTO_MAP} if found.code else {})
+    config = CONFIGS[checkpoint.kind]
+    fields = json_of(checkpoint.path / config)
+    if checkpoint.code:
+        fields |= {"auto_map": AUTO_MAP}
     if base is not None:
         fields |= {"base_model_name_or_path": base}
-        fields |= {"revision" if found.kind == "adapter" else "base_model_revision": revision}
-    code = {name: text.encode() for name, text in found.code.items()}
-    return {**found.files, **code, config: json.dumps(fields, indent=2).encode()}
+        fields |= {"revision" if checkpoint.kind == "adapter" else "base_model_revision": revision}
+    code = {name: text.encode() for name, text in checkpoint.code.items()}
+    return {**checkpoint.files, **code, config: json.dumps(fields, indent=2).encode()}
 
 
 def card(

@@ -68,11 +68,12 @@ def read_folder(path: Path | str) -> Folder:
     fields = json_of(path / CONFIGS[kind])
     names = {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()}
     weights = _checked_weights(path, kind)
-    code = {} if kind == "adapter" else code_files(fields.get("family", DENSE))
     chosen = {CONFIGS[kind], *weights, *(_DECLARED & names)}
+    code: dict[str, str] = {}
     if kind == "adapter":
         chosen.discard("generation_config.json")
-    if kind != "adapter":
+    else:
+        code = code_files(fields.get("family", DENSE))
         MRPGenerationConfig.from_dict(json_of(path / "generation_config.json"))
     if {"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json"} & names:
         _check_tokenizer(path, kind)
@@ -92,13 +93,11 @@ def _kind_of(path: Path) -> str:
         return "adapter"
     fields = json_of(path / "config.json")
     if fields.get("model_type") != "sdar_mrp":
-        found = (
-            f"a model of type {fields['model_type']!r}"
-            if "model_type" in fields
-            else "no checkpoint"
-        )
+        contents = "no checkpoint"
+        if "model_type" in fields:
+            contents = f"a model of type {fields['model_type']!r}"
         raise ValueError(
-            f"{path} holds {found}: give a folder that save_pretrained of this package wrote"
+            f"{path} holds {contents}: give a folder that save_pretrained of this package wrote"
         )
     return "head" if fields.get("base_model_name_or_path") else "full"
 
@@ -131,7 +130,9 @@ def _checked_weights(path: Path, kind: str) -> set[str]:
     # else it has the tensors that its quantizer makes
     if getattr(config, "quantization_config", None) is None:
         check_tensors(config, tensors, HEAD if kind == "head" else "")
-    return names | ({"model.safetensors.index.json"} if "model.safetensors" not in names else set())
+    if "model.safetensors" not in names:
+        names.add("model.safetensors.index.json")
+    return names
 
 
 def _check_tokenizer(path: Path, kind: str) -> None:

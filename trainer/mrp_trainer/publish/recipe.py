@@ -23,15 +23,15 @@ def recipe_of(folder: Path, base: str | None = None) -> str | None:
     if not (folder / RUN_FILE).is_file():
         return None
     run = read_yaml(folder / RUN_FILE)
-    told = {
+    recipe = {
         name: _without_folders(value)
         for name, value in run.items()
         if changes_weights(name) and value not in (None, [])
     }
     if base is not None and _is_local(run.get("model")):
-        told["model"] = base
-    command = _COMMANDS.get(str(told.pop("objective", None)), "head")
-    settings = yaml.safe_dump(told, sort_keys=False)
+        recipe["model"] = base
+    command = _COMMANDS.get(str(recipe.pop("objective", None)), "head")
+    settings = yaml.safe_dump(recipe, sort_keys=False)
     return (
         f"Trained by `mrp train {command}` with these settings, which `--config` takes as a file:\n"
         "\n"
@@ -43,18 +43,20 @@ def recipe_of(folder: Path, base: str | None = None) -> str | None:
 def model_of(folder: Path) -> str | None:
     """Return the Hub id of the model that a folder's run trained; None without a run, or if that
     model was a local folder."""
-    found = read_yaml(folder / RUN_FILE).get("model") if (folder / RUN_FILE).is_file() else None
-    return None if _is_local(found) else str(found)
+    if not (folder / RUN_FILE).is_file():
+        return None
+    model = read_yaml(folder / RUN_FILE).get("model")
+    return None if _is_local(model) else str(model)
 
 
 def _without_folders(value: Any) -> Any:
     if isinstance(value, list):
-        return [_without_folders(one) for one in value]
+        return [_without_folders(item) for item in value]
     if isinstance(value, dict):
-        return {name: _without_folders(one) for name, one in value.items()}
-    return (
-        Path(value).name if isinstance(value, str) and "/" in value and _is_local(value) else value
-    )
+        return {name: _without_folders(item) for name, item in value.items()}
+    if isinstance(value, str) and "/" in value and _is_local(value):
+        return Path(value).name
+    return value
 
 
 def _is_local(name: Any) -> bool:

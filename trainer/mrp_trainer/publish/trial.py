@@ -52,7 +52,7 @@ for mode in ({}, {"decoding": "static"}, drafted):
 
 
 def try_out(
-    found: Folder, sent: Mapping[str, Path | bytes], tensors: Mapping[str, StoredTensor]
+    checkpoint: Folder, contents: Mapping[str, Path | bytes], tensors: Mapping[str, StoredTensor]
 ) -> str:
     """Load the files that are about to be sent, and decode a block; return what was tried, or why
     it could not be tried.
@@ -65,41 +65,46 @@ def try_out(
     """
     if (name := first_not_finite(tensors)) is not None:
         raise ValueError(
-            f"{name} in {found.path} holds NaN or infinity: train it again, and publish what "
+            f"{name} in {checkpoint.path} holds NaN or infinity: train it again, and publish what "
             "decodes"
         )
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place, "model")
-        for file, content in sent.items():
+    with tempfile.TemporaryDirectory() as workspace:
+        folder = Path(workspace, "model")
+        for file, content in contents.items():
             target = folder / file
             target.parent.mkdir(parents=True, exist_ok=True)
             if isinstance(content, bytes):
                 target.write_bytes(content)
             else:
                 target.symlink_to(content.resolve())
-        fields = json_of(folder / CONFIGS[found.kind])
+        fields = json_of(folder / CONFIGS[checkpoint.kind])
         base = fields.get("base_model_name_or_path")
-        revision = fields.get("base_model_revision" if found.kind == "head" else "revision")
+        revision = fields.get("base_model_revision" if checkpoint.kind == "head" else "revision")
         # its users have it by its id
-        if found.base is not None and not is_hub_id(found.base) and os.path.isdir(found.base):
-            base, revision = os.path.abspath(found.base), None
+        if (
+            checkpoint.base is not None
+            and not is_hub_id(checkpoint.base)
+            and os.path.isdir(checkpoint.base)
+        ):
+            base = os.path.abspath(checkpoint.base)
+            revision = None
             fields |= {"base_model_name_or_path": base}
-            (folder / CONFIGS[found.kind]).write_text(json.dumps(fields), encoding="utf-8")
-        has_tokenizer = "1" if {"tokenizer.json", "tokenizer_config.json"} & sent.keys() else ""
-        arguments = [found.kind, str(folder), base or "", revision or "", has_tokenizer]
+            (folder / CONFIGS[checkpoint.kind]).write_text(json.dumps(fields), encoding="utf-8")
+        has_tokenizer = "1" if {"tokenizer.json", "tokenizer_config.json"} & contents.keys() else ""
+        arguments = [checkpoint.kind, str(folder), base or "", revision or "", has_tokenizer]
         environment = {
             **os.environ,
             "HF_HUB_OFFLINE": "1",
             "HF_HUB_CACHE": str(constants.HF_HUB_CACHE),
         }
         environment |= {
-            "HF_MODULES_CACHE": str(Path(place, "modules")),
+            "HF_MODULES_CACHE": str(Path(workspace, "modules")),
             "TRANSFORMERS_VERBOSITY": "error",
         }
         try:
             trial = subprocess.run(
                 [sys.executable, "-P", "-c", _SCRIPT, *arguments],
-                cwd=place,
+                cwd=workspace,
                 env=environment,
                 capture_output=True,
                 text=True,
@@ -110,7 +115,7 @@ def try_out(
     if trial.returncode:
         error = (trial.stderr.strip().splitlines() or [f"exit status {trial.returncode}"])[-1]
         raise ValueError(
-            f"what is in {found.path} does not load and decode in a fresh process: {error}. "
+            f"what is in {checkpoint.path} does not load and decode in a fresh process: {error}. "
             "Nothing was sent; save it again from a model that decodes"
         )
     return f"Not tried: {trial.stdout.strip()}" if trial.stdout.strip() else DONE

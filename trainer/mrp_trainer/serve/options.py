@@ -36,9 +36,10 @@ class ServeOptions(GenerateOptions):
     def setting(self) -> dict[str, Any]:
         """Collect the given options of `generate`; those assigned by `set` stay together under that
         name."""
-        modes = {
-            name: value
-            for name in ("decoding", "target")
-            if (value := getattr(self, name)) is not None
-        }
-        return {**modes, "set": self.extra()}
+        setting: dict[str, Any] = {}
+        if self.decoding is not None:
+            setting["decoding"] = self.decoding
+        if self.target is not None:
+            setting["target"] = self.target
+        setting["set"] = self.extra()
+        return setting

@@ -35,8 +35,13 @@ _NEW_TOKENS = 1024  # per text, if neither the request nor the checkpoint sets a
 _LOOPBACK = ["127.0.0.1", "localhost"]
 _PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/load_model", "/health")
 # Options of `generate` by the request field of the same meaning.
-_SAME = {"temperature": "temperature", "top_p": "top_p", "seed": "seed", "stop": "stop_strings"}
-_SAME |= {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}
+_OPTIONS_BY_FIELD = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "seed": "seed",
+    "stop": "stop_strings",
+}
+_OPTIONS_BY_FIELD |= {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}
 # Request fields that transformers' server ignores, each with a value that asks for nothing; other
 # values are refused.
 _IDLE: dict[str, Any] = {
@@ -54,10 +59,8 @@ class OneModel(ModelManager):
     request names."""
 
     def __init__(self, name: str, model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.only, self.listed = (
-            (model, tokenizer),
-            {"id": name, "object": "model", "created": int(time.time())},
-        )
+        self.loaded = (model, tokenizer)
+        self.listed = {"id": name, "object": "model", "created": int(time.time())}
         super().__init__(force_model=name)
 
     @staticmethod
@@ -75,14 +78,14 @@ class OneModel(ModelManager):
             )
         if progress_callback is not None:
             progress_callback({"status": "ready", "model": self.force_model, "cached": True})
-        return self.only
+        return self.loaded
 
     def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
         """List the one model, for `/v1/models`."""
         return [{**self.listed, "owned_by": "mrp"}]
 
 
-class _Bounded(GenerateManager):
+class _BoundedManager(GenerateManager):
     """The thread that decodes, one request at a time, each within the model's positions."""
 
     def generate_streaming(
@@ -90,23 +93,24 @@ class _Bounded(GenerateManager):
     ) -> Any:
         """Check prompt and options, and stream a text; without the check, errors would appear
         inside the stream."""
-        _bound(model, inputs, gen_config)
+        _check_request(model, inputs, gen_config)
         return super().generate_streaming(model, processor, inputs, gen_config, *args, **others)
 
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **others: Any
     ) -> Any:
         """Check prompt and options, and decode a text."""
-        _bound(model, inputs, gen_config)
+        _check_request(model, inputs, gen_config)
         return await super().generate_non_streaming(
             model, processor, inputs, gen_config, *args, **others
         )
 
 
-def _bound(model: Any, inputs: Any, config: MRPGenerationConfig) -> None:
-    """Check a prompt, [1, length] long, and set the limit of new tokens if there is none;
-    `ValueError` if it does not fit."""
-    ids, positions = inputs["input_ids"], model.config.max_position_embeddings
+def _check_request(model: Any, inputs: Any, config: MRPGenerationConfig) -> None:
+    """Check that a prompt, [1, length] long, and its answer fit the model, or else raise
+    `ValueError`; set the limit of new tokens if there is none."""
+    ids = inputs["input_ids"]
+    positions = model.config.max_position_embeddings
     check_ids(ids, None, model.config)
     if config.max_new_tokens is None:
         config.max_new_tokens = max(1, min(_NEW_TOKENS, positions - ids.shape[1]))
@@ -119,7 +123,7 @@ class _State(GenerationState):
 
     def __init__(self) -> None:
         super().__init__()
-        self.manager = _Bounded()
+        self.manager = _BoundedManager()
 
     def get_manager(self, model_id: str, use_cb: bool = False) -> GenerateManager:
         """Return the one decoding thread."""
@@ -142,22 +146,23 @@ class _Options(BaseHandler):
     ) -> Any:
         """Return the model's generation config with a request's options; `ValueError` for options
         that `generate` refuses."""
-        model, _ = self.model_manager.only
-        given = json.loads(body.get("generation_config") or "{}")
-        given.pop("transformers_version", None)
-        given |= {
-            option: body[name] for name, option in _SAME.items() if body.get(name) is not None
-        }
-        if "temperature" in given:
-            given["do_sample"] = given["temperature"] > 0
-            given |= {} if given["do_sample"] else {"temperature": 1.0}
+        model, _ = self.model_manager.loaded
+        options = json.loads(body.get("generation_config") or "{}")
+        options.pop("transformers_version", None)
+        for name, option in _OPTIONS_BY_FIELD.items():
+            if body.get(name) is not None:
+                options[option] = body[name]
+        if "temperature" in options:
+            options["do_sample"] = options["temperature"] > 0
+            if not options["do_sample"]:
+                options["temperature"] = 1.0
         if body.get("logit_bias"):
-            given["sequence_bias"] = [
+            options["sequence_bias"] = [
                 [[int(token)], float(bias)] for token, bias in body["logit_bias"].items()
             ]
-        check_setting({"set": given}, model.config)
+        check_setting({"set": options}, model.config)
         config = copy.deepcopy(model_generation_config)
-        config.update(**given)
+        config.update(**options)
         return config
 
 
@@ -184,7 +189,8 @@ def application(
         loopback: Whether only requests to a loopback name are answered, which keeps out requests of
             websites.
     """
-    manager, state = OneModel(name, model, tokenizer), _State()
+    manager = OneModel(name, model, tokenizer)
+    state = _State()
     handlers = _Chats(manager, state), _Completions(manager, state)
     unused: Any = None
     app = build_server(manager, *handlers, unused, unused, unused, state)
@@ -193,11 +199,11 @@ def application(
     ]
 
     async def refused(_request: Request, error: Exception) -> JSONResponse:
-        status, message = (
-            (error.status_code, error.detail)
-            if isinstance(error, HTTPException)
-            else (400, str(error))
-        )
+        status = 400
+        message = str(error)
+        if isinstance(error, HTTPException):
+            status = error.status_code
+            message = error.detail
         return JSONResponse(
             {"error": {"message": message, "type": "invalid_request_error", "code": status}}, status
         )

@@ -14,7 +14,7 @@ OBJECTIVES = ("block_diffusion", "mrp")
 ATTENTIONS = ("auto", "flex_attention", "sdpa", "tiles")
 # Options of `TrainingArguments` that have no effect here, and why.
 _COMPILED = "the objectives run in place of the forward that it compiles"
-_LEFT_OUT = {
+_WITHOUT_EFFECT = {
     **dict.fromkeys(("torch_compile", "torch_compile_backend", "torch_compile_mode"), _COMPILED),
     "train_sampling_strategy": "rows of like length meet in one batch anyway, in an order that the "
     "seed decides",
@@ -95,7 +95,7 @@ class MRPTrainingArguments(TrainerFlags, TrainingArguments):
                 "objective is not given: 'mrp' trains the head on a frozen backbone, "
                 "'block_diffusion' trains the backbone"
             )
-        for name, reason in _LEFT_OUT.items():
+        for name, reason in _WITHOUT_EFFECT.items():
             if getattr(self, name) != getattr(type(self), name):
                 raise ValueError(
                     f"{name} is {getattr(self, name)!r}, which does nothing here: {reason}. Leave "
@@ -103,14 +103,14 @@ class MRPTrainingArguments(TrainerFlags, TrainingArguments):
                 )
         check_declared(self)
         if self.max_steps == 0 or (self.max_steps < 0 and not self.num_train_epochs > 0):
-            name, other = (
-                ("max_steps", "-1 (by epochs)")
-                if self.max_steps == 0
-                else ("num_train_epochs", "a number above 0")
-            )
+            name = "num_train_epochs"
+            alternative = "a number above 0"
+            if self.max_steps == 0:
+                name = "max_steps"
+                alternative = "-1 (by epochs)"
             raise ValueError(
-                f"{name} is {getattr(self, name)!r}: nothing would be trained. Give {other}, or "
-                "max_steps of 1 or more"
+                f"{name} is {getattr(self, name)!r}: nothing would be trained. Give {alternative}, "
+                "or max_steps of 1 or more"
             )
         # Otherwise several processes on a CPU would each train alone, all alike.
         if not torch.accelerator.is_available():
@@ -121,17 +121,15 @@ class MRPTrainingArguments(TrainerFlags, TrainingArguments):
             self.lr_scheduler_kwargs = {"min_lr_rate": 0.1}
         super().__post_init__()
         if self.rows_per_step is not None:
-            at_once, given = (
-                self.per_device_train_batch_size * self.world_size,
-                vars(self)["gradient_accumulation_steps"],
-            )
-            passes, left = divmod(self.rows_per_step, at_once)
-            if left or passes < 1 or given not in (1, passes):
+            at_once = self.per_device_train_batch_size * self.world_size
+            accumulation = vars(self)["gradient_accumulation_steps"]
+            passes, remainder = divmod(self.rows_per_step, at_once)
+            if remainder or passes < 1 or accumulation not in (1, passes):
                 raise ValueError(
                     f"rows_per_step is {self.rows_per_step}: {self.world_size} processes with "
                     f"per_device_train_batch_size {self.per_device_train_batch_size} take "
                     f"{at_once} rows at once, so make it a multiple of that, and leave "
-                    f"gradient_accumulation_steps out, which is {given}"
+                    f"gradient_accumulation_steps out, which is {accumulation}"
                 )
             self.gradient_accumulation_steps = passes
         if self.n_gpu > 1:

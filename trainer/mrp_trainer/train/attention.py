@@ -40,22 +40,22 @@ class Tiles:
     """A mask cut into tiles: groups of queries, with only the columns that some of them see.
 
     Attributes:
-        parts: For each tile: the slice of its queries; the columns [n] that any query sees in any
+        tiles: For each tile: the slice of its queries; the columns [n] that any query sees in any
             row; and a mask [rows, 1, queries, n] bool that is True where a query does not see a
             column.
     """
 
-    parts: Sequence[tuple[slice, Tensor, Tensor]]
+    tiles: Sequence[tuple[slice, Tensor, Tensor]]
 
     @classmethod
     def of(cls, mask: Tensor) -> "Tiles":
         """Cut a dense mask [rows, 1, queries, columns] bool into tiles."""
-        parts = []
+        tiles = []
         for begin in range(0, mask.shape[2], _QUERIES):
-            seen = mask[:, :, begin : begin + _QUERIES]
-            columns = seen.any(2).any(1).any(0).nonzero()[:, 0]
-            parts.append((slice(begin, begin + _QUERIES), columns, ~seen[..., columns]))
-        return cls(parts)
+            visible = mask[:, :, begin : begin + _QUERIES]
+            columns = visible.any(2).any(1).any(0).nonzero()[:, 0]
+            tiles.append((slice(begin, begin + _QUERIES), columns, ~visible[..., columns]))
+        return cls(tiles)
 
 
 def tiled_attention(
@@ -69,27 +69,27 @@ def tiled_attention(
 ) -> tuple[Tensor, None]:
     """Attend by matrix products over each tile's columns; on CPUs fused attention would compute
     masked columns, too."""
-    found, heads = [], query.shape[1] // key.shape[1]
-    for queries, columns, hidden in attention_mask.parts:
-        keys, values = (
-            repeat_kv(states.index_select(2, columns), heads) for states in (key, value)
-        )
+    outputs = []
+    heads = query.shape[1] // key.shape[1]
+    for queries, columns, hidden in attention_mask.tiles:
+        keys = repeat_kv(key.index_select(2, columns), heads)
+        values = repeat_kv(value.index_select(2, columns), heads)
         scores = (query[:, :, queries] * scaling) @ keys.transpose(2, 3)
-        found.append(scores.masked_fill(hidden, -torch.inf).softmax(-1) @ values)
-    return torch.cat(found, 2).transpose(1, 2).contiguous(), None
+        outputs.append(scores.masked_fill(hidden, -torch.inf).softmax(-1) @ values)
+    return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
 
 
 @contextmanager
-def attending(model: MRPForCausalLM, implementation: str | None) -> Iterator[str]:
+def attention_implementation(model: MRPForCausalLM, implementation: str | None) -> Iterator[str]:
     """Set a model's attention implementation, unless it is None, while the context is open; yield
     the previous one's name."""
     AttentionInterface.register(TRAINING_FLEX, flex_attention_of_one_type)
     AttentionInterface.register(TILES, tiled_attention)
-    before = model.config._attn_implementation
-    if implementation is not None and implementation != before:
+    previous = model.config._attn_implementation
+    if implementation is not None and implementation != previous:
         model.set_attn_implementation(implementation)
     try:
-        yield before
+        yield previous
     finally:
-        if model.config._attn_implementation != before:
-            model.set_attn_implementation(before)
+        if model.config._attn_implementation != previous:
+            model.set_attn_implementation(previous)

@@ -42,8 +42,8 @@ def under_own_class(model: Any) -> Iterator[None]:
     """Restore a model's own class, which FSDP2 replaces when it shards, while the context is open:
     saving writes the name and the file of the class as remote code."""
     sharded = type(model)
-    own: Any = next(kind for kind in sharded.__mro__ if not issubclass(kind, FSDPModule))
-    model.__class__ = own
+    own_class: Any = next(kind for kind in sharded.__mro__ if not issubclass(kind, FSDPModule))
+    model.__class__ = own_class
     try:
         yield
     finally:
@@ -51,21 +51,20 @@ def under_own_class(model: Any) -> Iterator[None]:
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """List a run's folders `checkpoint-N`, complete or not, by step; names that only begin so are
-    none."""
-    found = [
-        path
-        for path in folder.glob("checkpoint-*")
-        if re.fullmatch(r"checkpoint-\d+", path.name) and path.is_dir()
-    ]
-    return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
+    """List a run's folders `checkpoint-N`, complete or not, by step; ignore names that only begin
+    so."""
+    folders = []
+    for path in folder.glob("checkpoint-*"):
+        if re.fullmatch(r"checkpoint-\d+", path.name) and path.is_dir():
+            folders.append(path)
+    return sorted(folders, key=lambda path: int(path.name.rpartition("-")[2]))
 
 
 def last_whole_checkpoint(folder: Path, with_states: bool = True) -> Path | None:
     """Find the newest complete checkpoint in a run's folder that is not damaged; None if no
     checkpoint is complete.
 
-    Damaged ones are passed over with a warning; `ValueError` if all complete ones are.
+    Damaged ones are skipped with a warning; `ValueError` if all complete ones are damaged.
     `with_states` says that checkpoints hold the states of optimizer, scheduler and random
     generators in files of their own.
     """
@@ -85,13 +84,13 @@ def last_whole_checkpoint(folder: Path, with_states: bool = True) -> Path | None
     return None
 
 
-def make_room(own: OwnFolder, limit: int, kept: set[str]) -> None:
+def make_room(folder: OwnFolder, limit: int, protected: set[str]) -> None:
     """Remove the oldest checkpoints of a run's listing until at most `limit` are left, or those of
-    the names in `kept`."""
-    names = set(own.names())
-    listed = [path.name for path in checkpoints_in(own.path) if path.name in names]
-    removable = [name for name in listed if name not in kept]
-    own.remove(*removable[: max(0, len(listed) - limit)])
+    the names in `protected`."""
+    names = set(folder.names())
+    listed = [path.name for path in checkpoints_in(folder.path) if path.name in names]
+    removable = [name for name in listed if name not in protected]
+    folder.remove(*removable[: max(0, len(listed) - limit)])
 
 
 def damage_of(checkpoint: Path, with_states: bool = True) -> str | None:
@@ -117,8 +116,8 @@ def damage_of(checkpoint: Path, with_states: bool = True) -> str | None:
                     pass
             elif path.suffix in (".pt", ".pth", ".bin"):
                 with zipfile.ZipFile(path) as archive:
-                    if (part := archive.testzip()) is not None:
-                        return f"{path.name} has other contents than were written, in {part}"
+                    if (member := archive.testzip()) is not None:
+                        return f"{path.name} has other contents than were written, in {member}"
         except (
             OSError,
             ValueError,

@@ -55,24 +55,30 @@ class DiffusionCollator:
     block_sizes: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        if wrong := [size for size in self.block_sizes if size < 1 or self.block_size % size]:
+        if invalid := [size for size in self.block_sizes if size < 1 or self.block_size % size]:
             raise ValueError(
-                f"block_sizes holds {wrong[0]}, which does not divide the model's block_size, "
+                f"block_sizes holds {invalid[0]}, which does not divide the model's block_size, "
                 f"{self.block_size}"
             )
 
     def __call__(  # noqa: D102 - the class says it
         self, rows: Sequence[Sample | Sequence[Sample]]
     ) -> dict[str, Any]:
-        packed = [[self._noisy_and_clean(sample) for sample in samples_of(row)] for row in rows]
-        noisy = [[part for parts, _ in row for part in parts] for row in packed]
-        clean = [[part for _, part in row] for row in packed]
+        noisy: list[list[dict[str, Any]]] = []
+        clean: list[list[dict[str, Any]]] = []
+        response_tokens = 0
+        for row in rows:
+            noisy.append([])
+            clean.append([])
+            for sample in samples_of(row):
+                copies, text = self._noisy_and_clean(sample)
+                noisy[-1] += copies
+                clean[-1].append(text)
+                response_tokens += int(sample.response.sum())
         # One block at least, of padding if there is nothing to learn: layers take no tensors
         # without columns.
-        width = max(
-            self.block_size, *(sum(len(part["input_ids"]) for part in row) for row in noisy)
-        )
-        length = width + max(sum(len(part["input_ids"]) for part in row) for row in clean)
+        width = max(self.block_size, *map(_column_count, noisy))
+        length = width + max(map(_column_count, clean))
         shape = (len(rows), length)
         columns = {
             name: np.zeros(shape, np.int64)
@@ -81,17 +87,14 @@ class DiffusionCollator:
         columns |= {name: np.full(shape, self.pad_token_id) for name in ("input_ids", "target_ids")}
         columns |= {"view": np.full(shape, NO_VIEW), "weight": np.zeros(shape, np.float32)}
         for index in range(len(rows)):
-            for begin, parts in ((0, noisy[index]), (width, clean[index])):
-                at = begin
-                for number, part in enumerate(parts):
-                    end = at + len(part["input_ids"])
-                    for name, values in part.items():
-                        columns[name][index, at:end] = values
-                    columns["sample"][index, at:end] = number if begin else number // self.copies
-                    at = end
-        response_tokens = sum(
-            int(sample.response.sum()) for row in rows for sample in samples_of(row)
-        )
+            for begin, segments in ((0, noisy[index]), (width, clean[index])):
+                start = begin
+                for number, segment in enumerate(segments):
+                    end = start + len(segment["input_ids"])
+                    for name, values in segment.items():
+                        columns[name][index, start:end] = values
+                    columns["sample"][index, start:end] = number if begin else number // self.copies
+                    start = end
         tensors = {name: torch.from_numpy(values) for name, values in columns.items()}
         return vars(PackedBatch(**tensors, response_tokens=torch.tensor(response_tokens)))
 
@@ -100,61 +103,72 @@ class DiffusionCollator:
         random = np.random.Generator(np.random.Philox(key=[self.seed + (1 << 32), sample.index]))
         size = int(random.choice(self.block_sizes)) if self.block_sizes else self.block_size
         blocks = sample.response_blocks(size)
-        where = (blocks[:, None] * size + np.arange(size)).ravel()
-        learned = sample.response[where].reshape(-1, size)
+        positions = (blocks[:, None] * size + np.arange(size)).ravel()
+        learned = sample.response[positions].reshape(-1, size)
         answered = (~learned & np.logical_or.accumulate(learned, 1)).ravel()
-        behind = (where >= (len(sample.ids) if sample.length is None else sample.length)) | answered
+        past_end = (positions >= _text_length(sample)) | answered
         level = 1 - random.random(len(blocks) if self.noise_per == "block" else 1)
         level = np.broadcast_to(level[:, None], (len(blocks), size)).ravel()
-        hidden = random.random(len(where)) < level
+        hidden = random.random(len(positions)) < level
         key = int(random.integers(1 << 32))
         copies = []
         for copy in range(self.copies):
-            chosen = (hidden if copy == 0 else ~hidden) & sample.response[where]
+            share = level if copy == 0 else 1 - level
+            chosen = (hidden if copy == 0 else ~hidden) & sample.response[positions]
             if sample.reveal_step is not None:
                 if self.inverse_level:
                     raise ValueError(
                         "inverse_level weighs random masks: samples with reveal_step have none, "
                         "leave it off"
                     )
-                chosen = self._left_by_decoding(
-                    sample, where, size, (level + copy / self.copies) % 1
-                ) | (chosen & behind)
-            share = level if copy == 0 else 1 - level
+                chosen = self._masked_by_decoding(
+                    sample, positions, size, (level + copy / self.copies) % 1
+                ) | (chosen & past_end)
+            weight = 1 / (self.copies * share) if self.inverse_level else 1.0
             copies.append(
                 {
-                    "input_ids": np.where(chosen | behind, self.mask_token_id, sample.ids[where]),
-                    "target_ids": np.where(behind, BLANK, sample.ids[where]),
-                    "position_ids": where,
-                    "block": where // size,
-                    "view": copy + 1,
-                    "weight": np.where(
-                        chosen, 1 / (self.copies * share) if self.inverse_level else 1.0, 0.0
+                    "input_ids": np.where(
+                        chosen | past_end, self.mask_token_id, sample.ids[positions]
                     ),
+                    "target_ids": np.where(past_end, BLANK, sample.ids[positions]),
+                    "position_ids": positions,
+                    "block": positions // size,
+                    "view": copy + 1,
+                    "weight": np.where(chosen, weight, 0.0),
                     "noise_key": key,
                 }
             )
-        positions = np.arange(len(sample.ids))
+        all_positions = np.arange(len(sample.ids))
         clean = {
             "input_ids": sample.ids,
             "target_ids": sample.ids,
-            "position_ids": positions,
-            "block": positions // size,
+            "position_ids": all_positions,
+            "block": all_positions // size,
         }
         return copies, {**clean, "view": CLEAN_VIEW, "noise_key": key}
 
-    def _left_by_decoding(
-        self, sample: Sample, where: np.ndarray, size: int, share: np.ndarray
+    def _masked_by_decoding(
+        self, sample: Sample, positions: np.ndarray, size: int, share: np.ndarray
     ) -> np.ndarray:
         """Mask tokens revealed in or after the step that exceeds a `share` of their block's tokens;
         return [tokens] bool."""
         assert sample.reveal_step is not None
-        masked = np.zeros(len(where), dtype=bool)
-        end = len(sample.ids) if sample.length is None else sample.length
-        for begin in range(0, len(where), size):
-            at = np.arange(begin, begin + size)
-            at = at[sample.response[where[at]] & (where[at] < end)]
-            steps = sample.reveal_step[where[at]]
-            if len(at):
-                masked[at[steps >= np.sort(steps)[int(share[begin] * len(at))]]] = True
+        masked = np.zeros(len(positions), dtype=bool)
+        end = _text_length(sample)
+        for begin in range(0, len(positions), size):
+            indices = np.arange(begin, begin + size)
+            indices = indices[sample.response[positions[indices]] & (positions[indices] < end)]
+            steps = sample.reveal_step[positions[indices]]
+            if len(indices):
+                masked[indices[steps >= np.sort(steps)[int(share[begin] * len(indices))]]] = True
         return masked
+
+
+def _column_count(segments: Sequence[dict[str, Any]]) -> int:
+    """Count the columns of segments that stand side by side."""
+    return sum(len(segment["input_ids"]) for segment in segments)
+
+
+def _text_length(sample: Sample) -> int:
+    """Return the number of a sample's tokens before its padding; of a text that was cut, all."""
+    return len(sample.ids) if sample.length is None else sample.length

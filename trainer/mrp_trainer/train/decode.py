@@ -54,7 +54,8 @@ def decode(options: DecodeOptions) -> str | None:
     state = PartialState(
         cpu=options.device == "cpu" or not torch.accelerator.is_available(), timeout=_PATIENCE
     )
-    path, folder = Path(options.output), OwnFolder(f"{options.output}.part")
+    path = Path(options.output)
+    folder = OwnFolder(f"{options.output}.part")
     _check_free(path)
     folder.check()
     source = open_source(options.data, options.split)
@@ -62,10 +63,8 @@ def decode(options: DecodeOptions) -> str | None:
     device = options.device or str(state.device)
     model = load_model(options.model, options.dtype, device, options.revision, options.backbone)
     check_tokenizer(tokenizer, model)
-    block_size, longest = (
-        model.config.block_size,
-        model.config.max_position_embeddings - options.max_new_tokens,
-    )
+    block_size = model.config.block_size
+    longest = model.config.max_position_embeddings - options.max_new_tokens
     if options.max_new_tokens < block_size:
         raise ValueError(
             f"max_new_tokens is {options.max_new_tokens}: training takes whole blocks, give at "
@@ -87,46 +86,42 @@ def decode(options: DecodeOptions) -> str | None:
         "mask_token_id": model.config.mask_token_id,
         "max_new_tokens": options.max_new_tokens,
     }
-    told = json.dumps([prompts, {**decoded_by, "model": None}, options.batch_size])
-    key = sha256(told.encode()).hexdigest()[:16]
-    batches = {
-        begin: folder.path / f"{key}-{begin}.jsonl"
-        for begin in range(0, len(prompts), options.batch_size)
-    }
-    folder.claim(
-        "whole",
-        *(
-            batch.with_suffix(suffix).name
-            for batch in batches.values()
-            for suffix in (".jsonl", ".partial")
-        ),
-    )
+    fingerprint = json.dumps([prompts, {**decoded_by, "model": None}, options.batch_size])
+    key = sha256(fingerprint.encode()).hexdigest()[:16]
+    batches = {}
+    names = ["whole"]
+    for begin in range(0, len(prompts), options.batch_size):
+        batches[begin] = folder.path / f"{key}-{begin}.jsonl"
+        names += [f"{key}-{begin}.jsonl", f"{key}-{begin}.partial"]
+    folder.claim(*names)
     for begin, batch in tqdm(
         list(batches.items())[state.process_index :: state.num_processes], "decoding"
     ):
         if not batch.exists():
             inputs = pad_left(prompts[begin : begin + options.batch_size], padding_id(tokenizer))
-            how = {
+            limits = {
                 "max_new_tokens": options.max_new_tokens,
                 "eos_token_id": list(encoder.end_token_ids),
             }
-            lines = _decoded_lines(model, inputs, decoded_by, **how)
+            batch_lines = _decoded_lines(model, inputs, decoded_by, **limits)
             partial = batch.with_suffix(".partial")
-            partial.write_text("".join(f"{line}\n" for line in lines))
+            partial.write_text("".join(f"{line}\n" for line in batch_lines))
             partial.replace(batch)
     state.wait_for_everyone()
     if not state.is_main_process:
         return None
-    made = [line for batch in batches.values() for line in batch.read_text().splitlines()]
-    (folder.path / "whole").write_text("".join(f"{line}\n" for line in made))
+    lines: list[str] = []
+    for batch in batches.values():
+        lines += batch.read_text().splitlines()
+    (folder.path / "whole").write_text("".join(f"{line}\n" for line in lines))
     _check_free(path)  # others had time to write it, meanwhile
     (folder.path / "whole").replace(os.path.realpath(path))
     folder.give_up()
-    cut = sum(json.loads(line)["ids"][-1] not in encoder.end_token_ids for line in made)
-    without = (
-        f", {cut} of them without an end (of these training takes whole blocks)" if cut else ""
-    )
-    return f"wrote {len(made)} texts to {path}{without}"
+    cut = sum(json.loads(line)["ids"][-1] not in encoder.end_token_ids for line in lines)
+    message = f"wrote {len(lines)} texts to {path}"
+    if cut:
+        message += f", {cut} of them without an end (of these training takes whole blocks)"
+    return message
 
 
 def _check_free(path: Path) -> None:
@@ -141,12 +136,13 @@ def _decoded_lines(
 ) -> list[str]:
     """Decode padded prompts, `inputs` [rows, length] long, greedily; return a JSON line that
     training reads for each prompt."""
-    given = {name: value.to(model.device) for name, value in inputs.items()}
+    tensors = {name: value.to(model.device) for name, value in inputs.items()}
     with torch.inference_mode():
         out = model.generate(
-            **given, decoding="static", do_sample=False, return_dict_in_generate=True, **options
+            **tensors, decoding="static", do_sample=False, return_dict_in_generate=True, **options
         )
-    lines, (_, width) = [], inputs["input_ids"].shape
+    lines = []
+    width = inputs["input_ids"].shape[1]
     lengths = inputs["attention_mask"].sum(1)
     for ids, real, steps in zip(
         out.sequences.tolist(), lengths.tolist(), out.reveal_step.tolist(), strict=True

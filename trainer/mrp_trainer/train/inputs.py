@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Mapping
-from itertools import islice
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ def bare_model(model: Any) -> MRPForCausalLM:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def make_ready(model: Any, args: MRPTrainingArguments) -> None:
+def prepare_model(model: Any, args: MRPTrainingArguments) -> None:
     """Freeze the weights that the objective does not train, and cast the others to float32: in
     bfloat16 most updates would be rounded away. With objective `mrp` the model decodes with
     `mrp_spec` by default, unless its generation config names a mode.
@@ -78,32 +77,37 @@ def make_ready(model: Any, args: MRPTrainingArguments) -> None:
 def ends_of(model: MRPForCausalLM) -> list[int]:
     """List the ids that end a text."""
     ends = model.generation_config.eos_token_id
-    return [] if ends is None else ends if isinstance(ends, list) else [ends]
+    if ends is None:
+        return []
+    return ends if isinstance(ends, list) else [ends]
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: MRPForCausalLM) -> None:
     """Raise `ValueError` for the tokenizer of another model, by its size, mask and eos token."""
-    config, ends = model.config, ends_of(model)
-    mask, eos, size = tokenizer.mask_token_id, tokenizer.eos_token_id, len(tokenizer)
-    wrong = []
+    config = model.config
+    ends = ends_of(model)
+    mask = tokenizer.mask_token_id
+    eos = tokenizer.eos_token_id
+    size = len(tokenizer)
+    problems = []
     if size > config.vocab_size:
-        wrong.append(f"it has {size} tokens, and the model's vocabulary {config.vocab_size}")
+        problems.append(f"it has {size} tokens, and the model's vocabulary {config.vocab_size}")
     if (
         mask is None
         and config.mask_token_id < size
         and config.mask_token_id not in tokenizer.added_tokens_decoder
     ):
         token = tokenizer.convert_ids_to_tokens(config.mask_token_id)
-        wrong.append(f"the model's mask, id {config.mask_token_id}, is its token {token!r}")
+        problems.append(f"the model's mask, id {config.mask_token_id}, is its token {token!r}")
     elif mask not in (None, config.mask_token_id):
-        wrong.append(f"its mask has the id {mask}, and the model's {config.mask_token_id}")
+        problems.append(f"its mask has the id {mask}, and the model's {config.mask_token_id}")
     if ends and eos is not None and eos not in ends:
-        wrong.append(
+        problems.append(
             f"its eos has the id {eos}, and the model's texts end with {', '.join(map(str, ends))}"
         )
-    if wrong:
+    if problems:
         raise ValueError(
-            f"the tokenizer does not fit the model: {'; '.join(wrong)}. Give the tokenizer that "
+            f"the tokenizer does not fit the model: {'; '.join(problems)}. Give the tokenizer that "
             "belongs to the model"
         )
 
@@ -123,8 +127,8 @@ def digest(model: Any) -> str | None:
 
 def encoder_of(model: Any, tokenizer: PreTrainedTokenizerBase, max_length: int) -> RecordEncoder:
     """Make the encoder of samples and prompts for a model."""
-    bare, config = bare_model(model), bare_model(model).config
-    ids = config.mask_token_id, ends_of(bare), config.vocab_size
+    bare = bare_model(model)
+    config = bare.config
     positions = config.max_position_embeddings
     # the default is for models with more positions
     if max_length > positions and max_length != TrainerFlags.max_length:
@@ -133,7 +137,13 @@ def encoder_of(model: Any, tokenizer: PreTrainedTokenizerBase, max_length: int) 
             "(max_position_embeddings), lower it"
         )
     return RecordEncoder(
-        tokenizer, config.block_size, min(max_length, positions), *ids, digest(bare)
+        tokenizer,
+        config.block_size,
+        min(max_length, positions),
+        config.mask_token_id,
+        ends_of(bare),
+        config.vocab_size,
+        digest(bare),
     )
 
 
@@ -157,11 +167,10 @@ def as_rows(
     if dataset is None:
         return None
     if isinstance(dataset, Mapping) and held_out:
-        each = dataset.items()
-        return {
-            split: as_rows(part, f"{name}[{split!r}]", model, args, tokenizer, True)
-            for split, part in each
-        }
+        rows = {}
+        for split, records in dataset.items():
+            rows[split] = as_rows(records, f"{name}[{split!r}]", model, args, tokenizer, True)
+        return rows
     if isinstance(dataset, Mapping):
         raise ValueError(f"{name} has the splits {', '.join(dataset)}: give one of them")
     source = source_of(dataset, name)
@@ -183,7 +192,12 @@ def as_rows(
 def prompts_of(rows: Any, count: int) -> list[list[int]]:
     """List up to `count` prompts, as ids: the tokens before the first response token of each
     sample, if there are any."""
-    # later epochs have larger numbers
-    samples = (sample for number in range(len(rows)) for sample in samples_of(rows[number]))
-    begun = (sample.ids[: int(sample.response.argmax())].tolist() for sample in samples)
-    return list(islice(filter(None, begun), count))
+    prompts: list[list[int]] = []
+    for number in range(len(rows)):  # later epochs have larger numbers
+        for sample in samples_of(rows[number]):
+            prompt = sample.ids[: int(sample.response.argmax())].tolist()
+            if prompt:
+                prompts.append(prompt)
+            if len(prompts) >= count:
+                return prompts[:count]
+    return prompts

@@ -56,19 +56,19 @@ def over_vocabulary(
     rows = max(1, at_once // len(lm_head_weight))
     chunks = [slice(start, start + rows) for start in range(0, max(1, len(hidden)), rows)]
 
-    def apply(piece: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
-        return loss(project(piece, lm_head_weight), *rest)
+    def cut(chunk: slice) -> list[Tensor]:
+        return [tensor[chunk] for tensor in (hidden, *others)]
+
+    def apply(hidden_chunk: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        return loss(project(hidden_chunk, lm_head_weight), *tensors)
 
     if not torch.is_grad_enabled() or not (hidden.requires_grad or lm_head_weight.requires_grad):
-        parts = [apply(hidden[at], *(other[at] for other in others)) for at in chunks]
+        chunk_results = [apply(*cut(chunk)) for chunk in chunks]
     elif lm_head_weight.requires_grad:
-        parts = [
-            checkpoint(apply, hidden[at], *(other[at] for other in others), use_reentrant=False)
-            for at in chunks
-        ]
+        chunk_results = [checkpoint(apply, *cut(chunk), use_reentrant=False) for chunk in chunks]
     else:
         return _FrozenVocabulary.apply(apply, chunks, hidden, *others)
-    values, notes = (torch.cat(part) for part in zip(*parts, strict=True))
+    values, notes = (torch.cat(results) for results in zip(*chunk_results, strict=True))
     return values, notes.detach()
 
 
@@ -80,15 +80,20 @@ class _FrozenVocabulary(torch.autograd.Function):
     def forward(
         ctx: Any, apply: TokenLoss, chunks: list[slice], hidden: Tensor, *others: Tensor
     ) -> tuple[Tensor, Tensor]:
-        all_values, all_notes, slopes = [], [], []
-        for at in chunks:
+        all_values = []
+        all_notes = []
+        slopes = []
+        for chunk in chunks:
             with torch.enable_grad():
-                piece = hidden[at].detach().requires_grad_()
-                values, notes = apply(piece, *(other[at].detach() for other in others))
+                hidden_chunk = hidden[chunk].detach().requires_grad_()
+                values, notes = apply(hidden_chunk, *(tensor[chunk].detach() for tensor in others))
                 columns = [column.sum() for column in values.unbind(-1)]
-            by_column = [
-                torch.autograd.grad(c, piece, retain_graph=c is not columns[-1])[0] for c in columns
-            ]
+            by_column = []
+            for column in columns:
+                (slope,) = torch.autograd.grad(
+                    column, hidden_chunk, retain_graph=column is not columns[-1]
+                )
+                by_column.append(slope)
             slopes.append(torch.stack(by_column, 1))
             all_values.append(values.detach())
             all_notes.append(notes.detach())
@@ -143,22 +148,27 @@ def order_kl(student: Tensor, teacher: Tensor, block: Tensor, blocks: int) -> Te
     """Compute the divergence of student and teacher over the position of a block to reveal next;
     sum over blocks.
 
-    `student` and `teacher` are log-odds [tokens] of the teacher's tokens (`favourite_odds`),
+    `student` and `teacher` are log-odds [tokens] of the teacher's tokens (`top_token_log_odds`),
     `block` the block number of each token, [tokens] long below `blocks`. Decoding reveals the most
     confident position first. Where several tokens are nearly certain, `forward_kl` is blind to
     their order, but the order is what most drafts get wrong. Here a position is the first of its
     block with a probability in proportion to the odds p / (1 - p) of the teacher's token; the
     result is KL(teacher || student).
     """
-    wanted = _log_softmax_within(teacher.detach(), block, blocks)
-    return (wanted.exp() * (wanted - _log_softmax_within(student, block, blocks))).sum()
+    teacher_log_probs = _log_softmax_within(teacher.detach(), block, blocks)
+    return (
+        teacher_log_probs.exp() * (teacher_log_probs - _log_softmax_within(student, block, blocks))
+    ).sum()
 
 
-def favourite_odds(student: Tensor, teacher: Tensor, mask_token_id: int) -> tuple[Tensor, Tensor]:
+def top_token_log_odds(
+    student: Tensor, teacher: Tensor, mask_token_id: int
+) -> tuple[Tensor, Tensor]:
     """Compute log-odds [n] of the teacher's likeliest token, never the mask, for student and
     teacher; logits are [n, vocab]."""
     mask = torch.tensor([mask_token_id], device=teacher.device)
-    teacher, student = (logits.index_fill(1, mask, -torch.inf) for logits in (teacher, student))
+    teacher = teacher.index_fill(1, mask, -torch.inf)
+    student = student.index_fill(1, mask, -torch.inf)
     token = teacher.argmax(-1)
     return log_odds(student, token), log_odds(teacher, token)
 

@@ -19,8 +19,8 @@ class Measures:
         """Add measurements, by name a sum and a count (scalars)."""
         for name, (total, count) in measured.items():
             dtype = widest(total.device)
-            both = torch.stack([total.detach().to(dtype), count.to(total.device, dtype)])
-            self._sums[name] = self._sums.get(name, 0) + both
+            sum_and_count = torch.stack([total.detach().to(dtype), count.to(total.device, dtype)])
+            self._sums[name] = self._sums.get(name, 0) + sum_and_count
 
     def take(self, accelerator: Accelerator) -> dict[str, tuple[float, float]]:
         """Return sums and counts over all processes since the last call; every process has to call
@@ -31,4 +31,7 @@ class Measures:
         totals = torch.stack([self._sums[name] for name in names])
         self._sums = {}
         reduced = accelerator.reduce(totals, reduction="sum").tolist()
-        return {name: (total, count) for name, (total, count) in zip(names, reduced, strict=True)}
+        measured = {}
+        for name, (total, count) in zip(names, reduced, strict=True):
+            measured[name] = (total, count)
+        return measured

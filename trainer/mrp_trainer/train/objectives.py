@@ -14,11 +14,11 @@ from modeling_mrp.networks.picker import Picker
 from .attention import TILES, TRAINING_FLEX, Tiles
 from .losses import (
     BLANK,
-    favourite_odds,
     forward_kl,
     order_kl,
     over_vocabulary,
     project,
+    top_token_log_odds,
     weighted_cross_entropy,
 )
 from .packed import CleanCache, PackedBatch, noisy_copies, noisy_length, sparse_mask
@@ -34,13 +34,11 @@ def packed_masks(model: MRPForCausalLM, batch: PackedBatch) -> tuple[Any, Any]:
     rule = batch.rule()
     if model.config._attn_implementation in ("flex_attention", TRAINING_FLEX):
         return sparse_mask(rule, batch.input_ids.shape[1]), sparse_mask(rule, noisy_length(batch))
-    whole = rule.dense()
-    noisy = whole[:, :, : noisy_length(batch)]
-    return (
-        (Tiles.of(whole), Tiles.of(noisy))
-        if model.config._attn_implementation == TILES
-        else (whole, noisy)
-    )
+    mask = rule.dense()
+    noisy = mask[:, :, : noisy_length(batch)]
+    if model.config._attn_implementation == TILES:
+        return Tiles.of(mask), Tiles.of(noisy)
+    return mask, noisy
 
 
 def block_diffusion(model: MRPForCausalLM, batch: PackedBatch) -> tuple[Tensor, Measured]:
@@ -82,12 +80,15 @@ class HeadObjective:
         """Return the loss, a scalar, and measurements; compute h_A first, then after each of K
         reveals an estimate and h_B."""
         passes = _Passes(model, batch)
-        noisy, sampler = passes.noisy, Picker(model.lm_head.weight, model.config.mask_token_id)
-        ids, masked, estimate = noisy.input_ids, noisy.supervised, passes.h_a
+        noisy = passes.noisy
+        sampler = Picker(model.lm_head.weight, model.config.mask_token_id)
+        ids = noisy.input_ids
+        masked = noisy.supervised
+        estimate = passes.h_a
         losses: list[Tensor] = []
         measured: Measured = {}
         for step in range(self.unroll):
-            before = masked
+            masked_before = masked
             ids, masked = self.reveals(noisy, ids, masked, estimate.detach(), sampler, step)
             estimate = estimate + passes.head(ids, estimate)
             loss, notes = self._divergence(
@@ -101,9 +102,11 @@ class HeadObjective:
             losses.append(loss)
             measured.update(notes)
             if step == 0 and self.reread_weight:
-                left_out = self.reveals.one_per_block(noisy, before & ~masked)
-                again = ids.masked_fill(left_out, model.config.mask_token_id)
-                loss, notes = self._divergence(passes, left_out, passes.backbone(again), estimate)
+                left_out = self.reveals.one_per_block(noisy, masked_before & ~masked)
+                remasked_ids = ids.masked_fill(left_out, model.config.mask_token_id)
+                loss, notes = self._divergence(
+                    passes, left_out, passes.backbone(remasked_ids), estimate
+                )
                 losses.append(self.reread_weight * loss)
                 measured.update({f"reread_{name}": note for name, note in notes.items()})
         return torch.stack(losses).sum() / self.unroll, measured
@@ -111,53 +114,61 @@ class HeadObjective:
     def _divergence(
         self,
         passes: "_Passes",
-        where: Tensor,
+        selected: Tensor,
         teacher: Tensor,
         estimate: Tensor,
         order_weight: float = 0.0,
         measured: bool = True,
     ) -> tuple[Tensor, Measured]:
-        """Compute the loss at positions `where`, [batch, length] bool; if `measured`, also return
-        KL(B||A), KL(B||A+C), how often A+C and B have the same likeliest token, and the divergence
-        of the order."""
-        weight, config = passes.model.lm_head.weight, passes.model.config
+        """Compute the loss at the positions `selected`, [batch, length] bool; if `measured`, also
+        return KL(B||A), KL(B||A+C), how often A+C and B have the same likeliest token, and the
+        divergence of the order."""
+        weight = passes.model.lm_head.weight
+        config = passes.model.config
 
         def token_loss(student: Tensor, teacher: Tensor, stale: Tensor) -> tuple[Tensor, Tensor]:
             with torch.no_grad():
-                wanted = project(teacher, weight)
-            values, notes = [forward_kl(student, wanted)], []
+                teacher_logits = project(teacher, weight)
+            values = [forward_kl(student, teacher_logits)]
+            notes = []
             if order_weight:
-                odds, of_teacher = favourite_odds(student, wanted, config.mask_token_id)
+                odds, of_teacher = top_token_log_odds(student, teacher_logits, config.mask_token_id)
                 values.append(odds)
                 notes.append(of_teacher)
             if measured:
                 with torch.no_grad():
                     notes.append(values[0].detach())
-                    notes.append(forward_kl(project(stale, weight), wanted))
-                    notes.append((student.argmax(-1) == wanted.argmax(-1)).to(student.dtype))
+                    notes.append(forward_kl(project(stale, weight), teacher_logits))
+                    notes.append(
+                        (student.argmax(-1) == teacher_logits.argmax(-1)).to(student.dtype)
+                    )
             return torch.stack(values, 1), torch.stack(notes, 1) if notes else student.new_zeros(
                 len(student), 0
             )
 
         batch = passes.noisy
         values, notes = over_vocabulary(
-            token_loss, estimate[where], weight, teacher[where], passes.h_a[where]
+            token_loss, estimate[selected], weight, teacher[selected], passes.h_a[selected]
         )
-        loss, found = (values[:, 0] * batch.weight[where]).sum(), {}
+        loss = (values[:, 0] * batch.weight[selected]).sum()
+        order_measured = {}
         if order_weight:
-            shown = batch.target_ids[where] != BLANK
-            blocks = block_numbers(batch)[where][shown]
-            order = order_kl(values[shown, 1], notes[shown, 0], blocks, where.numel())
+            has_token = batch.target_ids[selected] != BLANK
+            blocks = block_numbers(batch)[selected][has_token]
+            order = order_kl(values[has_token, 1], notes[has_token, 0], blocks, selected.numel())
             loss = loss + order_weight * order
             # Count distinct blocks on the device: each sets the entry of its number to 1.
-            found["kl_order"] = (
+            order_measured["kl_order"] = (
                 order,
-                torch.zeros(where.numel(), device=where.device).index_fill(0, blocks, 1.0).sum(),
+                torch.zeros(selected.numel(), device=selected.device)
+                .index_fill(0, blocks, 1.0)
+                .sum(),
             )
         if not measured:
             return loss, {}
-        sums, count = notes[:, -3:].sum(0), where.sum()
-        return loss, found | {
+        sums = notes[:, -3:].sum(0)
+        count = selected.sum()
+        return loss, order_measured | {
             name: (sums[i], count) for i, name in enumerate(("kl_head", "kl_stale", "agreement"))
         }
 
@@ -175,17 +186,19 @@ class _Passes:
     def __post_init__(self) -> None:
         self._length = noisy_length(self.batch)
         self._mask, self._noisy_mask = packed_masks(self.model, self.batch)
-        self._of_backbone, self._of_head = CleanCache(self._length), CleanCache(self._length)
+        self._of_backbone = CleanCache(self._length)
+        self._of_head = CleanCache(self._length)
         with torch.no_grad():
-            whole = self.model.backbone(
+            hidden = self.model.backbone(
                 self.batch.input_ids, self.batch.position_ids, self._mask, self._of_backbone
             )
         self.noisy = noisy_copies(self.batch)
         self._before = self.batch.before() if self.model.model.shifted else None
-        self._clean = whole[:, self._length :]
+        self._clean = hidden[:, self._length :]
         if self._before is not None:
-            whole = taken_from(whole, self._before)
-        self.h_a, self._clean_hidden = whole[:, : self._length], whole[:, self._length :]
+            hidden = taken_from(hidden, self._before)
+        self.h_a = hidden[:, : self._length]
+        self._clean_hidden = hidden[:, self._length :]
 
     @torch.no_grad()
     def backbone(self, ids: Tensor) -> Tensor:

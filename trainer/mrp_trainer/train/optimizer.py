@@ -22,23 +22,27 @@ class MuonAdamW(torch.optim.Optimizer):
         self, model: nn.Module, lr: float, muon_lr: float, weight_decay: float = 0.01, **adamw: Any
     ) -> None:
         matrices: list[nn.Parameter] = []
-        others: list[nn.Parameter] = []
+        remaining: list[nn.Parameter] = []
         for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                (matrices if parameter.dim() == 2 and "layers." in name else others).append(
-                    parameter
-                )
-        self.parts: list[torch.optim.Optimizer] = []
+            if not parameter.requires_grad:
+                continue
+            if parameter.dim() == 2 and "layers." in name:
+                matrices.append(parameter)
+            else:
+                remaining.append(parameter)
+        self.optimizers: list[torch.optim.Optimizer] = []
         if matrices:
-            self.parts.append(
+            self.optimizers.append(
                 torch.optim.Muon(
                     matrices, lr=muon_lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
                 )
             )
-        if others:
-            self.parts.append(torch.optim.AdamW(others, lr=lr, weight_decay=0.0, **adamw))
-        super().__init__(matrices + others, {"lr": lr})
-        self.param_groups = [group for part in self.parts for group in part.param_groups]
+        if remaining:
+            self.optimizers.append(torch.optim.AdamW(remaining, lr=lr, weight_decay=0.0, **adamw))
+        super().__init__(matrices + remaining, {"lr": lr})
+        self.param_groups = [
+            group for optimizer in self.optimizers for group in optimizer.param_groups
+        ]
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -47,16 +51,18 @@ class MuonAdamW(torch.optim.Optimizer):
         """Make one step of Muon and AdamW; return the loss that `closure` computes before, if it is
         given."""
         loss = closure() if closure is not None else None
-        for part in self.parts:
-            part.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
         return loss
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of Muon and AdamW."""
-        return {"parts": [part.state_dict() for part in self.parts]}
+        return {"parts": [optimizer.state_dict() for optimizer in self.optimizers]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the states of Muon and AdamW."""
-        for part, state in zip(self.parts, state_dict["parts"], strict=True):
-            part.load_state_dict(state)
-        self.param_groups = [group for part in self.parts for group in part.param_groups]
+        for optimizer, state in zip(self.optimizers, state_dict["parts"], strict=True):
+            optimizer.load_state_dict(state)
+        self.param_groups = [
+            group for optimizer in self.optimizers for group in optimizer.param_groups
+        ]

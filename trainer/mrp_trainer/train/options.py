@@ -7,7 +7,7 @@ Nothing here imports torch, so that help appears at once.
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-from ..embedded import located
+from ..embedded import resolve_source
 from ..evaluate.options import ModelOptions
 from ..flags import flag
 
@@ -16,7 +16,7 @@ HeadInit = Literal["identity", "backbone", "published"]
 
 _RUN, _MODEL, _DATA, _HEAD = "Run", "Model", "Data", "Head"
 _LOSS, _OPTIMIZER, _WATCH = "Objective", "Optimizer", "Watching and saving"
-_ASKED, _HOW, _OUTPUT = "Prompts", "Decoding", "Output"
+_PROMPTS, _HOW, _OUTPUT = "Prompts", "Decoding", "Output"
 
 
 @dataclass
@@ -79,10 +79,11 @@ class RunOptions:
     )
 
     def __post_init__(self) -> None:
-        self.model = located(self.model)
-        self.head, self.tokenizer = (
-            one if one is None else located(one) for one in (self.head, self.tokenizer)
-        )
+        self.model = resolve_source(self.model)
+        if self.head is not None:
+            self.head = resolve_source(self.head)
+        if self.tokenizer is not None:
+            self.tokenizer = resolve_source(self.tokenizer)
 
 
 @dataclass
@@ -135,22 +136,20 @@ class TrainerFlags:
 def check_declared(options: Any) -> None:
     """Raise `ValueError` for a value outside of the choices or the range that its field
     declares."""
-    for one in fields(options):
-        flagged = one.metadata.get("flag", {"kind": None, "more": one.metadata})
-        value, least, most = (
-            getattr(options, one.name),
-            flagged["more"].get("min"),
-            flagged["more"].get("max"),
-        )
-        choices = one.metadata.get("one_of", get_args(flagged["kind"]))
+    for option in fields(options):
+        flagged = option.metadata.get("flag", {"kind": None, "more": option.metadata})
+        value = getattr(options, option.name)
+        minimum = flagged["more"].get("min")
+        maximum = flagged["more"].get("max")
+        choices = option.metadata.get("one_of", get_args(flagged["kind"]))
         if choices and value not in choices:
             raise ValueError(
-                f"{one.name} is {value!r}: choose {', '.join(map(repr, choices[:-1]))} or "
+                f"{option.name} is {value!r}: choose {', '.join(map(repr, choices[:-1]))} or "
                 f"{choices[-1]!r}"
             )
-        if least is not None and not least <= value <= (value if most is None else most):
-            needed = f"{least} or more" if most is None else f"from {least} to {most}"
-            raise ValueError(f"{one.name} is {value}: it must be {needed}")
+        if minimum is not None and not minimum <= value <= (value if maximum is None else maximum):
+            needed = f"{minimum} or more" if maximum is None else f"from {minimum} to {maximum}"
+            raise ValueError(f"{option.name} is {value}: it must be {needed}")
 
 
 @dataclass
@@ -177,10 +176,10 @@ class DecodeOptions(ModelOptions):
     GPU."""
 
     data: list[str] = flag(
-        "JSON lines or a datasets folder, with prompts.", panel=_ASKED, metavar="FILE"
+        "JSON lines or a datasets folder, with prompts.", panel=_PROMPTS, metavar="FILE"
     )
     output: str = flag("JSON lines that mrp train reads.", panel=_OUTPUT, metavar="FILE")
-    split: str = flag("Split of a datasets folder.", "train", panel=_ASKED)
-    limit: int | None = flag("Limit of records.", None, panel=_ASKED, min=1)
+    split: str = flag("Split of a datasets folder.", "train", panel=_PROMPTS)
+    limit: int | None = flag("Limit of records.", None, panel=_PROMPTS, min=1)
     max_new_tokens: int = flag("Limit of tokens per prompt.", 256, panel=_HOW, min=1)
     batch_size: int = flag("Prompts per call of generate.", 32, panel=_HOW, min=1)

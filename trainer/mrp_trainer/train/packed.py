@@ -47,13 +47,14 @@ class PackedRule:
             (key_block < query_block) | ((query_view == CLEAN_VIEW) & (key_block == query_block))
         )
         noisy = (key_view != CLEAN_VIEW) & (key_view == query_view) & (key_block == query_block)
-        same = (self.sample[row, query] == self.sample[row, key]) & (key_view != NO_VIEW)
-        return ((clean | noisy) & same & (query_view != NO_VIEW)) | (query == key)
+        same_sample = (self.sample[row, query] == self.sample[row, key]) & (key_view != NO_VIEW)
+        return ((clean | noisy) & same_sample & (query_view != NO_VIEW)) | (query == key)
 
     def dense(self) -> Tensor:
         """Return the whole mask, [batch, 1, length, length] bool."""
         rows, length = self.view.shape
-        row, column = (torch.arange(n, device=self.view.device) for n in (rows, length))
+        row = torch.arange(rows, device=self.view.device)
+        column = torch.arange(length, device=self.view.device)
         return self(row[:, None, None], None, column[None, :, None], column[None, None, :])[:, None]
 
 
@@ -105,16 +106,20 @@ class PackedBatch:
         view = torch.where(self.begins, CLEAN_VIEW, self.view)
         size = int(self.position_ids.max()) + 2
 
-        def place(view: Tensor, position: Tensor) -> Tensor:
+        def key(view: Tensor, position: Tensor) -> Tensor:
             return (self.sample * (int(self.view.max()) + 1) + view) * size + position
 
-        known, order = torch.where(
-            self.view == NO_VIEW, -1, place(self.view, self.position_ids)
-        ).sort(-1)
-        wanted = place(view, self.position_ids - 1)
-        at = torch.searchsorted(known, wanted).clamp(max=known.shape[1] - 1)
-        there = (known.gather(1, at) == wanted) & (self.view != NO_VIEW) & (self.position_ids > 0)
-        return torch.where(there, order.gather(1, at), -1)
+        keys, order = torch.where(self.view == NO_VIEW, -1, key(self.view, self.position_ids)).sort(
+            -1
+        )
+        previous_keys = key(view, self.position_ids - 1)
+        index = torch.searchsorted(keys, previous_keys).clamp(max=keys.shape[1] - 1)
+        exists = (
+            (keys.gather(1, index) == previous_keys)
+            & (self.view != NO_VIEW)
+            & (self.position_ids > 0)
+        )
+        return torch.where(exists, order.gather(1, index), -1)
 
     @property
     def supervised(self) -> Tensor:
@@ -152,14 +157,12 @@ def widest(device: torch.device) -> torch.dtype:
     return torch.float64 if device.type in ("cpu", "cuda") else torch.float32
 
 
-def uniform(batch: PackedBatch, purpose: int, of: Tensor) -> Tensor:
+def uniform(batch: PackedBatch, purpose: int, index: Tensor) -> Tensor:
     """Draw uniform numbers in (0, 1), [batch, length] in the `widest` dtype, which depend on
-    sample, noisy copy, `purpose` and `of`, [batch, length] long: positions, or blocks for one
+    sample, noisy copy, `purpose` and `index`, [batch, length] long: positions, or blocks for one
     number per block."""
-    bits, dtype = (
-        noise_key(batch.noise_key, of, mix_bits(batch.view + 1) ^ purpose),
-        widest(of.device),
-    )
+    bits = noise_key(batch.noise_key, index, mix_bits(batch.view + 1) ^ purpose)
+    dtype = widest(index.device)
     return ((bits.to(dtype) + 0.5) * 2.0**-32).clamp(max=1 - torch.finfo(dtype).eps)
 
 
@@ -174,12 +177,12 @@ class CleanCache(Cache):
     def __init__(self, noisy_length: int) -> None:
         super().__init__(layers=[])
         self.noisy_length = noisy_length
-        self.kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self.stored: dict[int, tuple[Tensor, Tensor]] = {}
 
     @property
     def filled(self) -> bool:
         """Return whether the first pass has run."""
-        return bool(self.kept)
+        return bool(self.stored)
 
     def update(
         self,
@@ -191,14 +194,16 @@ class CleanCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Return keys and values of all columns, [batch, heads, columns, head_dim]; store the clean
         ones in the first pass."""
-        if layer_idx in self.kept:
-            keys, values = self.kept[layer_idx]
+        if layer_idx in self.stored:
+            keys, values = self.stored[layer_idx]
             return torch.cat([key_states, keys], 2), torch.cat([value_states, values], 2)
-        keys, values = (states[:, :, self.noisy_length :] for states in (key_states, value_states))
+        keys = key_states[:, :, self.noisy_length :]
+        values = value_states[:, :, self.noisy_length :]
         # A copy frees the noisy columns; with gradients the backward pass holds them anyway.
-        self.kept[layer_idx] = (
-            (keys, values) if keys.requires_grad else (keys.contiguous(), values.contiguous())
-        )
+        if not keys.requires_grad:
+            keys = keys.contiguous()
+            values = values.contiguous()
+        self.stored[layer_idx] = (keys, values)
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

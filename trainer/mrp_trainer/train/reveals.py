@@ -68,33 +68,33 @@ class Reveals:
         groups = ids.numel()
         if self.rule == "on_policy":
             picks = sampler(hidden[open_])
-            token, score = picks.token, picks.odds
-            lot = uniform(batch, 1, batch.block)[open_]
+            token = picks.token
+            score = picks.odds
+            draw = uniform(batch, 1, batch.block)[open_]
             threshold = (
                 _EAGER_FROM + (_EAGER_TO - _EAGER_FROM) * uniform(batch, 2, batch.block)[open_]
             )
             chosen = (_rank(score, group, groups) < 1) | (
-                (lot < self.eager_share) & (score > threshold.logit())
+                (draw < self.eager_share) & (score > threshold.logit())
             )
         else:
-            token, score = (
-                batch.target_ids[open_],
-                uniform(batch, 16 + step, batch.position_ids)[open_],
-            )
+            token = batch.target_ids[open_]
+            score = uniform(batch, 16 + step, batch.position_ids)[open_]
             chosen = _rank(score, group, groups) < 1
         row, column = open_[0][chosen], open_[1][chosen]
-        ids, masked = ids.clone(), masked.clone()
+        ids = ids.clone()
         ids[row, column] = token[chosen]
+        masked = masked.clone()
         masked[row, column] = False
         return ids, masked
 
-    def one_per_block(self, batch: PackedBatch, where: Tensor) -> Tensor:
+    def one_per_block(self, batch: PackedBatch, selected: Tensor) -> Tensor:
         """Choose one marked position of each block at random; return a mask, [batch, length]
         bool."""
-        marked = where.nonzero(as_tuple=True)
-        lot = uniform(batch, 3, batch.position_ids)[marked]
-        first = _rank(lot, block_numbers(batch)[marked], where.numel()) < 1
-        return torch.zeros_like(where).index_put_(marked, first)
+        marked = selected.nonzero(as_tuple=True)
+        draw = uniform(batch, 3, batch.position_ids)[marked]
+        first = _rank(draw, block_numbers(batch)[marked], selected.numel()) < 1
+        return torch.zeros_like(selected).index_put_(marked, first)
 
 
 def _rank(score: Tensor, group: Tensor, groups: int) -> Tensor:
@@ -105,5 +105,5 @@ def _rank(score: Tensor, group: Tensor, groups: int) -> Tensor:
     size = torch.zeros(groups, dtype=torch.long, device=group.device).index_add(
         0, group, torch.ones_like(group)
     )
-    place = torch.arange(len(group), device=group.device) - (size.cumsum(0) - size)[group[order]]
-    return torch.empty_like(place).index_put_((order,), place)
+    rank = torch.arange(len(group), device=group.device) - (size.cumsum(0) - size)[group[order]]
+    return torch.empty_like(rank).index_put_((order,), rank)

@@ -21,14 +21,16 @@ from modeling_mrp.modeling import MRPForCausalLM
 from ..data.sources import open_source
 from ..heads import with_new_head
 from ..loading import tokenizer_of
-from ..outputs import OwnFolder, replace_file, told_if_full
+from ..outputs import OwnFolder, replace_file, report_full_disk
 from .checkpoints import checkpoints_in, step_of, under_own_class
 from .options import RunOptions
 from .settings import RUN_FILE, Settings, read_yaml
 from .trainer import MRPTrainer
 
 _RESTART = "Name another folder, or begin again with --restart"
-_FULL = "free some space and repeat the command, which goes on from the last whole checkpoint"
+_FULL_DISK_REMEDY = (
+    "free some space and repeat the command, which goes on from the last whole checkpoint"
+)
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class OpenRun:
         newest = self.trainer.newest_checkpoint()
         if newest is not None and self.trainer.args.process_index == 0:
             print(f"resuming from {newest.name}")
-        with told_if_full(self.folder, _FULL):
+        with report_full_disk(self.folder, _FULL_DISK_REMEDY):
             return self._train(newest)
 
     def _train(self, newest: Path | None) -> Path:
@@ -65,7 +67,7 @@ class OpenRun:
         ):
             print(
                 f"all {state.global_step} steps of this run are "
-                f"done.{_how_to_go_on(self.folder, self.settings)}"
+                f"done.{_resume_hint(self.folder, self.settings)}"
             )
         evaluated = [line["step"] for line in state.log_history if "eval_loss" in line]
         if self.trainer.eval_dataset is not None and evaluated[-1:] != [state.global_step]:
@@ -88,12 +90,15 @@ def open_run(settings: Settings, restart: bool = False) -> OpenRun:
     """
     options = settings.options
     _check_trackers(settings.training.get("report_to"))
-    held_out = open_source(options.eval_data, options.eval_split) if options.eval_data else None
+    held_out = None
+    if options.eval_data:
+        held_out = open_source(options.eval_data, options.eval_split)
     data = open_source(options.data, options.split)
-    arguments, folder = settings.arguments(), Path(settings.training["output_dir"])
+    arguments = settings.arguments()
+    folder = Path(settings.training["output_dir"])
     _check_inputs(folder, options)
     OwnFolder(folder).check()
-    settings = settings.written_down(arguments, _data_digest(options.data))
+    settings = settings.with_defaults(arguments, _data_digest(options.data))
     set_seed(arguments.seed)
     tokenizer = tokenizer_of(options)
     trainer = MRPTrainer(
@@ -104,7 +109,7 @@ def open_run(settings: Settings, restart: bool = False) -> OpenRun:
     lock = FileLock(folder / ".lock")
     with arguments.main_process_first(desc="the run's folder"):
         if arguments.process_index == 0:  # after all other checks
-            _take(folder, lock, settings, restart)
+            _claim_folder(folder, lock, settings, restart)
     return OpenRun(settings, trainer, tokenizer, lock)
 
 
@@ -137,40 +142,43 @@ def _data_digest(paths: Sequence[str]) -> str | None:
     """Return a digest of data files; None for a dataset on the Hub."""
     if not all(map(os.path.exists, paths)):
         return None
-    files = {
-        file
-        for path in map(Path, paths)
-        for file in ([path] if path.is_file() else path.rglob("*"))
-        if file.is_file()
-    }
+    files: set[Path] = set()
+    for path in map(Path, paths):
+        files.update([path] if path.is_file() else path.rglob("*"))
     digests = {}
-    for path in sorted(files):
+    for path in sorted(filter(Path.is_file, files)):
         with path.open("rb") as file:
             digests[path.as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
     return hashlib.sha256(json.dumps(digests).encode()).hexdigest()[:32]
 
 
-def _take(folder: Path, lock: FileLock, settings: Settings, restart: bool) -> None:
+def _claim_folder(folder: Path, lock: FileLock, settings: Settings, restart: bool) -> None:
     """Make a run's folder if needed, lock it, and write the run's settings; `ValueError` if another
     run has the folder."""
-    own, path, checkpoints = OwnFolder(folder), folder / RUN_FILE, checkpoints_in(folder)
-    own.check()
-    own.check_free("config.json", "model.safetensors")
-    if restart and (others := sorted({one.name for one in checkpoints} - {*own.names()})):
+    output = OwnFolder(folder)
+    path = folder / RUN_FILE
+    checkpoints = checkpoints_in(folder)
+    output.check()
+    output.check_free("config.json", "model.safetensors")
+    if restart and (
+        foreign := sorted({checkpoint.name for checkpoint in checkpoints} - {*output.names()})
+    ):
         raise ValueError(
-            f"{folder} holds {others[0]}, which no run here wrote, and so --restart leaves: remove "
-            "it"
+            f"{folder} holds {foreign[0]}, which no run here wrote, and so --restart leaves: "
+            "remove it"
         )
     if (checkpoints or (folder / "config.json").is_file()) and not restart:
         if not path.is_file():
             raise ValueError(f"{folder} holds checkpoints and no {RUN_FILE}. {_RESTART}")
         if different := settings.differences(read_yaml(path)):
-            more = _how_to_go_on(folder, settings) if (folder / "config.json").is_file() else ""
+            hint = ""
+            if (folder / "config.json").is_file():
+                hint = _resume_hint(folder, settings)
             raise ValueError(
                 f"{folder} holds a run with other settings: {'; '.join(different)}. "
-                f"{_RESTART}.{more}"
+                f"{_RESTART}.{hint}"
             )
-    own.claim(Path(lock.lock_file).name, RUN_FILE)
+    output.claim(Path(lock.lock_file).name, RUN_FILE)
     try:
         lock.acquire(timeout=0)
     except Timeout as error:
@@ -178,40 +186,47 @@ def _take(folder: Path, lock: FileLock, settings: Settings, restart: bool) -> No
             f"{folder} is held by a run that goes on: wait for it, end it, or name another folder"
         ) from error
     if restart:
-        own.remove(*(name for name in own.names() if name.startswith("checkpoint-")))
+        output.remove(*(name for name in output.names() if name.startswith("checkpoint-")))
     replace_file(path, yaml.safe_dump(settings.as_dict(), sort_keys=False).encode())
 
 
-def _how_to_go_on(folder: Path, settings: Settings) -> str:
+def _resume_hint(folder: Path, settings: Settings) -> str:
     """Return a hint on how to train a run's result further, a sentence that begins with a space."""
-    what, flag = ("head", "head") if settings.objective == "mrp" else ("backbone", "model")
-    return f" To train its {what} further, give --{flag} {folder} and another --output-dir"
+    component, flag = ("head", "head") if settings.objective == "mrp" else ("backbone", "model")
+    return f" To train its {component} further, give --{flag} {folder} and another --output-dir"
 
 
 def load_model(settings: Settings) -> Any:
     """Load the model that a run trains. Frozen weights have the dtype of the passes, bfloat16 or
     float32; trained ones are always float32: in bfloat16 most updates would be rounded away."""
     options = settings.options
-    where: dict[str, Any] = {} if options.revision is None else {"revision": options.revision}
+    hub_options: dict[str, Any] = {}
+    if options.revision is not None:
+        hub_options["revision"] = options.revision
     if settings.objective == "block_diffusion":
         model = MRPForCausalLM.from_backbone(
-            options.model, dtype=torch.float32, **where, **_of_qwen3(options)
+            options.model, dtype=torch.float32, **hub_options, **_block_fields(options)
         )
         if model.mrp_head is not None:
             model.detach_head()  # it was trained for the old backbone
         return model
-    where["dtype"] = torch.bfloat16 if settings.training.get("bf16") else torch.float32
-    model = MRPForCausalLM.from_backbone(options.model, options.head, **where)
+    hub_options["dtype"] = torch.bfloat16 if settings.training.get("bf16") else torch.float32
+    model = MRPForCausalLM.from_backbone(options.model, options.head, **hub_options)
     if options.head is None:
         with_new_head(model, options.head_layers, options.head_init)
     model.mrp_head.to(torch.float32)
     return model
 
 
-def _of_qwen3(options: RunOptions) -> dict[str, Any]:
-    """Collect the given options that the config of an autoregressive checkpoint lacks."""
-    given = {name: getattr(options, name) for name in ("block_size", "mask_token_id")}
-    return {name: value for name, value in given.items() if value is not None}
+def _block_fields(options: RunOptions) -> dict[str, Any]:
+    """Collect the given options of block and mask, which an autoregressive checkpoint's config
+    lacks."""
+    fields = {}
+    if options.block_size is not None:
+        fields["block_size"] = options.block_size
+    if options.mask_token_id is not None:
+        fields["mask_token_id"] = options.mask_token_id
+    return fields
 
 
 def dry_run(settings: Settings) -> str:
@@ -219,19 +234,21 @@ def dry_run(settings: Settings) -> str:
     Errors: see `meta_model`."""
     arguments = settings.arguments(bf16=False, fp16=False, use_cpu=True)
     model = meta_model(settings)
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    matrices = sum(p.numel() for name, p in trained.items() if p.dim() == 2 and "layers." in name)
-    parameters, numbers = model.num_parameters(), sum(p.numel() for p in trained.values())
-    half = bool(settings.training.get("bf16"))
-    memory = {
-        "weights": (parameters - numbers) * (2 if half else 4)
-        + numbers * (6 if half else 4),  # autocast copies what trains
-        "gradients": 4 * numbers,
-        "optimizer": 8 * numbers - (0 if arguments.muon_learning_rate is None else 4 * matrices),
-    }
+    parameters = model.num_parameters()
+    trained = matrices = 0
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            trained += parameter.numel()
+            if parameter.dim() == 2 and "layers." in name:
+                matrices += parameter.numel()
+    memory = {"weights": 4 * parameters, "gradients": 4 * trained, "optimizer": 8 * trained}
+    if settings.training.get("bf16"):  # autocast copies what trains
+        memory["weights"] = 2 * (parameters - trained) + 6 * trained
+    if arguments.muon_learning_rate is not None:
+        memory["optimizer"] -= 4 * matrices
     at_once = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps
     sizes = {**memory, "in all": sum(memory.values())}.items()
-    lines = [f"parameters: {parameters:,}, of which {numbers:,} train"]
+    lines = [f"parameters: {parameters:,}, of which {trained:,} train"]
     lines += [f"{name}: {size / 2**30:.4g} GiB" for name, size in sizes]
     lines += [
         "a process, and activations, which grow with the batch; DDP holds gradients twice, FSDP "
@@ -245,10 +262,10 @@ def meta_model(settings: Settings) -> Any:
     allocated, downloaded or written. `ValueError` if there is no head to train further, `OSError`
     if a config is neither here nor in the cache."""
     options = settings.options
-    found = stored_json(options.model, revision=options.revision, local_files_only=True)[0]
-    if found.get("model_type") == "qwen3":
-        found |= {"model_type": "sdar", **_of_qwen3(options)}
-    config = MRPConfig.from_dict(found)
+    fields = stored_json(options.model, revision=options.revision, local_files_only=True)[0]
+    if fields.get("model_type") == "qwen3":
+        fields |= {"model_type": "sdar", **_block_fields(options)}
+    config = MRPConfig.from_dict(fields)
     if settings.objective == "block_diffusion":
         config.num_nextn_predict_layers = 0
     elif options.head is None:
@@ -271,11 +288,9 @@ def _save(
 ) -> None:
     """Save the head alone or the whole model, as the settings say, in the dtype of the passes, and
     the tokenizer."""
-    state = (
-        trainer.accelerator.get_state_dict(trainer.model_wrapped)
-        if trainer.is_fsdp_enabled
-        else None
-    )
+    state = None
+    if trainer.is_fsdp_enabled:
+        state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     if not trainer.args.should_save:
         return
     dtype = torch.bfloat16 if trainer.args.bf16 else torch.float32
@@ -286,7 +301,7 @@ def _save(
             name: value.to(dtype) if value.is_floating_point() else value
             for name, value in state.items()
         }
-    only = settings.objective == "mrp" and settings.options.save == "head"
+    head_only = settings.objective == "mrp" and settings.options.save == "head"
     with OwnFolder(folder).saving() as partial, under_own_class(trainer.model):
-        trainer.model.save_pretrained(partial, state_dict=state, head_only=only)
+        trainer.model.save_pretrained(partial, state_dict=state, head_only=head_only)
         tokenizer.save_pretrained(partial)

@@ -10,7 +10,7 @@ from typing import Any, get_args, get_type_hints
 
 from huggingface_hub.dataclasses import type_validator
 
-from ..flags import assigned, parsed
+from ..flags import parse_assignments, parse_yaml
 from .arguments import MRPTrainingArguments
 from .options import RunOptions, TrainerFlags, check_declared
 
@@ -47,7 +47,7 @@ save_total_limit learning_rate lr_scheduler_type lr_scheduler_kwargs
 """
 # Types that are allowed beyond the declared ones: transformers declares `fsdp` as str alone, which
 # it has deprecated.
-_ALSO: dict[str, Any] = {
+_EXTRA_TYPES: dict[str, Any] = {
     "fsdp": bool | str | None,
     "report_to": str | list[str] | None,
     "eval_steps": float | None,
@@ -67,30 +67,32 @@ class Settings:
 
     def as_dict(self) -> dict[str, Any]:
         """Return all settings as one mapping, which can serve as a YAML file."""
-        options = {
-            name: value
-            for name, value in asdict(self.options).items()
-            if name in _option_names(self.objective)
-        }
-        digest = {} if self.data_digest is None else {"data_digest": self.data_digest}
-        return {"objective": self.objective, **options, **self.training, **digest}
+        settings: dict[str, Any] = {"objective": self.objective}
+        for name, value in asdict(self.options).items():
+            if name in _option_names(self.objective):
+                settings[name] = value
+        settings |= self.training
+        if self.data_digest is not None:
+            settings["data_digest"] = self.data_digest
+        return settings
 
-    def differences(self, before: Mapping[str, Any]) -> list[str]:
-        """List the settings that change the weights and differ from `before` (as from `as_dict`),
+    def differences(self, previous: Mapping[str, Any]) -> list[str]:
+        """List the settings that change the weights and differ from `previous` (as from `as_dict`),
         each with both values."""
-        now = self.as_dict()
-        names = [name for name in {**before, **now} if changes_weights(name)]
-        pairs = [
-            (name, before.get(name, _default(name)), now.get(name, _default(name)))
-            for name in names
-        ]
-        return [f"{name} was {old!r} and is {new!r}" for name, old, new in pairs if old != new]
+        current = self.as_dict()
+        differences = []
+        for name in {**previous, **current}:
+            old = previous.get(name, _default(name))
+            new = current.get(name, _default(name))
+            if changes_weights(name) and old != new:
+                differences.append(f"{name} was {old!r} and is {new!r}")
+        return differences
 
     def arguments(self, **others: Any) -> MRPTrainingArguments:
         """Make the arguments of the trainer; `others` override the settings."""
         return MRPTrainingArguments(objective=self.objective, **{**self.training, **others})
 
-    def written_down(self, arguments: MRPTrainingArguments, data_digest: str | None) -> "Settings":
+    def with_defaults(self, arguments: MRPTrainingArguments, data_digest: str | None) -> "Settings":
         """Return the settings with the data's digest, and with values for options left at defaults,
         as these may change."""
         values = {name: getattr(arguments, name) for name in _WRITTEN.split()}
@@ -120,43 +122,48 @@ def read_settings(
         ValueError: for an unknown name, a value of another type, values that do not go together, or
             an unreadable file.
     """
-    found: dict[str, Any] = {}
+    values_by_name: dict[str, Any] = {}
     of_file = {} if config is None else read_yaml(_config_path(config))
     of_file.pop("data_digest", None)  # it was of the files at that time
-    for where, values in (
+    for source, values in (
         (config, of_file),
-        ("--set", assigned(assignments)),
+        ("--set", parse_assignments(assignments)),
         ("a flag", flags or {}),
     ):
         for name, value in values.items():
-            if where != "a flag" or value not in (None, []):
-                found[name] = _checked(objective, str(name), value, str(where))
-    if found.pop("objective", objective) != objective:
+            if source != "a flag" or value not in (None, []):
+                values_by_name[name] = _checked(objective, str(name), value, str(source))
+    if values_by_name.pop("objective", objective) != objective:
         raise ValueError(
             f"{config} is for another objective than {objective!r}: use the other command of mrp "
             "train"
         )
     names = _option_names(objective)
-    given = {name: found.pop(name) for name in list(found) if name in names}
-    for name, values in (("model", given), ("output_dir", found)):
+    run_values = {name: values_by_name.pop(name) for name in list(values_by_name) if name in names}
+    for name, values in (("model", run_values), ("output_dir", values_by_name)):
         if name not in values:
             raise ValueError(
                 f"no {name}: give --{name.replace('_', '-')}, or {name} in the YAML file"
             )
-    if given.get("head") is not None and (
-        new := sorted({"head_layers", "head_init"} & given.keys())
+    if run_values.get("head") is not None and (
+        new := sorted({"head_layers", "head_init"} & run_values.keys())
     ):
         raise ValueError(
-            f"head is {given['head']!r}, and {', '.join(new)} describe a new one: leave out either"
+            f"head is {run_values['head']!r}, and {', '.join(new)} describe a new one: leave out "
+            "either"
         )
-    options = RunOptions(**given)
+    options = RunOptions(**run_values)
     check_declared(options)
     if options.eval_data:
-        found = {"eval_strategy": "steps", **found}
+        values_by_name = {"eval_strategy": "steps", **values_by_name}
     if options.early_stopping_patience:
         best = {"load_best_model_at_end": True, "restore_callback_states_from_checkpoint": True}
-        found = {"save_steps": found.get("eval_steps", TrainerFlags.eval_steps), **best, **found}
-    return Settings(objective, options, found)
+        values_by_name = {
+            "save_steps": values_by_name.get("eval_steps", TrainerFlags.eval_steps),
+            **best,
+            **values_by_name,
+        }
+    return Settings(objective, options, values_by_name)
 
 
 def known_names(objective: str) -> tuple[str, ...]:
@@ -175,46 +182,52 @@ def _option_names(objective: str) -> tuple[str, ...]:
 
 
 def _config_path(config: str) -> Path:
-    path, recipe = Path(config), RECIPES / f"{config}.yaml"
-    if not path.is_file() and config not in recipe_names():
+    path = Path(config)
+    if path.is_file():
+        return path
+    if config not in recipe_names():
         raise ValueError(
             f"{config} is neither a file nor one of the recipes {', '.join(recipe_names())}"
         )
-    return path if path.is_file() else recipe
+    return RECIPES / f"{config}.yaml"
 
 
 def read_yaml(path: Path) -> dict[Any, Any]:
     """Read a YAML file of lines 'name: value'; `ValueError` for anything else."""
-    found = parsed(path.read_text(encoding="utf-8"), str(path))
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds {type(found).__name__}: needed are lines of 'name: value'")
-    return found
+    content = parse_yaml(path.read_text(encoding="utf-8"), str(path))
+    if not isinstance(content, dict):
+        raise ValueError(
+            f"{path} holds {type(content).__name__}: needed are lines of 'name: value'"
+        )
+    return content
 
 
 @cache
 def _hints() -> dict[str, Any]:
-    return {**get_type_hints(MRPTrainingArguments), **get_type_hints(RunOptions), **_ALSO}
+    return {**get_type_hints(MRPTrainingArguments), **get_type_hints(RunOptions), **_EXTRA_TYPES}
 
 
 @cache
 def _default(name: str) -> Any:
-    for one in (*fields(RunOptions), *fields(MRPTrainingArguments)):
-        if one.name == name:
-            return one.default_factory() if one.default_factory is not MISSING else one.default
+    for option in (*fields(RunOptions), *fields(MRPTrainingArguments)):
+        if option.name == name:
+            return (
+                option.default_factory()
+                if option.default_factory is not MISSING
+                else option.default
+            )
     return None
 
 
-def _checked(objective: str, name: str, value: Any, where: str) -> Any:
+def _checked(objective: str, name: str, value: Any, source: str) -> Any:
     """Return a value in the type of its field; `ValueError` if it is of another type, or no field
     has that name."""
-    if name not in (known := known_names(objective)):
-        near = difflib.get_close_matches(name, known, n=3)
-        hint = (
-            f"did you mean {' or '.join(near)}?"
-            if near
-            else "see the fields of MRPTrainingArguments and of RunOptions"
-        )
-        raise ValueError(f"{where}: nothing is called {name!r} here: {hint}")
+    if name not in (names := known_names(objective)):
+        similar = difflib.get_close_matches(name, names, n=3)
+        hint = "see the fields of MRPTrainingArguments and of RunOptions"
+        if similar:
+            hint = f"did you mean {' or '.join(similar)}?"
+        raise ValueError(f"{source}: nothing is called {name!r} here: {hint}")
     hint = _hints()[name]
     for candidate in [value, float(value)] if type(value) is int else [value]:
         try:
@@ -222,9 +235,7 @@ def _checked(objective: str, name: str, value: Any, where: str) -> Any:
         except TypeError:
             continue
         return candidate
-    needed = (
-        hint.__name__
-        if isinstance(hint, type) and not get_args(hint)
-        else str(hint).replace("typing.", "")
-    )
-    raise ValueError(f"{where}: {name} is {value!r}, and must be {needed}")
+    needed = str(hint).replace("typing.", "")
+    if isinstance(hint, type) and not get_args(hint):
+        needed = hint.__name__
+    raise ValueError(f"{source}: {name} is {value!r}, and must be {needed}")

@@ -19,15 +19,15 @@ from transformers import PreTrainedTokenizerBase, Trainer
 
 from modeling_mrp.model.layouts import is_hub_id
 
-from ..data.sampler import FilledUp, LengthBucketSampler
+from ..data.sampler import LengthBucketSampler, PaddedRows
 from ..evaluate.acceptance import measure_acceptance
 from ..outputs import OwnFolder
 from ..publish import push
 from .arguments import MRPTrainingArguments
-from .attention import TRAINING_FLEX, attending
+from .attention import TRAINING_FLEX, attention_implementation
 from .checkpoints import LogAtSaves, last_whole_checkpoint, make_room, step_of, under_own_class
 from .collator import DiffusionCollator
-from .inputs import as_rows, bare_model, check_tokenizer, make_ready, prompts_of
+from .inputs import as_rows, bare_model, check_tokenizer, prepare_model, prompts_of
 from .measures import Measures
 from .objectives import Measured, block_diffusion
 from .optimizer import MuonAdamW
@@ -95,7 +95,7 @@ class MRPTrainer(Trainer):
                     "model trains: leave it out. Evaluations measure what is listed at "
                     "MRPTrainer.log, and with eval_prompts how far drafts carry"
                 )
-        make_ready(model, args)
+        prepare_model(model, args)
         bare = bare_model(model)
         if isinstance(processing_class, PreTrainedTokenizerBase):
             check_tokenizer(processing_class, bare)
@@ -115,15 +115,16 @@ class MRPTrainer(Trainer):
         if args.ddp_find_unused_parameters is None:
             args.ddp_find_unused_parameters = bare is not model
         if data_collator is None:
-            shape, pad = (
-                (bare.config.block_size, bare.config.mask_token_id),
+            data_collator = DiffusionCollator(
+                bare.config.block_size,
+                bare.config.mask_token_id,
                 bare.config.pad_token_id or 0,
+                args.noisy_copies,
+                args.inverse_level,
+                args.noise_per,  # type: ignore[arg-type]  # checked by the arguments
+                args.seed,
+                args.block_sizes or (),
             )
-            noise: Any = {
-                name: getattr(args, name) for name in ("inverse_level", "noise_per", "seed")
-            }
-            noise["block_sizes"] = args.block_sizes or ()
-            data_collator = DiffusionCollator(*shape, pad, args.noisy_copies, **noise)
         super().__init__(
             model, args, data_collator, train_dataset, eval_dataset, processing_class, **kwargs
         )
@@ -149,7 +150,8 @@ class MRPTrainer(Trainer):
             True  # the loss is divided by num_items_in_batch, not by the accumulation steps
         )
         self._head_objective = args.head_objective()
-        self._trained, self._evaluated = Measures(), Measures()
+        self._trained = Measures()
+        self._evaluated = Measures()
         self._decoding_attention: str | None = None
         self._steps_done = 0
 
@@ -160,23 +162,20 @@ class MRPTrainer(Trainer):
         if resume_from_checkpoint is True:
             newest = self.newest_checkpoint()
             resume_from_checkpoint = None if newest is None else str(newest)
-        self._steps_done = (
-            (step_of(Path(resume_from_checkpoint)) or 0)
-            if isinstance(resume_from_checkpoint, str)
-            else 0
-        )
-        bare, attention = bare_model(self.model), self.args.packed_attention
+        self._steps_done = 0
+        if isinstance(resume_from_checkpoint, str):
+            self._steps_done = step_of(Path(resume_from_checkpoint)) or 0
+        bare = bare_model(self.model)
+        attention = self.args.packed_attention
         if attention == "auto":
-            attention = (
-                "flex_attention"
-                if self.args.device.type == "cuda"
-                else bare.config._attn_implementation
-            )
+            attention = bare.config._attn_implementation
+            if self.args.device.type == "cuda":
+                attention = "flex_attention"
         if attention == "flex_attention":
             attention = TRAINING_FLEX
         if self.args.objective == "block_diffusion":
             bare.backbone_source = None  # trained, it is no longer the one of that name
-        with attending(bare, attention) as self._decoding_attention:
+        with attention_implementation(bare, attention) as self._decoding_attention:
             output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
         self._check_trained_weights()
         return output
@@ -194,12 +193,12 @@ class MRPTrainer(Trainer):
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
         """Compute epochs and steps as `Trainer` does, but leave no epoch if the resumed checkpoint
         is of the last step: the Trainer checks only after a step whether training is done."""
-        epochs, steps_per_epoch, *rest, max_steps = super().set_initial_training_values(
+        epochs, steps_per_epoch, *counts, max_steps = super().set_initial_training_values(
             args, dataloader
         )
         if self._steps_done >= max_steps:
             epochs = self._steps_done // steps_per_epoch
-        return epochs, steps_per_epoch, *rest, max_steps
+        return epochs, steps_per_epoch, *counts, max_steps
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Create the optimizer as `Trainer` does, or if a rate for Muon is given, Muon and AdamW as
@@ -229,11 +228,8 @@ class MRPTrainer(Trainer):
             dataset = as_rows(
                 dataset, "eval_dataset", self.model, self.args, self.processing_class, held_out=True
             )
-            dataset = (
-                FilledUp(dataset, batch_size * self.args.world_size)
-                if self.args.world_size > 1
-                else dataset
-            )
+            if self.args.world_size > 1:
+                dataset = PaddedRows(dataset, batch_size * self.args.world_size)
         return super()._get_dataloader(dataset, description, batch_size, *args, **kwargs)
 
     def get_batch_samples(
@@ -243,11 +239,9 @@ class MRPTrainer(Trainer):
         all processes, [] long."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         counts = [batch["response_tokens"] for batch in batches]
-        total = (
-            torch.stack(counts).sum().to(device)
-            if counts
-            else torch.zeros((), dtype=torch.long, device=device)
-        )
+        total = torch.zeros((), dtype=torch.long, device=device)
+        if counts:
+            total = torch.stack(counts).sum().to(device)
         return batches, self.accelerator.reduce(total, reduction="sum")
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
@@ -268,13 +262,13 @@ class MRPTrainer(Trainer):
 
     def _check_trained_weights(self) -> None:
         """Raise `FloatingPointError`, in all processes, if a weight that trains is not finite."""
-        whole = all(
+        finite = all(
             _is_finite(weight) for weight in self.model.parameters() if weight.requires_grad
         )
-        parts = torch.tensor(0.0 if whole else math.nan, device=self.args.device)
+        indicator = torch.tensor(0.0 if finite else math.nan, device=self.args.device)
         self._check_finite(
             f"a weight behind step {self.state.global_step}",
-            self.accelerator.reduce(parts, reduction="sum"),
+            self.accelerator.reduce(indicator, reduction="sum"),
         )
 
     def compute_loss(
@@ -297,18 +291,18 @@ class MRPTrainer(Trainer):
         items = batch.response_tokens
         processes = 1
         if num_items_in_batch is not None:
-            items, processes = (
-                torch.as_tensor(num_items_in_batch, device=items.device),
-                self.accelerator.num_processes,
-            )
-        loss, measured = self._inside(model, objective, batch, processes / items.clamp(min=1))
+            items = torch.as_tensor(num_items_in_batch, device=items.device)
+            processes = self.accelerator.num_processes
+        loss, measured = self._compute_in_forward(
+            model, objective, batch, processes / items.clamp(min=1)
+        )
         if model.training:
             self._trained.add(measured)
         else:
             self._evaluated.add({**measured, "loss": (loss * items, items)})
         return (loss, {}) if return_outputs else loss
 
-    def _inside(
+    def _compute_in_forward(
         self, model: nn.Module, objective: Objective, batch: PackedBatch, scale: Tensor
     ) -> tuple[Tensor, Measured]:
         """Compute the objective inside the wrapped model's forward; return the loss times `scale`,
@@ -320,7 +314,7 @@ class MRPTrainer(Trainer):
         graph is used.
         """
         bare = bare_model(self.accelerator.unwrap_model(model))
-        own = vars(bare).get("forward")
+        own_forward = vars(bare).get("forward")
         computed: list[tuple[Tensor, Measured]] = []
 
         def forward(*args: Any, **kwargs: Any) -> Tensor:
@@ -336,10 +330,10 @@ class MRPTrainer(Trainer):
         try:
             returned = model(batch.input_ids)
         finally:
-            if own is None:
+            if own_forward is None:
                 del bare.forward
             else:
-                bare.forward = own
+                bare.forward = own_forward
         loss, measured = computed[0]
         return loss.detach() + (returned - returned.detach()), measured
 
@@ -379,33 +373,34 @@ class MRPTrainer(Trainer):
         (`save_total_limit`), and one that cannot be saved, as on a full disk, is removed.
         """
         self._check_trained_weights()
-        own, name = OwnFolder(str(self.args.output_dir)), f"checkpoint-{self.state.global_step}"
+        folder = OwnFolder(str(self.args.output_dir))
+        name = f"checkpoint-{self.state.global_step}"
         limit = self.args.save_total_limit
-        ours = self.args.should_save and own.claimed
-        new = not (own.path / name).exists()
-        if ours:
-            own.claim(name)
+        has_listing = self.args.should_save and folder.claimed
+        new = not (folder.path / name).exists()
+        if has_listing:
+            folder.claim(name)
             self.args.save_total_limit = None
         try:
-            with self._head_alone(self.args.push_to_hub):
+            with self._saving_head_only(self.args.push_to_hub):
                 super()._save_checkpoint(model, trial)
         except (OSError, RuntimeError, SafetensorError):
-            if ours and new:
-                own.remove(name)
+            if has_listing and new:
+                folder.remove(name)
             raise
         finally:
             self.args.save_total_limit = limit
-        if ours and limit is not None and limit > 0:
-            make_room(own, limit, {name, Path(self.state.best_model_checkpoint or "").name})
+        if has_listing and limit is not None and limit > 0:
+            make_room(folder, limit, {name, Path(self.state.best_model_checkpoint or "").name})
 
     @contextmanager
-    def _head_alone(self, pushed: bool) -> Iterator[None]:
+    def _saving_head_only(self, pushed: bool) -> Iterator[None]:
         """Make the model save its head alone while the context is open, if its frozen backbone has
         a name (one on the Hub if the result is `pushed`) and the model is not sharded; otherwise
         everything is saved."""
         bare: Any = bare_model(self.model)
-        own = self.args.objective == "mrp" and not self.is_fsdp_enabled
-        source = bare.backbone_source if own and bare is self.model else None
+        head_only = self.args.objective == "mrp" and not self.is_fsdp_enabled
+        source = bare.backbone_source if head_only and bare is self.model else None
         named = source is not None and (not pushed or is_hub_id(source[0]))
         if named:
             bare.save_pretrained = partial(bare.save_pretrained, head_only=True)
@@ -425,7 +420,7 @@ class MRPTrainer(Trainer):
         name on the Hub. Processes other than the first return None."""
         if self.hub_model_id is None:
             self.init_hf_repo()
-        with self._head_alone(pushed=True):
+        with self._saving_head_only(pushed=True):
             self.save_model(_internal_call=True)
         if not self.is_world_process_zero():
             return None
@@ -480,13 +475,13 @@ class MRPTrainer(Trainer):
             inner = bare_model(self.model)
             with (
                 gathered(self.model),
-                attending(inner, self._decoding_attention),
+                attention_implementation(inner, self._decoding_attention),
                 self.accelerator.autocast(),
             ):
                 prompts = prompts_of(dataloader.dataset, self.args.eval_prompts)
-                asked = inner, self.processing_class, prompts, self.args.eval_new_tokens
-                summary |= measure_acceptance(*asked)
-                stale = measure_acceptance(*asked, decoding="self_spec")
+                arguments = inner, self.processing_class, prompts, self.args.eval_new_tokens
+                summary |= measure_acceptance(*arguments)
+                stale = measure_acceptance(*arguments, decoding="self_spec")
                 summary["stale_tokens_per_forward"] = stale["tokens_per_forward"]
         prefix = kwargs.get("metric_key_prefix", "eval")
         output.metrics.update({f"{prefix}_{name}": value for name, value in summary.items()})
@@ -515,7 +510,10 @@ def _is_finite(weight: Any) -> bool:
 def _summary(measured: dict[str, tuple[float, float]]) -> dict[str, float]:
     """Return the mean of each measurement (sum, count) and, if KL(B||A) > 0, the share that A+C
     removes (`gap_closed`)."""
-    means = {name: total / count for name, (total, count) in measured.items() if count}
+    means = {}
+    for name, (total, count) in measured.items():
+        if count:
+            means[name] = total / count
     closed = {}
     for name, value in means.items():
         stale = means.get(name.replace("head", "stale"), 0.0)
