@@ -54,9 +54,9 @@ def header(
         ValueError: if the output is a file of `benchmarks/results` and the code has uncommitted
             changes.
     """
-    made = provenance.header(benchmark, options, model)
-    check_clean(getattr(options, "output", None) or printed, made)
-    return made
+    fields = provenance.header(benchmark, options, model)
+    check_clean(getattr(options, "output", None) or printed, fields)
+    return fields
 
 
 def emit(line: dict[str, Any], file: TextIO | None = None) -> None:
@@ -94,22 +94,22 @@ def read_lines(path: Path, embedded: bool = True) -> list[dict[str, Any]]:
         if embedded
         else {**measured[-1][0], "deciding": None}
     )
-    others = {
-        place: other_weights(header, line, weights) for place, (header, line) in enumerate(measured)
+    mismatches = {
+        index: other_weights(header, line, weights) for index, (header, line) in enumerate(measured)
     }
-    stale = [place for place, part in others.items() if part is not None]
+    stale = [index for index, component in mismatches.items() if component is not None]
     if stale and other_weights(measured[-1][0], {}, weights):
-        first, part = measured[stale[0]][0], str(others[stale[0]])
-        whose = "today's" if part == "deciding" else f"that of {TINY.name}"
-        what = "deciding code" if part == "deciding" else part
-        told = (
-            f"{path}: measured with the {what} {first.get(part, 'unknown')}, and {whose} is "
-            f"{weights[part]}"
+        first, component = measured[stale[0]][0], str(mismatches[stale[0]])
+        expected = "today's" if component == "deciding" else f"that of {TINY.name}"
+        measured_part = "deciding code" if component == "deciding" else component
+        problem = (
+            f"{path}: measured with the {measured_part} {first.get(component, 'unknown')}, and "
+            f"{expected} is {weights[component]}"
         )
         raise ValueError(
-            f"{told}: measure again with {first['benchmark']} and {first.get('options')}"
+            f"{problem}: measure again with {first['benchmark']} and {first.get('options')}"
         )
-    return [line for place, (_, line) in enumerate(measured) if others[place] is None]
+    return [line for index, (_, line) in enumerate(measured) if mismatches[index] is None]
 
 
 def now(device: torch.device) -> float:
@@ -147,8 +147,8 @@ def greedy_decode(
     """
     config = model.config
     options = MRPGenerationConfig(eos_token_id=eos, do_sample=False)
-    given = [torch.tensor(prompt) for prompt in prompts]
-    rows = laid_out(given, None, new_tokens, options, 0, config, None)
+    prompt_ids = [torch.tensor(prompt) for prompt in prompts]
+    rows = laid_out(prompt_ids, None, new_tokens, options, 0, config, None)
     for row in rows:
         row.counts = Counts(width, mode.drafting is not None)
     picker = Picker(

@@ -72,18 +72,18 @@ def counts_at(
     `static` scores one state a forward and, at the end of a block, the next block's first state as
     well.
     """
-    alone = mode == "static"
-    wanted = {"family": family, "mode": mode, **({} if alone else {"states": states})}
+    undrafted = mode == "static"
+    fields = {"family": family, "mode": mode, **({} if undrafted else {"states": states})}
     fitting = [
-        line for line in lines if all(line.get(name) == value for name, value in wanted.items())
+        line for line in lines if all(line.get(name) == value for name, value in fields.items())
     ]
     fitting = [
         line
         for line in fitting
-        if line.get("axis") != "prompt" and line["batch_size"] <= (1 if alone else batch)
+        if line.get("axis") != "prompt" and line["batch_size"] <= (1 if undrafted else batch)
     ]
     line = max(fitting, key=lambda line: line["batch_size"])
-    if alone:
+    if undrafted:
         return Counts(line["tokens_per_forward"], 1 + 1 / block_size)
     packed = max(1.0, line["states_per_head_pass"])
     return Counts(
@@ -108,23 +108,26 @@ def table(
     ]
     columns = list(product(FAMILIES, states))
     choices = list[list[str]]()
-    for of, size in product(map(DEVICES.__getitem__, device), shape):
+    for hardware, size in product(map(DEVICES.__getitem__, device), shape):
         sizes = EXPERTS if size == "30b-a3b" else PUBLISHED[size.upper()]
         for rows in batch:
-            cells = []
+            entries = []
             for family, k in columns:
-                known = {
+                counts = {
                     mode: counts_at(lines, family, mode, k, rows, sizes.block_size)
                     for mode in ("static", *SPECULATING)
                 }
                 speed = {
-                    mode: one.tokens_per_forward / round_seconds(sizes, of, one, rows, prefix)
-                    for mode, one in known.items()
+                    mode: value.tokens_per_forward
+                    / round_seconds(sizes, hardware, value, rows, prefix)
+                    for mode, value in counts.items()
                 }
-                over = {mode: round(one / speed["static"], 3) for mode, one in speed.items()}
-                best = max(over, key=over.__getitem__)
-                cells.append(f"{best} {over[best]:.2f}x")
-            choices.append([of.name, sizes.name, str(rows), *cells])
+                speedups = {
+                    mode: round(value / speed["static"], 3) for mode, value in speed.items()
+                }
+                best = max(speedups, key=speedups.__getitem__)
+                entries.append(f"{best} {speedups[best]:.2f}x")
+            choices.append([hardware.name, sizes.name, str(rows), *entries])
     return markdown_table(
         ["device", "shape", "batch", *(f"{family} K={k}" for family, k in columns)], choices
     )

@@ -114,7 +114,7 @@ class DraftGraph:
         steps = (step for walk in walked for step in pairwise((frozenset[Pick](), *walk)))
         return cls(
             tuple(nodes),
-            frozenset((nodes.get(before, -1), nodes[after]) for before, after in steps),
+            frozenset((nodes.get(parent, -1), nodes[child]) for parent, child in steps),
         )
 
 
@@ -159,8 +159,8 @@ def rankings(networks: Networks, rule: RevealRule, rows: Sequence[Row]) -> dict[
         order = (logp.exp() * logp.nan_to_num(neginf=0.0)).sum(-1)
     elif isinstance(rule, Sequential):
         order = -torch.arange(order.shape[1], dtype=order.dtype).expand_as(order)
-    parts = zip(order.tolist(), best.indices.tolist(), best.values.exp().tolist(), strict=True)
-    return {row.place: Ranking(*part) for row, part in zip(seeded, parts, strict=True)}
+    columns = zip(order.tolist(), best.indices.tolist(), best.values.exp().tolist(), strict=True)
+    return {row.place: Ranking(*values) for row, values in zip(seeded, columns, strict=True)}
 
 
 def instantiated(graph: DraftGraph, row: Row, ranking: Ranking) -> dict[int, tuple[State, float]]:
@@ -171,27 +171,31 @@ def instantiated(graph: DraftGraph, row: Row, ranking: Ranking) -> dict[int, tup
     geometric mean of this number and its children's mean score. Nodes that need more masked columns
     than are left, or leave nothing to reveal, are left out.
     """
-    left, found = ranking.columns(row.state), dict[int, tuple[State, float]]()
+    masked, instances = ranking.columns(row.state), dict[int, tuple[State, float]]()
     # children before their parents
-    for number, node in sorted(enumerate(graph.nodes), key=lambda one: -len(one[1])):
-        if all(rank < len(left) for rank, _ in node):
+    for number, node in sorted(enumerate(graph.nodes), key=lambda entry: -len(entry[1])):
+        if all(rank < len(masked) for rank, _ in node):
             picked = {
-                left[rank]: (ranking.token[left[rank]][j], ranking.chance[left[rank]][j])
+                masked[rank]: (ranking.token[masked[rank]][j], ranking.chance[masked[rank]][j])
                 for rank, j in node
             }
             tokens = [
                 picked[column][0] if column in picked else 0 for column in range(row.block_size)
             ]
-            made = row.after(row.state, sorted(picked), tokens)
-            if not row.ends(made):
+            state = row.after(row.state, sorted(picked), tokens)
+            if not row.ends(state):
                 logs = [math.log(chance) if chance else -math.inf for _, chance in picked.values()]
-                children = [found[one][1] for one in sorted(found) if (number, one) in graph.edges]
+                children = [
+                    instances[entry][1]
+                    for entry in sorted(instances)
+                    if (number, entry) in graph.edges
+                ]
                 score = math.exp(sum(logs) / len(logs))
-                found[number] = (
-                    made,
+                instances[number] = (
+                    state,
                     math.sqrt(score * sum(children) / len(children)) if children else score,
                 )
-    return found
+    return instances
 
 
 def drafted(graph: DraftGraph, row: Row, ranking: Ranking | None, states: int) -> list[draft.Node]:
@@ -205,30 +209,32 @@ def drafted(graph: DraftGraph, row: Row, ranking: Ranking | None, states: int) -
         states: K, which counts the row's next state, too.
     """
     nodes = draft.target_nodes(row, states < 2)
-    behind = row.opened(row.state.start + row.block_size)
-    made = {} if ranking is None else instantiated(graph, row, ranking)
-    reached = {-1} | {number for number, (state, _) in made.items() if state.key in row.memory}
+    next_block = row.opened(row.state.start + row.block_size)
+    instances = {} if ranking is None else instantiated(graph, row, ranking)
+    reached = {-1} | {number for number, (state, _) in instances.items() if state.key in row.memory}
     for _ in range(min(states - 1, len(graph.nodes))):
         open_ = [
-            one
-            for one in made
-            if one not in reached and any((before, one) in graph.edges for before in reached)
+            number
+            for number in instances
+            if number not in reached and any((parent, number) in graph.edges for parent in reached)
         ]
         if not open_ or len(nodes) >= states:
             break
-        best = max(open_, key=lambda one: (made[one][1] if graph.pruned else 0.0, -one))
+        best = max(
+            open_, key=lambda number: (instances[number][1] if graph.pruned else 0.0, -number)
+        )
         reached.add(best)
-        nodes.append(draft.Node(made[best][0], -1, row.source))
-        if not made[best][0].masks and behind.masks and len(nodes) < states:
-            nodes.append(draft.Node(behind, len(nodes) - 1, None))
+        nodes.append(draft.Node(instances[best][0], -1, row.source))
+        if not instances[best][0].masks and next_block.masks and len(nodes) < states:
+            nodes.append(draft.Node(next_block, len(nodes) - 1, None))
     return nodes
 
 
 class GraphDecoder(Decoder):
     """A `Decoder` whose drafts come from a graph; further arguments are those of `Decoder`."""
 
-    def __init__(self, graph: DraftGraph, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, graph: DraftGraph, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.graph = graph
 
     def draft(self, rows: Sequence[Row], amount: Amount) -> list[list[draft.Node]]:
@@ -251,15 +257,15 @@ def graph_drafts(rule: RevealRule, graph: DraftGraph, states: int) -> Loop:
 def passed(first: State, ranking: Ranking, later: Iterable[State]) -> Iterator[Node]:
     """Yield the states `later` in the block of `first` as nodes relative to it, until one has a
     token that is not ranked."""
-    place = {column: rank for rank, column in enumerate(ranking.columns(first))}
-    for state in takewhile(lambda one: one.start == first.start, later):
+    ranks = {column: rank for rank, column in enumerate(ranking.columns(first))}
+    for state in takewhile(lambda reached: reached.start == first.start, later):
         new = [
             column for column, (a, b) in enumerate(zip(first.ids, state.ids, strict=True)) if a != b
         ]
         if any(state.ids[column] not in ranking.token[column] for column in new):
             return
         yield frozenset(
-            (place[column], ranking.token[column].index(state.ids[column])) for column in new
+            (ranks[column], ranking.token[column].index(state.ids[column])) for column in new
         )
 
 
@@ -286,8 +292,8 @@ def recorded_paths(
         rows, [0] * len(rows)
     )
     return [
-        list(passed(state, ranking, (later for later, _ in walk[at + 1 :])))
+        list(passed(state, ranking, (later for later, _ in walk[index + 1 :])))
         for walk in walks.values()
-        for at, (state, ranking) in enumerate(walk)
+        for index, (state, ranking) in enumerate(walk)
         if ranking is not None
     ]

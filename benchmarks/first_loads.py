@@ -39,10 +39,10 @@ AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
 """
 
 
-def stored(folder: Path, home: Path) -> None:
+def stored(folder: Path, hf_home: Path) -> None:
     """Put a checkpoint's folder where a download would have put it in the Hub's cache under
-    `home`."""
-    repository = home / "hub" / f"models--{NAME.replace('/', '--')}"
+    `hf_home`."""
+    repository = hf_home / "hub" / f"models--{NAME.replace('/', '--')}"
     shutil.copytree(folder, repository / "snapshots" / COMMIT)
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(COMMIT)
@@ -127,9 +127,9 @@ def main() -> None:
         "--fresh", action="store_true", help="start a Python for each load in place of a fork"
     )
     args = parser.parse_args()
-    home = Path(tempfile.mkdtemp())
+    hf_home = Path(tempfile.mkdtemp())
     os.environ |= {
-        "HF_HOME": str(home),
+        "HF_HOME": str(hf_home),
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -147,11 +147,13 @@ def main() -> None:
         importlib.import_module("torch").set_num_threads(1)
     failures: Counter[str] = Counter()
     loads = 0
-    modules, errors = home / "modules", home / "errors"
+    modules, errors = hf_home / "modules", hf_home / "errors"
     try:
-        stored(Path(args.model), home)
+        stored(Path(args.model), hf_home)
         source = (
-            NAME if args.source == "hub" else str(shutil.copytree(args.model, home / "checkpoint"))
+            NAME
+            if args.source == "hub"
+            else str(shutil.copytree(args.model, hf_home / "checkpoint"))
         )
         with busy(args.busy):
             while loads < args.loads:
@@ -159,21 +161,25 @@ def main() -> None:
                 round_of(source, modules, args.processes, errors)
                 loads += args.processes
                 failures.update(
-                    path.read_text()[:200].replace(str(home), "") for path in errors.iterdir()
+                    path.read_text()[:200].replace(str(hf_home), "") for path in errors.iterdir()
                 )
                 shutil.rmtree(errors)
                 shutil.rmtree(modules, ignore_errors=True)
     except KeyboardInterrupt:  # what was counted is printed
         pass
     finally:
-        shutil.rmtree(home, ignore_errors=True)
-    how = {
+        shutil.rmtree(hf_home, ignore_errors=True)
+    settings = {
         "source": args.source,
         "processes": args.processes,
         "busy": args.busy,
         "fresh": args.fresh,
     }
-    print(json.dumps({**how, "loads": loads, "failed": failures.total(), "errors": dict(failures)}))
+    print(
+        json.dumps(
+            {**settings, "loads": loads, "failed": failures.total(), "errors": dict(failures)}
+        )
+    )
     sys.exit(bool(failures))
 
 

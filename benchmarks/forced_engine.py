@@ -51,20 +51,24 @@ def force(
         chance: Probability that a draft is right.
         coin: Source of randomness.
     """
-    at = 0
-    for place in range(1, len(nodes)):
-        drafted = nodes[place]
-        column = followed(nodes[at].state, drafted.state, mask_id) if drafted.parent < 0 else None
+    current = 0
+    for index in range(1, len(nodes)):
+        drafted = nodes[index]
+        column = (
+            followed(nodes[current].state, drafted.state, mask_id) if drafted.parent < 0 else None
+        )
         if column is None:
             continue
-        token, right = drafted.state.ids[column], coin.random() < chance
-        scores[at].odds[column] = SURE
-        scores[at].token[column] = (
-            token if right else next(other for other in (1, 2, 3) if other not in (token, mask_id))
+        token, is_right = drafted.state.ids[column], coin.random() < chance
+        scores[current].odds[column] = SURE
+        scores[current].token[column] = (
+            token
+            if is_right
+            else next(candidate for candidate in (1, 2, 3) if candidate not in (token, mask_id))
         )
-        if not right:
+        if not is_right:
             return
-        at = place
+        current = index
 
 
 class ForcedDecoder(EngineDecoder):
@@ -80,8 +84,8 @@ class ForcedDecoder(EngineDecoder):
         drafted: bool,
     ) -> list[Frontier | None]:
         """See `Decoder.accept`."""
-        for row, nodes, said in zip(rows, drafts, scores, strict=True):
-            force(nodes, said, row.mask_id, float(os.environ[ACCEPTANCE]), self.coin)
+        for row, nodes, row_scores in zip(rows, drafts, scores, strict=True):
+            force(nodes, row_scores, row.mask_id, float(os.environ[ACCEPTANCE]), self.coin)
         return super().accept(rows, drafts, scores, drafted)
 
 

@@ -102,7 +102,7 @@ def graph_of(target: str, states: int) -> Setting:
     return drafted(GRAPH, target, states, graph=[*draft_graph.CHOSEN[target][states]])
 
 
-def listed(target: str, states: int, passes: int) -> Setting:
+def shortlisted(target: str, states: int, passes: int) -> Setting:
     """Return the setting of a target drafted by the head with a shortlist, in `passes` head passes
     and K = `states`."""
     return drafted("mrp_spec", target, states, draft_passes=passes, draft_shortlist=SHORTLIST)
@@ -112,7 +112,7 @@ def psd_of(policy: str, states: int) -> Setting:
     """Return the setting of PSD with the target `policy` as its policy, in the variant ("reading")
     tuned for this target."""
     # the first two are for readings that were tried and rejected
-    reading = [0, False, psd.LEAST.get(policy, 0.0)]
+    reading = [0, False, psd.MIN_CHANCE.get(policy, 0.0)]
     return {
         "decoding": PSD,
         "policy": policy,
@@ -132,7 +132,7 @@ def rival_settings() -> list[Setting]:
             psd_of(target, states),
         ]
     return measured + [
-        listed(target, states, passes)
+        shortlisted(target, states, passes)
         for passes, target, states in product(PASSES, TARGETS, WIDTHS)
     ]
 
@@ -153,11 +153,13 @@ def sampled_settings() -> list[Setting]:
     values of K."""
     measured: list[Setting] = []
     for target in TARGETS:
-        ways = [alone(target)]
+        variants = [alone(target)]
         for states in WIDTHS:
-            listed = drafted("mrp_spec", target, states, draft_passes=1, draft_shortlist=LIKELIEST)
-            ways += [drafted("self_spec", target, states), listed]
-        measured += [{**way, **SAMPLED} for way in ways]
+            shortlisted = drafted(
+                "mrp_spec", target, states, draft_passes=1, draft_shortlist=LIKELIEST
+            )
+            variants += [drafted("self_spec", target, states), shortlisted]
+        measured += [{**variant, **SAMPLED} for variant in variants]
     return measured
 
 
@@ -186,7 +188,7 @@ def setting_name(line: Mapping[str, Any]) -> str:
 def references(setting: Setting) -> dict[str, Setting]:
     """Return by name the settings to compare a drafted setting with: its target alone, then other
     drafts of the same K."""
-    if not (others := of_target(setting)):
+    if not (baselines := of_target(setting)):
         return {}
     plain = {
         name: value
@@ -194,33 +196,36 @@ def references(setting: Setting) -> dict[str, Setting]:
         if name not in ("draft_passes", "head_prefix")
     }
     if setting["num_draft_states"] not in STATES:
-        return others
+        return baselines
     if setting["decoding"] == "mrp_spec":
-        others |= {drafter: {**plain, "decoding": drafter} for drafter in ("self_spec", GRAPH)}
+        baselines |= {drafter: {**plain, "decoding": drafter} for drafter in ("self_spec", GRAPH)}
     released = {**plain, "decoding": RELEASED, "head_prefix": False}
     if setting["target"] == "static" and setting != released:
-        others[RELEASED] = released
-    return others
+        baselines[RELEASED] = released
+    return baselines
 
 
 def rivals(setting: Setting) -> dict[str, Setting]:
     """Return by name the settings of `rival_settings` to compare a drafted setting with: its target
     alone, then drafts."""
-    if (others := of_target(setting)) and setting["decoding"] == "mrp_spec":
+    if (baselines := of_target(setting)) and setting["decoding"] == "mrp_spec":
         target, states = setting["target"], setting["num_draft_states"]
-        others |= {
+        baselines |= {
             "self_spec": drafted("self_spec", target, states),
             GRAPH: graph_of(target, states),
         }
-    return others
+    return baselines
 
 
-def on_frontier(line: Mapping[str, Any], others: Iterable[Mapping[str, Any]]) -> bool:
+def on_frontier(line: Mapping[str, Any], lines: Iterable[Mapping[str, Any]]) -> bool:
     """Return whether no other line is at least as accurate and as fast (tokens per unit), and
     better in one of the two."""
-    ours = line["accuracy"], line["tokens_per_unit"]
-    theirs = ((other["accuracy"], other["tokens_per_unit"]) for other in others)
-    return not any(each != ours and each[0] >= ours[0] and each[1] >= ours[1] for each in theirs)
+    own_point = line["accuracy"], line["tokens_per_unit"]
+    points = ((rival["accuracy"], rival["tokens_per_unit"]) for rival in lines)
+    return not any(
+        point != own_point and point[0] >= own_point[0] and point[1] >= own_point[1]
+        for point in points
+    )
 
 
 def rule_of(target: str, **options: Any) -> RevealRule:
@@ -246,7 +251,7 @@ class Decoder:
         self.model, self.tokenizer, self.batch_size = model, tokenizer, batch_size
         self.paths = cache(self._paths)
 
-    def decoded(self, setting: Setting, asked: list[Problem]) -> Measured:
+    def decoded(self, setting: Setting, problem_set: list[Problem]) -> Measured:
         """Decode problems of one family with a setting; return texts and costs."""
         options = dict(setting)
         states = options.get("num_draft_states", 0)
@@ -260,55 +265,58 @@ class Decoder:
         elif options["decoding"] == RELEASED:
             loop = Released(states, options["head_prefix"])
         elif options["decoding"] == PSD:
-            policy, (*_, least) = options.get("policy", "dynamic"), options.get("reading", [0.0])
+            policy, (*_, min_chance) = (
+                options.get("policy", "dynamic"),
+                options.get("reading", [0.0]),
+            )
             rule = rule_of(policy, **{name: options[name] for name in RULES[policy]})
-            loop = psd.parallel_speculative(rule, states, least)
+            loop = psd.parallel_speculative(rule, states, min_chance)
         else:
-            return measure(self.model, self.tokenizer, asked, self.batch_size, **options)
-        return measure_loop(loop, self.model, self.tokenizer, asked, self.batch_size)
+            return measure(self.model, self.tokenizer, problem_set, self.batch_size, **options)
+        return measure_loop(loop, self.model, self.tokenizer, problem_set, self.batch_size)
 
     def _paths(self, target: str) -> list[list[Node]]:
         """Decode tuning problems with a target; return the paths of nodes that `recorded_paths`
         lists."""
-        found: list[list[Node]] = []
+        paths: list[list[Node]] = []
         eos = [self.tokenizer.eos_token_id, self.tokenizer.pad_token_id]
         for family in FAMILIES:
             prompts = [
                 encode(problem, self.tokenizer)[0]
                 for problem in problems(family, "tune", CALIBRATED_ON)
             ]
-            found += recorded_paths(self.model, rule_of(target), prompts, NEW_TOKENS[family], eos)
-        return found
+            paths += recorded_paths(self.model, rule_of(target), prompts, NEW_TOKENS[family], eos)
+        return paths
 
 
 def lines(
     decoder: Decoder,
-    asked: list[Problem],
-    wanted: Iterable[Setting],
+    problem_set: list[Problem],
+    selected: Iterable[Setting],
     results: ResultsFile,
     identity: dict[str, Any],
     compared: Callable[[Setting], dict[str, Setting]] = references,
 ) -> Iterator[dict[str, Any]]:
-    """Measure `wanted` settings that `results` lacks on problems of one family; yield lines, with
+    """Measure `selected` settings that `results` lacks on problems of one family; yield lines, with
     ratios over `compared`."""
-    made: dict[str, Measured] = {}
+    decodes: dict[str, Measured] = {}
 
     def decoded(setting: Setting) -> Measured:
-        if (name := setting_name(setting)) not in made:
-            made[name] = decoder.decoded(setting, asked)
-        return made[name]
+        if (name := setting_name(setting)) not in decodes:
+            decodes[name] = decoder.decoded(setting, problem_set)
+        return decodes[name]
 
-    for setting in wanted:
-        fields: dict[str, Any] = {"family": asked[0].family, **setting}
+    for setting in selected:
+        fields: dict[str, Any] = {"family": problem_set[0].family, **setting}
         if results.find(**fields, asked=identity) is not None:
             continue
         measured = decoded(setting)
         line = fields | measured.line()
-        others = {name: decoded(other) for name, other in compared(setting).items()}
-        line |= measured.over(**others)
-        if others:
+        baselines = {name: decoded(baseline) for name, baseline in compared(setting).items()}
+        line |= measured.over(**baselines)
+        if baselines:
             line |= {
-                "texts_that_differ": measured.differ(others["target"]),
+                "texts_that_differ": measured.differ(baselines["target"]),
                 "tokens_compared": sum(measured.tokens),
             }
         yield {**line, "asked": identity}
@@ -318,8 +326,8 @@ def problems_of(family: Family, split: Split, count: int, seed: int) -> list[Pro
     """Return up to `count` problems of a family, split and seed; seeds but 0 leave out the `USED`
     prompts of the tables."""
     used = {problem.prompt for problem in problems(family, split, USED)} if seed else set()
-    found = problems(family, split, 2 * count if seed else count, seed)
-    return [problem for problem in found if problem.prompt not in used][:count]
+    candidates = problems(family, split, 2 * count if seed else count, seed)
+    return [problem for problem in candidates if problem.prompt not in used][:count]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -359,41 +367,41 @@ def main(arguments: list[str] | None = None) -> None:
     identity = {"split": options.split, "problems": options.count, "dtype": options.dtype}
     identity |= {"seed": options.seed} if options.seed else {}
     results = ResultsFile(options.output, "asked")
-    if other := next(
+    if recorded := next(
         (line["asked"] for line in results.lines if line.get("asked", identity) != identity), None
     ):
         parser.error(
-            f"{options.output} is of {other}, and this would be of {identity}: give another "
+            f"{options.output} is of {recorded}, and this would be of {identity}: give another "
             "--output"
         )
     model, tokenizer = load(options.model)
     results.begin(header("frontier", options, model))
     decoder = Decoder(model.to(getattr(torch, options.dtype)), tokenizer, options.batch_size)
     for family in options.family:
-        wanted, compared = (
+        selected, compared = (
             (rival_settings(), rivals) if options.rivals else (settings(family), references)
         )
         if options.sampled:
-            wanted, compared = sampled_settings(), of_target
+            selected, compared = sampled_settings(), of_target
         if options.rules is not None:
-            wanted, compared = rule_settings(options.rules or RULES), of_target
-        if only := options.decoding:
-            wanted = [
+            selected, compared = rule_settings(options.rules or RULES), of_target
+        if chosen := options.decoding:
+            selected = [
                 setting
-                for setting in wanted
-                if setting["decoding"] in only or setting_name(setting) in only
+                for setting in selected
+                if setting["decoding"] in chosen or setting_name(setting) in chosen
             ]
-        asked = problems_of(
+        problem_set = problems_of(
             family, options.split, options.count // (2 if family == "source" else 1), options.seed
         )
-        for line in lines(decoder, asked, wanted, results, identity, compared):
+        for line in lines(decoder, problem_set, selected, results, identity, compared):
             results.add(line)
-            right = f"{line['accuracy']} % at " if "accuracy" in line else ""
+            solved = f"{line['accuracy']} % at " if "accuracy" in line else ""
             differ = (
                 f", {line['texts_that_differ']} texts differ" if "texts_that_differ" in line else ""
             )
             print(
-                f"{family}: {setting_name(line)}: {right}{line['tokens_per_forward']} a "
+                f"{family}: {setting_name(line)}: {solved}{line['tokens_per_forward']} a "
                 f"forward{differ}",
                 flush=True,
             )

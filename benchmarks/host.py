@@ -31,39 +31,43 @@ from .common import TINY, emit, greedy_decode, header, load, parser_of
 from .frontier import rule_of
 
 NEW, LOOP_NS = 64, 27.0
-SAID = ("prefill", "score", "head", "pick")  # methods of networks whose results are recorded
+RECORDED = ("prefill", "score", "head", "pick")  # methods of networks whose results are recorded
 
 
 class Recording:
-    """A wrapper of networks that appends the results of their methods `SAID` to the list `said`, in
-    order."""
+    """A wrapper of networks that appends the results of their methods `RECORDED` to the list
+    `results`, in order."""
 
     def __init__(self, networks: Networks) -> None:
-        self.networks, self.said = networks, list[Any]()
+        self.networks, self.results = networks, list[Any]()
 
     def __getattr__(self, name: str) -> Any:
         real = getattr(self.networks, name)
 
         def noting(*arguments: Any, **named: Any) -> Any:
-            self.said.append(real(*arguments, **named))
-            return self.said[-1]
+            self.results.append(real(*arguments, **named))
+            return self.results[-1]
 
-        return noting if name in SAID else real
+        return noting if name in RECORDED else real
 
 
-def replayed(said: Sequence[Any]) -> SimpleNamespace:
-    """Make networks whose methods return the recorded results `said` of a decode, one after the
+def replayed(results: Sequence[Any]) -> SimpleNamespace:
+    """Make networks whose methods return the recorded results `results` of a decode, one after the
     other."""
-    again = iter(said)
+    remaining = iter(results)
 
     def following(*_: Any, **__: Any) -> Any:
-        return next(again)
+        return next(remaining)
 
     def nothing(*_: Any) -> None:
         pass
 
     return SimpleNamespace(
-        picker=None, drafter=None, commit=nothing, widen=nothing, **dict.fromkeys(SAID, following)
+        picker=None,
+        drafter=None,
+        commit=nothing,
+        widen=nothing,
+        **dict.fromkeys(RECORDED, following),
     )
 
 
@@ -102,11 +106,11 @@ def measured(
     best = float("inf")
     for _ in range(repeats):
         _, rows = greedy_decode(model, mode, prompts, NEW, [], max(2, states))
-        again = decoder(replayed(recording.said))
+        replay = decoder(replayed(recording.results))
         gc.collect()
-        begun = time.process_time()
-        again.decode(rows, [0] * len(rows))
-        best = min(best, time.process_time() - begun)
+        start_time = time.process_time()
+        replay.decode(rows, [0] * len(rows))
+        best = min(best, time.process_time() - start_time)
         assert [row.text for row in rows] == texts
     return best / rounds
 
@@ -124,22 +128,22 @@ def main(arguments: list[str] | None = None) -> None:
     for block in options.blocks:
         model, tokenizer = load(TINY)
         model.config.block_size = block
-        asked = [
+        prompts = [
             encode(problem, tokenizer)[0]
             for problem in problems("math", "tune", max(options.batches))
         ]
         rules = {name: rule_of(name) for name in ("static", "dynamic", "sequential")}
         for batch in options.batches:
             for states in options.states:
-                before = loop_ns()
-                taken = {
-                    name: measured(model, rule, asked[:batch], states, options.repeats)
+                loop_before = loop_ns()
+                seconds_by_rule = {
+                    name: measured(model, rule, prompts[:batch], states, options.repeats)
                     for name, rule in rules.items()
                 }
-                speed = min(before, loop_ns())
+                speed = min(loop_before, loop_ns())
                 stated = {
                     name: round(seconds * 1e6 * LOOP_NS / speed, 1)
-                    for name, seconds in taken.items()
+                    for name, seconds in seconds_by_rule.items()
                 }
                 emit(
                     {

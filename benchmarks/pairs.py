@@ -92,12 +92,12 @@ def main(arguments: list[str] | None = None) -> int:
         "pairs_of_registry": len(pairs_of(REGISTRY)),
     }
     last = options.first + options.cases
-    parts = [range(number, min(number + 25, last)) for number in range(options.first, last, 25)]
+    chunks = [range(number, min(number + 25, last)) for number in range(options.first, last, 25)]
     with multiprocessing.get_context("spawn").Pool(options.processes, quiet_process) as pool:
-        calls = [(options.seed, part) for part in parts]
-        for made in pool.imap(_try_part, calls):
-            lines += made
-            for line in made:
+        calls = [(options.seed, chunk) for chunk in chunks]
+        for chunk_lines in pool.imap(_try_chunk, calls):
+            lines += chunk_lines
+            for line in chunk_lines:
                 if "error" in line:
                     print(json.dumps(line), flush=True)
             summary = {**head, **summary_of(lines), "seconds": round(time.monotonic() - begin)}
@@ -111,7 +111,7 @@ def main(arguments: list[str] | None = None) -> int:
     return int(bool(summary["mismatches"]))
 
 
-def _try_part(call: tuple[int, Sequence[int]]) -> list[dict[str, Any]]:
+def _try_chunk(call: tuple[int, Sequence[int]]) -> list[dict[str, Any]]:
     return try_cases(*call)
 
 

@@ -51,8 +51,8 @@ def frontier_figure(lines: Sequence[Line]) -> Figure:
     lines = [line for line in lines if "accuracy" in line]
     families = list(dict.fromkeys(line["family"] for line in lines))
     figure = Figure(figsize=(1.8 + 5.2 * len(families), 4.8), layout="constrained")
-    for place, family in enumerate(families):
-        axes = figure.add_subplot(1, len(families), place + 1)
+    for column, family in enumerate(families):
+        axes = figure.add_subplot(1, len(families), column + 1)
         curves: dict[tuple[str, str], list[Line]] = {}
         for line in lines:
             if line["family"] == family:
@@ -102,15 +102,20 @@ def long_figure(lines: Sequence[Line]) -> Figure:
         {"alone": ":", "self_spec": "--", "mrp_spec": "-"},
     )
     for line in lines:
-        target, way = (
+        target, drafter = (
             (line["target"], line["decoding"]) if "target" in line else (line["decoding"], "alone")
         )
         axes = panels[int(line["do_sample"]), blocks.index(line["block_size"])]
         _, along = units_along(line)
-        middles = [WINDOW * (place + 0.5) for place in range(len(along))]
+        middles = [WINDOW * (window + 0.5) for window in range(len(along))]
         color = colors[list(TARGETS).index(target)]
         axes.plot(
-            middles, along, color=color, linestyle=styles[way], lw=1.2, label=f"{target}, {way}"
+            middles,
+            along,
+            color=color,
+            linestyle=styles[drafter],
+            lw=1.2,
+            label=f"{target}, {drafter}",
         )
         axes.set(
             title=f"blocks of {line['block_size']}, T = {line['do_sample']:d}",
@@ -118,12 +123,12 @@ def long_figure(lines: Sequence[Line]) -> Figure:
         )
     for axes in panels[:, 0]:
         axes.set(ylabel="tokens per unit")
-    drawn = {
+    handles = {
         label: curve
         for axes in panels.flat
         for curve, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }
-    figure.legend(drawn.values(), drawn.keys(), fontsize=7, loc="outside right upper")
+    figure.legend(handles.values(), handles.keys(), fontsize=7, loc="outside right upper")
     return figure
 
 

@@ -87,13 +87,13 @@ def config_of(shape: str) -> MRPConfig:
 
 def storages() -> dict[int, int]:
     """Collect the bytes of all storages that tensors of this process use, by address."""
-    found: dict[int, int] = {}
+    sizes: dict[int, int] = {}
     for value in gc.get_objects():
         with suppress(Exception):  # other libraries' proxies raise anything when they are looked at
             if isinstance(value, Tensor):
                 storage = value.untyped_storage()
-                found[storage.data_ptr()] = storage.nbytes()
-    return found
+                sizes[storage.data_ptr()] = storage.nbytes()
+    return sizes
 
 
 def loaded(
@@ -101,16 +101,16 @@ def loaded(
 ) -> tuple[MRPForCausalLM, int]:
     """Load a model and decode once; return it and the bytes that it takes."""
     gc.collect()
-    before = storages()
+    known = storages()
     options = {} if config is None else {"quantization_config": config}
     model = MRPForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **options).eval()
     seconds_a_forward(model, inputs, 1, 0)
     gc.collect()
-    return model, sum(size for place, size in storages().items() if place not in before)
+    return model, sum(size for address, size in storages().items() if address not in known)
 
 
 def seconds_a_forward(
-    model: MRPForCausalLM, inputs: dict[str, Any], states: int, _turn: int
+    model: MRPForCausalLM, inputs: dict[str, Any], states: int, _number: int
 ) -> float:
     """Decode a block with K = `states`; return the process's CPU time per forward of the
     backbone."""
@@ -119,10 +119,10 @@ def seconds_a_forward(
         if states == 1
         else {"decoding": "self_spec", "target": "static", "num_draft_states": states}
     )
-    begun = time.process_time()
+    start_time = time.process_time()
     length: dict[str, Any] = {"max_new_tokens": model.config.block_size, "denoising_steps": STEPS}
     out: Any = model.generate(**inputs, **mode, **length, return_dict_in_generate=True)
-    return (time.process_time() - begun) / sum(out.stats.forwards.values())
+    return (time.process_time() - start_time) / sum(out.stats.forwards.values())
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -132,9 +132,9 @@ def measure(options: argparse.Namespace) -> None:
     file = options.output.open("a") if options.output else None
     emit({**header("quantized_cpu", options), "cpu": cpu_name()}, file)
     with tempfile.TemporaryDirectory() as folder:
-        made = random_model(config, torch.bfloat16, torch.device("cpu"))
-        made.save_pretrained(folder)
-        del made
+        source = random_model(config, torch.bfloat16, torch.device("cpu"))
+        source.save_pretrained(folder)
+        del source
         inputs = inputs_of(
             MRPForCausalLM.from_pretrained(folder, dtype=torch.bfloat16), None, 1, PROMPT
         )
@@ -147,23 +147,26 @@ def measure(options: argparse.Namespace) -> None:
             model, size = loaded(Path(folder), inputs, KINDS[name][1]())
             line = {"kind": name, "bytes": size, "computed": computed[KINDS[name][0]]}
             for states in STATES:
-                ways = {
-                    way: partial(seconds_a_forward, of, inputs, states)
-                    for way, of in (("plain", plain), ("it", model))
+                functions = {
+                    name_of: partial(seconds_a_forward, model_of, inputs, states)
+                    for name_of, model_of in (("plain", plain), ("it", model))
                 }
-                taken = take_turns(ways, options.turns)
+                seconds_by_model = take_turns(functions, options.turns)
                 ratios = [
-                    ours / theirs for ours, theirs in zip(taken["it"], taken["plain"], strict=True)
+                    kind_seconds / plain_seconds
+                    for kind_seconds, plain_seconds in zip(
+                        seconds_by_model["it"], seconds_by_model["plain"], strict=True
+                    )
                 ]
                 line[f"K={states}"] = {
                     **{
-                        f"{way}_ms": spread([1000 * s for s in seconds], 1)
-                        for way, seconds in taken.items()
+                        f"{name_of}_ms": spread([1000 * s for s in seconds], 1)
+                        for name_of, seconds in seconds_by_model.items()
                     },
                     "ratio": spread(ratios, 2),
                 }
             emit(line, file)
-            del model, ways
+            del model, functions
     if file:
         file.close()
 
@@ -184,7 +187,7 @@ def table(path: Path) -> str:
     plain = next(line for line in lines if line["kind"] == "bfloat16")
     rows = []
     for line in (plain, *(line for line in lines if line["kind"] != "bfloat16")):
-        cells = [
+        entries = [
             line["kind"],
             f"{line['bytes']:,}",
             f"{line['bytes'] / plain['bytes']:.2f}",
@@ -192,9 +195,11 @@ def table(path: Path) -> str:
         ]
         for states in STATES if line is not plain else ():
             times, ratio = line[f"K={states}"], line[f"K={states}"]["ratio"]
-            cells.append(f"{times['plain_ms']['median']:.0f}, {times['it_ms']['median']:.0f}")
-            cells.append(f"{ratio['median']:.2f} ({ratio['range'][0]:.2f}-{ratio['range'][1]:.2f})")
-        rows.append(cells + [""] * (8 - len(cells)))
+            entries.append(f"{times['plain_ms']['median']:.0f}, {times['it_ms']['median']:.0f}")
+            entries.append(
+                f"{ratio['median']:.2f} ({ratio['range'][0]:.2f}-{ratio['range'][1]:.2f})"
+            )
+        rows.append(entries + [""] * (8 - len(entries)))
     timed = [
         cell
         for states in STATES

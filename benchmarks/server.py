@@ -52,10 +52,10 @@ def backbone_for_stock(source: Path, target: Path) -> Path:
         target / "model.safetensors",
     )
     config = json.loads((source / "config.json").read_text())
-    kept = {name: value for name, value in config.items() if name not in HEAD_FIELDS}
+    backbone_config = {name: value for name, value in config.items() if name not in HEAD_FIELDS}
     # The layers are Qwen3's; the model type `sdar` would need code from the checkpoint.
     (target / "config.json").write_text(
-        json.dumps({**kept, "architectures": ["SDARForCausalLM"], "model_type": "qwen3"})
+        json.dumps({**backbone_config, "architectures": ["SDARForCausalLM"], "model_type": "qwen3"})
     )
     ends = {
         "eos_token_id": json.loads((source / "generation_config.json").read_text())["eos_token_id"]
@@ -179,9 +179,9 @@ class Server:
     ) -> None:
         self.close()
 
-    def _died(self, why: str) -> ServerDied:
+    def _died(self, reason: str) -> ServerDied:
         self.close()
-        return ServerDied(f"{why}:\n{self.log.read_text(errors='replace')[-8000:]}")
+        return ServerDied(f"{reason}:\n{self.log.read_text(errors='replace')[-8000:]}")
 
     def close(self) -> None:
         """End the engine and all its processes."""
@@ -239,25 +239,25 @@ class Server:
             custom_params: The `custom_params` of all requests.
         """
         self.open("/flush_cache?timeout=30", {}).close()
-        before, begun, worked = self.metrics(), time.perf_counter(), self.cpu_seconds()
+        earlier, start_time, worked = self.metrics(), time.perf_counter(), self.cpu_seconds()
         with ThreadPoolExecutor(concurrency) as clients:
             replies = list(clients.map(partial(self.generate, **custom_params), prompts, budgets))
-        seconds, worked = time.perf_counter() - begun, self.cpu_seconds() - worked
+        seconds, worked = time.perf_counter() - start_time, self.cpu_seconds() - worked
         time.sleep(0.5)  # the engine counts the last batch only after answering it
-        after = self.metrics()
+        later = self.metrics()
         blocks = sum(len(prompt) // block for prompt in prompts)
         cached = (
-            after["realtime_tokens_total/prefill_cache"]
-            - before["realtime_tokens_total/prefill_cache"]
+            later["realtime_tokens_total/prefill_cache"]
+            - earlier["realtime_tokens_total/prefill_cache"]
         ) / block
         # The engine's own algorithms take one forward whenever a row is scheduled; MRP counts its
         # forwards itself.
         name = (
             "mrp_forwards_total"
-            if "mrp_forwards_total" in after
+            if "mrp_forwards_total" in later
             else "realtime_tokens_total/prefill_compute"
         )
-        forwards = (after[name] - before[name]) / (1 if name.startswith("mrp_") else block)
+        forwards = (later[name] - earlier[name]) / (1 if name.startswith("mrp_") else block)
         return Measured(replies, seconds, round(forwards + cached) - blocks, worked)
 
     def processes(self) -> list[psutil.Process]:
@@ -273,13 +273,13 @@ class Server:
     def metrics(self) -> defaultdict[str, float]:
         """Read counters and gauges, summed over all labels but `mode`; return them by "name" or
         "name/mode"."""
-        found: defaultdict[str, float] = defaultdict(float)
+        totals: defaultdict[str, float] = defaultdict(float)
         with self.open("/metrics") as response:
             lines = response.read().decode()
         for name, labels, value in _GAUGE.findall(lines):
             mode = re.search(r'\bmode="(\w+)"', labels)
-            found[f"{name}/{mode[1]}" if mode else name] += float(value)
-        return found
+            totals[f"{name}/{mode[1]}" if mode else name] += float(value)
+        return totals
 
     def resident_bytes(self) -> int:
         """Sum the memory of the engine's processes that is not shared with other processes."""

@@ -31,11 +31,11 @@ from modeling_mrp import MRPForCausalLM
 from .common import HUB_CONFIGS, TINY, emit, header, parser_of
 from .forced_engine import ACCEPTANCE
 from .server import CPU_ENVIRONMENT, CPU_FLAGS, HEAD_FIELDS, Measured, Server, backbone_for_stock
-from .turns import faster, take_turns
+from .turns import speed_ratios, take_turns
 
 WARM_UPS = 1  # turns
 RANDOM = ("--context-length", "1024", "--max-total-tokens", "16384", "--load-format", "dummy")
-Asked = tuple[list[list[int]], list[int]]  # prompts, and the most new tokens of each
+Workload = tuple[list[list[int]], list[int]]  # prompts, and the most new tokens of each
 
 
 @dataclass(frozen=True)
@@ -44,15 +44,15 @@ class Compared:
 
     Attributes:
         mrp, stock: Checkpoints, with a head and without.
-        asked: Function of the number of clients that makes prompts, and the limit of new tokens for
-            each.
+        workload: Function of the number of clients that makes prompts, and the limit of new tokens
+            for each.
         threshold: Confidence threshold of both models.
         server: Further arguments of `Server`.
     """
 
     mrp: Path
     stock: Path
-    asked: Callable[[int], Asked]
+    workload: Callable[[int], Workload]
     threshold: float
     server: dict[str, Any]
 
@@ -69,14 +69,14 @@ def trained(options: Any, folder: Path) -> Compared:
     chosen = [
         problem for family in FAMILIES for problem in problems(family, "heldout", options.count)
     ]
-    asked = (
+    workload = (
         [encode(problem, tokenizer)[0] for problem in chosen],
         [NEW_TOKENS[problem.family] for problem in chosen],
     )
     return Compared(
         Path(options.model),
         backbone,
-        lambda clients: asked,
+        lambda clients: workload,
         options.threshold,
         {"flags": CPU_FLAGS},
     )
@@ -90,16 +90,16 @@ def shaped(options: Any, folder: Path) -> Compared:
     # The layers are Qwen3's; the model type `sdar` would need code from the checkpoint.
     backbone = {name: value for name, value in config.items() if name not in HEAD_FIELDS}
     backbone |= {"architectures": ["SDARForCausalLM"], "model_type": "qwen3"}
-    made = folder / "with_head", folder / "backbone"
-    for at, fields in zip(made, (config, backbone), strict=True):
-        at.mkdir()
-        (at / "config.json").write_text(json.dumps(fields))
+    folders = folder / "with_head", folder / "backbone"
+    for checkpoint, fields in zip(folders, (config, backbone), strict=True):
+        checkpoint.mkdir()
+        (checkpoint / "config.json").write_text(json.dumps(fields))
         # any tokenizer will do: requests are ids
         for name in ("tokenizer.json", "tokenizer_config.json"):
-            (at / name).write_bytes((TINY / name).read_bytes())
+            (checkpoint / name).write_bytes((TINY / name).read_bytes())
     draw = torch.Generator().manual_seed(0)
 
-    def asked(clients: int) -> Asked:
+    def workload(clients: int) -> Workload:
         return torch.randint(5, 151000, (clients, 16), generator=draw).tolist(), [
             options.new_tokens
         ] * clients
@@ -109,11 +109,11 @@ def shaped(options: Any, folder: Path) -> Compared:
         "module": "benchmarks.forced_engine",
     }
     return Compared(
-        *made, asked, 1.0, {**server, "environment": {ACCEPTANCE: str(options.acceptance)}}
+        *folders, workload, 1.0, {**server, "environment": {ACCEPTANCE: str(options.acceptance)}}
     )
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(command_line: list[str] | None = None) -> None:
     """Run the command line: print a JSON line for each number of clients."""
     parser = parser_of("serving", __doc__)
     parser.add_argument("--model", default=str(TINY), help="a checkpoint with a head")
@@ -141,7 +141,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--learn", type=int, default=0, help="tokens of texts from which `auto` learns first"
     )
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(command_line)
     emit(
         header(
             "serving",
@@ -151,68 +151,77 @@ def main(arguments: list[str] | None = None) -> None:
     )
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        both = shaped(options, folder) if options.shape else trained(options, folder)
-        block = json.loads((both.mrp / "config.json").read_text())["block_size"]
+        comparison = shaped(options, folder) if options.shape else trained(options, folder)
+        block = json.loads((comparison.mrp / "config.json").read_text())["block_size"]
         drafted = {
             "decoding": "mrp_spec",
             "target": "dynamic",
-            "confidence_threshold": both.threshold,
+            "confidence_threshold": comparison.threshold,
         }
-        drafted |= {"target": "static"} if both.threshold == 1 else {}
+        drafted |= {"target": "static"} if comparison.threshold == 1 else {}
         drafted["num_draft_states"] = (
             options.states if options.states == "auto" else int(options.states)
         )
         drafted |= {"draft_branches": 1} if options.shape else {}  # forced drafts are chains
-        more = {**both.server, "max_running_requests": max(options.concurrency)}
-        more["flags"] = options.flag or more["flags"]
-        more["environment"] = {
+        server_options = {**comparison.server, "max_running_requests": max(options.concurrency)}
+        server_options["flags"] = options.flag or server_options["flags"]
+        server_options["environment"] = {
             **({} if torch.cuda.is_available() else CPU_ENVIRONMENT),
-            **more.get("environment", {}),
+            **server_options.get("environment", {}),
         }
         with (
             Server(
-                both.stock,
+                comparison.stock,
                 folder / "of_stock",
                 "LowConfidence",
-                {"threshold": both.threshold},
-                **more,
+                {"threshold": comparison.threshold},
+                **server_options,
             ) as stock,
-            Server(both.mrp, folder / "of_mrp", "MRP", drafted, **more) as mrp,
+            Server(comparison.mrp, folder / "of_mrp", "MRP", drafted, **server_options) as mrp,
         ):
             for clients in options.concurrency:
-                prompts, budgets = both.asked(clients)
+                prompts, budgets = comparison.workload(clients)
                 if options.learn:
                     mrp.measure(prompts, [options.learn] * len(prompts), clients, block)
-                made: dict[str, list[Measured]] = {"stock": [], "mrp": []}
-                given = prompts, budgets, clients, block
-                ways = {
-                    name: partial(ask, name, server, given, made)
+                measurements: dict[str, list[Measured]] = {"stock": [], "mrp": []}
+                arguments = prompts, budgets, clients, block
+                functions = {
+                    name: partial(measure_turn, name, server, arguments, measurements)
                     for name, server in (("stock", stock), ("mrp", mrp))
                 }
-                taken = take_turns(ways, options.rounds, WARM_UPS)
-                turns = [made[name][WARM_UPS:] for name in ("stock", "mrp")]
-                line: dict[str, Any] = {"concurrency": clients, **compared(*turns)}
-                line["speed_over_stock"] = faster(taken["mrp"], taken["stock"])
-                worked = [[turn.cpu_seconds / turn.tokens for turn in of] for of in turns]
-                emit({**line, "speed_over_stock_by_cpu_time": faster(worked[1], worked[0])})
+                seconds = take_turns(functions, options.rounds, WARM_UPS)
+                measured = [measurements[name][WARM_UPS:] for name in ("stock", "mrp")]
+                line: dict[str, Any] = {"concurrency": clients, **compared(*measured)}
+                line["speed_over_stock"] = speed_ratios(seconds["mrp"], seconds["stock"])
+                worked = [
+                    [
+                        measurement.cpu_seconds / measurement.tokens
+                        for measurement in measurements_of_server
+                    ]
+                    for measurements_of_server in measured
+                ]
+                emit({**line, "speed_over_stock_by_cpu_time": speed_ratios(worked[1], worked[0])})
 
 
-def ask(name: str, server: Server, given: Any, made: dict[str, list[Measured]], turn: int) -> float:
+def measure_turn(
+    name: str, server: Server, arguments: Any, measurements: dict[str, list[Measured]], _number: int
+) -> float:
     """Measure a server in one turn, and append the result to `made[name]`; return the seconds per
     token."""
-    made[name].append(server.measure(*given))
-    return float(made[name][-1].seconds / made[name][-1].tokens)
+    measurements[name].append(server.measure(*arguments))
+    return float(measurements[name][-1].seconds / measurements[name][-1].tokens)
 
 
 def compared(stock: list[Measured], mrp: list[Measured]) -> dict[str, Any]:
     """Compute tokens per forward and acceptance over all turns, and count the texts of the first
     turn that differ."""
     speeds = [
-        sum(turn.tokens for turn in turns) / sum(turn.forwards for turn in turns)
-        for turns in (stock, mrp)
+        sum(measurement.tokens for measurement in measurements)
+        / sum(measurement.forwards for measurement in measurements)
+        for measurements in (stock, mrp)
     ]
     differ = sum(a != b for a, b in zip(stock[0].ids, mrp[0].ids, strict=True))
-    costs = [reply["meta_info"]["mrp"] for turn in mrp for reply in turn.replies]
+    costs = [reply["meta_info"]["mrp"] for measurement in mrp for reply in measurement.replies]
     accepted, drafted = (sum(cost[name] for cost in costs) for name in ("accepted", "drafted"))
     line = {
         "tokens_per_forward": [round(speed, 3) for speed in speeds],

@@ -37,10 +37,10 @@ from .frontier import (
     STATES,
     WIDTHS,
     graph_of,
-    listed,
     on_frontier,
     sampled_settings,
     setting_name,
+    shortlisted,
 )
 from .targets import RULES, TARGETS, alone, drafted
 
@@ -87,12 +87,12 @@ def row_of(lines: Iterable[Line], name: str, shape: str = CHARGED) -> str:
     return ", ".join(f"{charged(line, shape)[name]:.2f}" for line in lines)
 
 
-def ratio(line: Line, other: Line, name: str) -> str:
+def ratio(line: Line, baseline: Line, name: str) -> str:
     """Format a line's tokens per unit over another line's, with its 95 % interval.
 
     `name` is the line's field with the ratio of the two lines' tokens per forward.
     """
-    value = line["tokens_per_unit"] / other["tokens_per_unit"]
+    value = line["tokens_per_unit"] / baseline["tokens_per_unit"]
     low, high = (end * value / line[name] for end in line[f"{name}_95"])
     return f"{value:.2f}x, {low:.2f}-{high:.2f}"
 
@@ -109,31 +109,35 @@ def frontier(folder: Path = RESULTS, drafted: bool = True) -> str:
 
     A star marks the settings of the frontier (`on_frontier`).
     """
-    of, rows = by_setting(folder, JUDGED), []
+    measured, rows = by_setting(folder, JUDGED), []
     best = {
         key
-        for key, line in of.items()
-        if on_frontier(line, [of[other] for other in of if other[0] == key[0]])
+        for key, line in measured.items()
+        if on_frontier(line, [measured[rival] for rival in measured if rival[0] == key[0]])
     }
-    for name in dict.fromkeys(name for _, name in of):
-        made = [of[family, name] for family in JUDGED if (family, name) in of]
-        if not drafted and "target" in made[0]:
+    for name in dict.fromkeys(name for _, name in measured):
+        lines = [measured[family, name] for family in JUDGED if (family, name) in measured]
+        if not drafted and "target" in lines[0]:
             continue
-        cells = []
+        entries = []
         for family in JUDGED:
-            shown = solved_and_speed([of[family, name]]) if (family, name) in of else ["", ""]
-            cells += [shown[0], shown[1] + " *" * ((family, name) in best)]
+            formatted = (
+                solved_and_speed([measured[family, name]])
+                if (family, name) in measured
+                else ["", ""]
+            )
+            entries += [formatted[0], formatted[1] + " *" * ((family, name) in best)]
         differ = ", ".join(
-            str(line["texts_that_differ"]) for line in made if "texts_that_differ" in line
+            str(line["texts_that_differ"]) for line in lines if "texts_that_differ" in line
         )
-        units = [row_of(made, "tokens_per_unit", shape) for shape in _OTHERS]
+        units = [row_of(lines, "tokens_per_unit", shape) for shape in _OTHERS]
         rows.append(
             [
                 name,
-                *cells,
+                *entries,
                 *units,
-                row_of(made, "tokens_per_forward"),
-                row_of(made, "head_per_token"),
+                row_of(lines, "tokens_per_forward"),
+                row_of(lines, "head_per_token"),
                 differ,
             ]
         )
@@ -148,7 +152,7 @@ def frontier(folder: Path = RESULTS, drafted: bool = True) -> str:
     )
 
 
-def ways(target: str, states: int) -> dict[str, Line]:
+def draft_settings(target: str, states: int) -> dict[str, Line]:
     """Return by name the settings that draft for a target with K = `states`; the last setting makes
     two head passes."""
     return {
@@ -159,21 +163,21 @@ def ways(target: str, states: int) -> dict[str, Line]:
     }
 
 
-def _made(
-    of: dict[tuple[str, str], Line], family: str, target: str, states: int
+def _draft_lines(
+    measured: dict[tuple[str, str], Line], family: str, target: str, states: int
 ) -> dict[str, Line]:
-    """Return the measured lines of the settings in `ways`, by name."""
+    """Return the measured lines of the settings in `draft_settings`, by name."""
     named = {
-        way: of.get((family, setting_name(setting)))
-        for way, setting in ways(target, states).items()
+        name: measured.get((family, setting_name(setting)))
+        for name, setting in draft_settings(target, states).items()
     }
-    return {way: line for way, line in named.items() if line is not None}
+    return {name: line for name, line in named.items() if line is not None}
 
 
-def _headless(made: dict[str, Line]) -> Line:
+def _headless(drafts: dict[str, Line]) -> Line:
     """Return the line with the most tokens per unit among drafts without a head."""
     return max(
-        (line for line in made.values() if not line["head_per_token"]),
+        (line for line in drafts.values() if not line["head_per_token"]),
         key=lambda line: line["tokens_per_unit"],
     )
 
@@ -184,24 +188,36 @@ def targets(folder: Path = RESULTS) -> str:
 
     The ratios are of `mrp_spec` with one pass over the best draft without a head.
     """
-    of, rows = by_setting(folder), []
+    measured, rows = by_setting(folder), []
     for family, target in product(FAMILIES, TARGETS):
-        cells, over = [], []
+        entries, ratios = [], []
         for states in (4, 8):
-            made = _made(of, family, target, states)
-            for line in made.values():
+            drafts = _draft_lines(measured, family, target, states)
+            for line in drafts.values():
                 plain = f" ({line['tokens_per_forward']:.2f})" if line["head_per_token"] else ""
-                cells.append(f"{line['tokens_per_unit']:.2f}{plain}")
-            over.append(
-                f"{made['mrp_spec']['tokens_per_unit'] / _headless(made)['tokens_per_unit']:.2f}x"
-            )
-        own = of[family, setting_name(alone(target))]["tokens_per_unit"]
+                entries.append(f"{line['tokens_per_unit']:.2f}{plain}")
+            best = _headless(drafts)["tokens_per_unit"]
+            ratios.append(f"{drafts['mrp_spec']['tokens_per_unit'] / best:.2f}x")
+        target_speed = measured[family, setting_name(alone(target))]["tokens_per_unit"]
         rows.append(
-            [f"`{target}`", family, f"{own:.2f}", *cells, *over, str(_differ(of, [family], target))]
+            [
+                f"`{target}`",
+                family,
+                f"{target_speed:.2f}",
+                *entries,
+                *ratios,
+                str(_differ(measured, [family], target)),
+            ]
         )
-    head = [f"{way} K={states}" for states in (4, 8) for way in _made(of, "math", "static", states)]
-    over = [f"mrp_spec over the best without a head, K={states}" for states in (4, 8)]
-    return markdown_table(["target", "problems", "alone", *head, *over, "texts that differ"], rows)
+    head = [
+        f"{name} K={states}"
+        for states in (4, 8)
+        for name in _draft_lines(measured, "math", "static", states)
+    ]
+    ratios = [f"mrp_spec over the best without a head, K={states}" for states in (4, 8)]
+    return markdown_table(
+        ["target", "problems", "alone", *head, *ratios, "texts that differ"], rows
+    )
 
 
 # By target and K, the aims for math and code: tokens per unit over those of the best draft without
@@ -219,18 +235,18 @@ def aims(folder: Path = RESULTS) -> str:
 
     Passes are charged as with a shortlist; columns are by number of passes, with 95 % intervals.
     """
-    of, rows = by_setting(folder), []
-    for target, states, (place, family) in product(TARGETS, WIDTHS, enumerate(JUDGED)):
-        made, aim = _made(of, family, target, states), AIMS[target, states][place]
-        best = _headless(made)
+    measured, rows = by_setting(folder), []
+    for target, states, (index, family) in product(TARGETS, WIDTHS, enumerate(JUDGED)):
+        lines, aim = _draft_lines(measured, family, target, states), AIMS[target, states][index]
+        best = _headless(lines)
         drafts = [
             charged({**line, "draft_shortlist": SHORTLIST})
-            for line in made.values()
+            for line in lines.values()
             if line["head_per_token"]
         ]
-        over = f"over_{best['decoding']}"
-        cells = [
-            f"{line['tokens_per_unit']:.2f} ({ratio(line, best, over)})" for line in drafts
+        field = f"over_{best['decoding']}"
+        entries = [
+            f"{line['tokens_per_unit']:.2f} ({ratio(line, best, field)})" for line in drafts
         ] + [""] * (2 - len(drafts))
         reached = max(line["tokens_per_unit"] for line in drafts) >= aim * best["tokens_per_unit"]
         stale = f"{best['decoding']} {best['tokens_per_unit']:.2f}"
@@ -240,7 +256,7 @@ def aims(folder: Path = RESULTS) -> str:
                 str(states),
                 family,
                 stale,
-                *cells,
+                *entries,
                 f"{aim}x",
                 "yes" if reached else "no",
             ]
@@ -266,25 +282,25 @@ def break_even(folder: Path = RESULTS) -> str:
 
     Drafts with and without a head have the same K, and are compared by tokens per unit.
     """
-    of, rows = by_setting(folder), []
+    measured, rows = by_setting(folder), []
     for family, target in product(FAMILIES, TARGETS):
-        cells = []
+        entries = []
         for states in WIDTHS:
-            made = _made(of, family, target, states)
-            cells += [
-                f"{100 * affordable(line, _headless(made)):.0f}"
-                for line in made.values()
+            drafts = _draft_lines(measured, family, target, states)
+            entries += [
+                f"{100 * affordable(line, _headless(drafts)):.0f}"
+                for line in drafts.values()
                 if line["head_per_token"]
             ]
-        rows.append([f"`{target}`", family, *cells])
+        rows.append([f"`{target}`", family, *entries])
     return markdown_table(["target", "problems", "K=4", "K=8", "K=8, two passes"], rows)
 
 
-def _differ(of: dict[tuple[str, str], Line], families: Sequence[str], target: str) -> int:
+def _differ(measured: dict[tuple[str, str], Line], families: Sequence[str], target: str) -> int:
     """Count the drafted texts of some families that differ from those of their target alone."""
     drafts = (
         line
-        for (family, _), line in of.items()
+        for (family, _), line in measured.items()
         if family in families and line.get("target") == target
     )
     return sum(line["texts_that_differ"] for line in drafts)
@@ -293,25 +309,34 @@ def _differ(of: dict[tuple[str, str], Line], families: Sequence[str], target: st
 def summary(folder: Path = RESULTS) -> str:
     """Tabulate problems solved and tokens per unit of each target, alone and drafted, then the
     widest interval."""
-    of, rows, arms = by_setting(folder), [], list[float]()
+    measured, rows, arms = by_setting(folder), [], list[float]()
     for target in TARGETS:
         settings = [
             alone(target),
             *(drafted(mode, target, k) for k in (4, 8) for mode in ("self_spec", "mrp_spec")),
         ]
-        made = [[of[family, setting_name(setting)] for family in JUDGED] for setting in settings]
-        units = [row_of(pair, "tokens_per_unit") for pair in made]
+        lines = [
+            [measured[family, setting_name(setting)] for family in JUDGED] for setting in settings
+        ]
+        units = [row_of(pair, "tokens_per_unit") for pair in lines]
         arms += [
             abs(end / line["tokens_per_unit"] - 1)
-            for pair in made
+            for pair in lines
             for line in pair
             for end in line["tokens_per_unit_95"]
         ]
-        others = [row_of(made[-1], "tokens_per_unit", shape) for shape in _OTHERS]
-        solved = ", ".join(f"{line['accuracy']:.1f}" for line in made[0])
-        plain = row_of(made[-1], "tokens_per_forward")
+        other_shapes = [row_of(lines[-1], "tokens_per_unit", shape) for shape in _OTHERS]
+        solved = ", ".join(f"{line['accuracy']:.1f}" for line in lines[0])
+        plain = row_of(lines[-1], "tokens_per_forward")
         rows.append(
-            [f"`{target}`", solved, *units, *others, plain, str(_differ(of, JUDGED, target))]
+            [
+                f"`{target}`",
+                solved,
+                *units,
+                *other_shapes,
+                plain,
+                str(_differ(measured, JUDGED, target)),
+            ]
         )
     head = ["alone", *(f"`{mode}`, K = {k}" for k in (4, 8) for mode in ("self_spec", "mrp_spec"))]
     last = [*(f"at {shape}" for shape in _OTHERS), "a forward"]
@@ -334,29 +359,29 @@ _BESIDE_RELEASED: tuple[tuple[str, str, dict[str, bool]], ...] = (
 def headline(folder: Path = RESULTS) -> str:
     """Tabulate tokens per unit of drafted `static` by family, and in brackets over the released
     reference at the same K."""
-    of, rows = by_setting(folder), []
+    measured, rows = by_setting(folder), []
     for states in STATES:
         released = {
-            family: of[
+            family: measured[
                 family, setting_name(drafted("released", "static", states, head_prefix=False))
             ]
             for family in FAMILIES
         }
-        for title, mode, more in _BESIDE_RELEASED:
-            made = {
-                family: of[family, setting_name(drafted(mode, "static", states, **more))]
+        for title, mode, options in _BESIDE_RELEASED:
+            lines = {
+                family: measured[family, setting_name(drafted(mode, "static", states, **options))]
                 for family in FAMILIES
             }
-            cells = []
-            for family, line in made.items():
-                over = (
+            entries = []
+            for family, line in lines.items():
+                ratio_text = (
                     f" ({ratio(line, released[family], 'over_released')})"
                     if "over_released" in line
                     else ""
                 )
-                cells.append(f"{line['tokens_per_unit']:.2f}{over}")
+                entries.append(f"{line['tokens_per_unit']:.2f}{ratio_text}")
             rows.append(
-                [f"{title} K={states}", *cells, row_of(made.values(), "tokens_per_forward")]
+                [f"{title} K={states}", *entries, row_of(lines.values(), "tokens_per_forward")]
             )
     return markdown_table(["mode", *FAMILIES, f"tokens / forward ({', '.join(FAMILIES)})"], rows)
 
@@ -364,19 +389,21 @@ def headline(folder: Path = RESULTS) -> str:
 def rules(folder: Path = RESULTS) -> str:
     """Tabulate the problems that each reveal rule solves, with 95 % intervals, and its tokens per
     unit, alone and drafted."""
-    of, rows = named(read_lines(folder / "tiny_rules.jsonl")), []
+    measured, rows = named(read_lines(folder / "tiny_rules.jsonl")), []
     for target in RULES:
-        ways = [
+        variants = [
             alone(target),
             *(drafted("mrp_spec", target, states, draft_passes=1) for states in WIDTHS),
         ]
-        made = [[of[family, setting_name(way)] for family in JUDGED] for way in ways]
-        pairs = [row_of(pair, "tokens_per_unit") for pair in made]
-        differ = sum(line["texts_that_differ"] for pair in made[1:] for line in pair)
+        lines = [
+            [measured[family, setting_name(setting)] for family in JUDGED] for setting in variants
+        ]
+        pairs = [row_of(pair, "tokens_per_unit") for pair in lines]
+        differ = sum(line["texts_that_differ"] for pair in lines[1:] for line in pair)
         rows.append(
             [
                 f"`{target}`",
-                *(interval(line, "accuracy", 1) for line in made[0]),
+                *(interval(line, "accuracy", 1) for line in lines[0]),
                 *pairs,
                 str(differ),
             ]
@@ -391,8 +418,8 @@ def fresh(folder: Path = RESULTS) -> str:
 
     The number in brackets is the difference divided by its standard error; tokens are per forward.
     """
-    of, rows = by_setting(folder, JUDGED), []
-    again = named(
+    measured, rows = by_setting(folder, JUDGED), []
+    fresh_lines = named(
         line for family in JUDGED for line in read_lines(folder / f"tiny_fresh_{family}.jsonl")
     )
 
@@ -405,24 +432,32 @@ def fresh(folder: Path = RESULTS) -> str:
         pairs = [(setting, setting) for setting in (alone(target), drafted("self_spec", target, 8))]
         pairs += [
             (drafted(GRAPH, target, 8), graph_of(target, 8)),
-            (drafted("mrp_spec", target, 8), listed(target, 8, 1)),
+            (drafted("mrp_spec", target, 8), shortlisted(target, 8, 1)),
         ]
-        made = [
-            (of[family, setting_name(old)], again[family, setting_name(new)]) for old, new in pairs
+        pairs_of_lines = [
+            (measured[family, setting_name(old)], fresh_lines[family, setting_name(new)])
+            for old, new in pairs
         ]
-        speeds = [apart(*pair, "tokens_per_forward", 2) for pair in made]
-        listing = [charged({**line, "draft_shortlist": SHORTLIST}) for line in made[-1]]
+        speeds = [apart(*pair, "tokens_per_forward", 2) for pair in pairs_of_lines]
+        listing = [charged({**line, "draft_shortlist": SHORTLIST}) for line in pairs_of_lines[-1]]
         best = [
             max(line["tokens_per_forward"] for line in side[1:3])
-            for side in zip(*made, strict=True)
+            for side in zip(*pairs_of_lines, strict=True)
         ]
-        over = ", ".join(
-            f"{line['tokens_per_unit'] / other:.2f}x"
-            for line, other in zip(listing, best, strict=True)
+        ratios = ", ".join(
+            f"{line['tokens_per_unit'] / best_headless:.2f}x"
+            for line, best_headless in zip(listing, best, strict=True)
         )
-        differ = sum(line["texts_that_differ"] for _, line in made[1:])
+        differ = sum(line["texts_that_differ"] for _, line in pairs_of_lines[1:])
         rows.append(
-            [f"`{target}`", family, apart(*made[0], "accuracy", 1), *speeds, over, str(differ)]
+            [
+                f"`{target}`",
+                family,
+                apart(*pairs_of_lines[0], "accuracy", 1),
+                *speeds,
+                ratios,
+                str(differ),
+            ]
         )
     head = [
         "solved, %",
@@ -438,13 +473,22 @@ def fresh(folder: Path = RESULTS) -> str:
 def sampled(folder: Path = RESULTS) -> str:
     """Tabulate targets at temperature 1: problems solved and tokens per unit, alone and drafted;
     cells hold math and code."""
-    of, settings, rows = named(read_lines(folder / "tiny_sampled.jsonl")), sampled_settings(), []
+    measured, settings, rows = (
+        named(read_lines(folder / "tiny_sampled.jsonl")),
+        sampled_settings(),
+        [],
+    )
     for target in TARGETS:
-        own = [one for one in settings if one.get("target", one["decoding"]) == target]
-        made = [[of[family, setting_name(one)] for family in JUDGED] for one in own]
-        solved = ", ".join(interval(line, "accuracy", 1) for line in made[0])
-        units = [row_of(pair, "tokens_per_unit") for pair in made]
-        rows.append([f"`{target}`", solved, *units, str(_differ(of, JUDGED, target))])
+        target_settings = [
+            setting for setting in settings if setting.get("target", setting["decoding"]) == target
+        ]
+        lines = [
+            [measured[family, setting_name(setting)] for family in JUDGED]
+            for setting in target_settings
+        ]
+        solved = ", ".join(interval(line, "accuracy", 1) for line in lines[0])
+        units = [row_of(pair, "tokens_per_unit") for pair in lines]
+        rows.append([f"`{target}`", solved, *units, str(_differ(measured, JUDGED, target))])
     head = [f"`{mode}`, K = {states}" for states in WIDTHS for mode in ("self_spec", "mrp_spec")]
     return markdown_table(["target", "solved, %", "alone", *head, "texts that differ"], rows)
 
@@ -458,7 +502,7 @@ def seeds(folder: Path = RESULTS) -> str:
     """
     paths = sorted(folder.glob("tiny_seed_*.jsonl"))
     trained = [named(read_lines(path, embedded=False)) for path in paths]
-    of, rows = by_setting(folder, JUDGED), []
+    measured, rows = by_setting(folder, JUDGED), []
     for target, states, family in product(TARGETS, WIDTHS, JUDGED):
         name = family, setting_name(drafted("mrp_spec", target, states))
         speeds = [lines[name]["tokens_per_forward"] for lines in trained]
@@ -469,9 +513,9 @@ def seeds(folder: Path = RESULTS) -> str:
             )
         )
         differ = sum(lines[name]["texts_that_differ"] for lines in trained)
-        cells = [f"{speed:.2f}" for speed in (*speeds, of[name]["tokens_per_forward"])]
+        entries = [f"{speed:.2f}" for speed in (*speeds, measured[name]["tokens_per_forward"])]
         rows.append(
-            [f"`{target}`", str(states), family, *cells[:-1], spread, cells[-1], str(differ)]
+            [f"`{target}`", str(states), family, *entries[:-1], spread, entries[-1], str(differ)]
         )
     head = [
         *(f"seed {path.stem.rsplit('_', 1)[1]}" for path in paths),
