@@ -83,28 +83,23 @@ def _texts(files: Sequence[PackagePath]) -> Iterator[str]:
 def split_packages(packages: Packages) -> dict[Split, Packages]:
     """Return the packages of each split, by hash of their names; "train" lacks the texts that are
     copies of other splits'."""
-    split = {
-        split_name: {name: texts for name, texts in packages.items() if belongs(name, split_name)}
-        for split_name in SPLITS
-    }
-    elsewhere = {
-        line
-        for split_name in SPLITS
-        if split_name != "train"
-        for texts in split[split_name].values()
-        for text in texts
-        for line in _long_lines(text)
-    }
+    splits: dict[Split, Packages] = {}
+    lines_elsewhere: set[str] = set()
+    for split in SPLITS:
+        splits[split] = {name: texts for name, texts in packages.items() if belongs(name, split)}
+        if split == "train":
+            continue
+        for texts in splits[split].values():
+            for text in texts:
+                lines_elsewhere.update(_long_lines(text))
 
     def is_copy(text: str) -> bool:
         lines = _long_lines(text)
-        return sum(line in elsewhere for line in lines) > _COPIED * len(lines)
+        return sum(line in lines_elsewhere for line in lines) > _COPIED * len(lines)
 
-    split["train"] = {
-        name: [text for text in texts if not is_copy(text)]
-        for name, texts in split["train"].items()
-    }
-    return split
+    for name, texts in splits["train"].items():
+        splits["train"][name] = [text for text in texts if not is_copy(text)]
+    return splits
 
 
 def _long_lines(text: str) -> list[str]:
@@ -112,16 +107,19 @@ def _long_lines(text: str) -> list[str]:
 
 
 def cut(text: str, tokenizer: PreTrainedTokenizerBase, length: int) -> tuple[list[int], list[str]]:
-    """Encode a text; return its ids, and its pieces of `length` tokens as text. All pieces but the
-    last have a few tokens more, so that training truncates them and does not take their ends for
-    the end of the text."""
+    """Encode a text; return its ids, and its segments of `length` tokens as text.
+
+    All segments but the last have a few tokens more, so that training truncates them and does not
+    take their ends for the end of the text.
+    """
     encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    ids, offsets = encoding["input_ids"], encoding["offset_mapping"]
-    begins = range(0, len(ids), length)
-    return ids, [
-        text[offsets[begin][0] : offsets[min(begin + length + 8, len(ids)) - 1][1]]
-        for begin in begins
-    ]
+    ids = encoding["input_ids"]
+    offsets = encoding["offset_mapping"]
+    segments = []
+    for begin in range(0, len(ids), length):
+        last = min(begin + length + 8, len(ids)) - 1
+        segments.append(text[offsets[begin][0] : offsets[last][1]])
+    return ids, segments
 
 
 def new_tokenizer(texts: Iterator[str], size: int, length: int) -> PreTrainedTokenizerFast:
@@ -130,11 +128,15 @@ def new_tokenizer(texts: Iterator[str], size: int, length: int) -> PreTrainedTok
 
     Words, numbers and punctuation are split as by the embedded checkpoint's tokenizer.
     """
-    tokenizer, embedded = Tokenizer(models.BPE()), Tokenizer.from_file(str(TINY / "tokenizer.json"))
-    tokenizer.pre_tokenizer, tokenizer.decoder = embedded.pre_tokenizer, embedded.decoder
-    special, alphabet = [PAD, END, MASK], pre_tokenizers.ByteLevel.alphabet()
+    embedded = Tokenizer.from_file(str(TINY / "tokenizer.json"))
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = embedded.pre_tokenizer
+    tokenizer.decoder = embedded.decoder
     trainer = trainers.BpeTrainer(
-        vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        vocab_size=size,
+        special_tokens=[PAD, END, MASK],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(

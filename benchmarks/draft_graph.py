@@ -89,12 +89,12 @@ class DraftGraph:
     def built(cls, build: Build, paths: Sequence[Sequence[Node]], states: int) -> "DraftGraph":
         """Build the graph that `build` describes for K = `states`, calibrated on recorded paths of
         nodes."""
-        tokens = build.tokens
-        short = [
-            list(takewhile(lambda node: all(rank < tokens for _, rank in node), path))
-            for path in paths
-        ]
-        return replace(cls.calibrated(short, build.times * (states - 1)), pruned=build.pruned)
+
+        def is_allowed(node: Node) -> bool:
+            return all(rank < build.tokens for _, rank in node)
+
+        allowed = [list(takewhile(is_allowed, path)) for path in paths]
+        return replace(cls.calibrated(allowed, build.times * (states - 1)), pruned=build.pruned)
 
     @classmethod
     def calibrated(cls, paths: Sequence[Sequence[Node]], size: int) -> "DraftGraph":
@@ -102,20 +102,19 @@ class DraftGraph:
         next, until the paths end."""
         nodes: dict[Node, int] = {}
         while True:
-            walked = [list(takewhile(nodes.__contains__, path)) for path in paths]
-            ahead = Counter(
-                path[len(walk)]
-                for path, walk in zip(paths, walked, strict=True)
-                if len(walk) < len(path)
-            )
+            walks = [list(takewhile(nodes.__contains__, path)) for path in paths]
+            ahead = Counter[Node]()
+            for path, walk in zip(paths, walks, strict=True):
+                if len(walk) < len(path):
+                    ahead[path[len(walk)]] += 1
             if not ahead or len(nodes) == size:
                 break
             nodes[min(ahead, key=lambda node: (-ahead[node], len(node), sorted(node)))] = len(nodes)
-        steps = (step for walk in walked for step in pairwise((frozenset[Pick](), *walk)))
-        return cls(
-            tuple(nodes),
-            frozenset((nodes.get(parent, -1), nodes[child]) for parent, child in steps),
-        )
+        edges = set()
+        for walk in walks:
+            for parent, child in pairwise((frozenset[Pick](), *walk)):
+                edges.add((nodes.get(parent, -1), nodes[child]))
+        return cls(tuple(nodes), frozenset(edges))
 
 
 @dataclass(frozen=True)
@@ -140,16 +139,16 @@ class Ranking:
 def rankings(networks: Networks, rule: RevealRule, rows: Sequence[Row]) -> dict[int, Ranking]:
     """Rank each row's columns, in the rule's order, and tokens at its last accepted state; return
     rankings by `Row.place`."""
-    seeded = [row for row in rows if row.stop is None and row.source is not None]
+    seeded = []
+    states_hidden = []
+    for row in rows:
+        if row.stop is None and row.source is not None:
+            seeded.append(row)
+            assert row.source.hidden is not None
+            states_hidden.append(row.source.hidden)
     if not seeded:
         return {}
-    hidden = gather_blocks(
-        [
-            row.source.hidden
-            for row in seeded
-            if row.source is not None and row.source.hidden is not None
-        ]
-    )
+    hidden = gather_blocks(states_hidden)
     logits = hidden @ networks.picker.lm_head_weight.T
     logits[..., networks.mask_id] = -torch.inf
     logp = logits.log_softmax(-1)
@@ -159,8 +158,13 @@ def rankings(networks: Networks, rule: RevealRule, rows: Sequence[Row]) -> dict[
         order = (logp.exp() * logp.nan_to_num(neginf=0.0)).sum(-1)
     elif isinstance(rule, Sequential):
         order = -torch.arange(order.shape[1], dtype=order.dtype).expand_as(order)
-    columns = zip(order.tolist(), best.indices.tolist(), best.values.exp().tolist(), strict=True)
-    return {row.place: Ranking(*values) for row, values in zip(seeded, columns, strict=True)}
+    orders = order.tolist()
+    tokens = best.indices.tolist()
+    chances = best.values.exp().tolist()
+    ranked = {}
+    for index, row in enumerate(seeded):
+        ranked[row.place] = Ranking(orders[index], tokens[index], chances[index])
+    return ranked
 
 
 def instantiated(graph: DraftGraph, row: Row, ranking: Ranking) -> dict[int, tuple[State, float]]:
@@ -171,30 +175,32 @@ def instantiated(graph: DraftGraph, row: Row, ranking: Ranking) -> dict[int, tup
     geometric mean of this number and its children's mean score. Nodes that need more masked columns
     than are left, or leave nothing to reveal, are left out.
     """
-    masked, instances = ranking.columns(row.state), dict[int, tuple[State, float]]()
+    masked = ranking.columns(row.state)
+    instances = dict[int, tuple[State, float]]()
     # children before their parents
     for number, node in sorted(enumerate(graph.nodes), key=lambda entry: -len(entry[1])):
-        if all(rank < len(masked) for rank, _ in node):
-            picked = {
-                masked[rank]: (ranking.token[masked[rank]][j], ranking.chance[masked[rank]][j])
-                for rank, j in node
-            }
-            tokens = [
-                picked[column][0] if column in picked else 0 for column in range(row.block_size)
-            ]
-            state = row.after(row.state, sorted(picked), tokens)
-            if not row.ends(state):
-                logs = [math.log(chance) if chance else -math.inf for _, chance in picked.values()]
-                children = [
-                    instances[entry][1]
-                    for entry in sorted(instances)
-                    if (number, entry) in graph.edges
-                ]
-                score = math.exp(sum(logs) / len(logs))
-                instances[number] = (
-                    state,
-                    math.sqrt(score * sum(children) / len(children)) if children else score,
-                )
+        if any(rank >= len(masked) for rank, _ in node):
+            continue
+        tokens = [0] * row.block_size
+        columns = []
+        logs = []
+        for rank, token_rank in node:
+            column = masked[rank]
+            columns.append(column)
+            tokens[column] = ranking.token[column][token_rank]
+            chance = ranking.chance[column][token_rank]
+            logs.append(math.log(chance) if chance else -math.inf)
+        state = row.after(row.state, sorted(columns), tokens)
+        if row.ends(state):
+            continue
+        score = math.exp(sum(logs) / len(logs))
+        children = []
+        for child in sorted(instances):
+            if (number, child) in graph.edges:
+                children.append(instances[child][1])
+        if children:
+            score = math.sqrt(score * sum(children) / len(children))
+        instances[number] = (state, score)
     return instances
 
 
@@ -210,19 +216,26 @@ def drafted(graph: DraftGraph, row: Row, ranking: Ranking | None, states: int) -
     """
     nodes = draft.target_nodes(row, states < 2)
     next_block = row.opened(row.state.start + row.block_size)
-    instances = {} if ranking is None else instantiated(graph, row, ranking)
-    reached = {-1} | {number for number, (state, _) in instances.items() if state.key in row.memory}
+    instances = {}
+    if ranking is not None:
+        instances = instantiated(graph, row, ranking)
+    reached = {-1}
+    for number, (state, _) in instances.items():
+        if state.key in row.memory:
+            reached.add(number)
+
+    def preference(number: int) -> tuple[float, int]:
+        score = instances[number][1] if graph.pruned else 0.0
+        return score, -number
+
     for _ in range(min(states - 1, len(graph.nodes))):
-        open_ = [
-            number
-            for number in instances
-            if number not in reached and any((parent, number) in graph.edges for parent in reached)
-        ]
-        if not open_ or len(nodes) >= states:
+        open_numbers = []
+        for number in instances.keys() - reached:
+            if any((parent, number) in graph.edges for parent in reached):
+                open_numbers.append(number)
+        if not open_numbers or len(nodes) >= states:
             break
-        best = max(
-            open_, key=lambda number: (instances[number][1] if graph.pruned else 0.0, -number)
-        )
+        best = max(open_numbers, key=preference)
         reached.add(best)
         nodes.append(draft.Node(instances[best][0], -1, row.source))
         if not instances[best][0].masks and next_block.masks and len(nodes) < states:
@@ -240,12 +253,13 @@ class GraphDecoder(Decoder):
     def draft(self, rows: Sequence[Row], amount: Amount) -> list[list[draft.Node]]:
         """See `Decoder.draft`."""
         ranked = rankings(self.networks, self.mode.rule, rows)
-        return [
-            drafted(self.graph, row, ranked.get(row.place), amount.states)
-            if row.stop is None
-            else []
-            for row in rows
-        ]
+        drafts: list[list[draft.Node]] = []
+        for row in rows:
+            if row.stop is None:
+                drafts.append(drafted(self.graph, row, ranked.get(row.place), amount.states))
+            else:
+                drafts.append([])
+        return drafts
 
 
 def graph_drafts(rule: RevealRule, graph: DraftGraph, states: int) -> Loop:
@@ -259,14 +273,14 @@ def passed(first: State, ranking: Ranking, later: Iterable[State]) -> Iterator[N
     token that is not ranked."""
     ranks = {column: rank for rank, column in enumerate(ranking.columns(first))}
     for state in takewhile(lambda reached: reached.start == first.start, later):
-        new = [
-            column for column, (a, b) in enumerate(zip(first.ids, state.ids, strict=True)) if a != b
-        ]
-        if any(state.ids[column] not in ranking.token[column] for column in new):
-            return
-        yield frozenset(
-            (ranks[column], ranking.token[column].index(state.ids[column])) for column in new
-        )
+        picks = set()
+        for column, (old_token, token) in enumerate(zip(first.ids, state.ids, strict=True)):
+            if token == old_token:
+                continue
+            if token not in ranking.token[column]:
+                return
+            picks.add((ranks[column], ranking.token[column].index(token)))
+        yield frozenset(picks)
 
 
 @torch.inference_mode()
@@ -291,9 +305,10 @@ def recorded_paths(
     Decoder(Mode(rule), networks, Fixed(Amount()), [note], len(prompts)).decode(
         rows, [0] * len(rows)
     )
-    return [
-        list(passed(state, ranking, (later for later, _ in walk[index + 1 :])))
-        for walk in walks.values()
-        for index, (state, ranking) in enumerate(walk)
-        if ranking is not None
-    ]
+    paths = []
+    for walk in walks.values():
+        states = [state for state, _ in walk]
+        for index, (state, ranking) in enumerate(walk):
+            if ranking is not None:
+                paths.append(list(passed(state, ranking, states[index + 1 :])))
+    return paths

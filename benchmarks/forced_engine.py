@@ -26,12 +26,13 @@ def followed(state: State, drafted: State, mask_id: int) -> int | None:
     column."""
     if state.start != drafted.start:
         return None
-    changed = [
-        column
-        for column, ids in enumerate(zip(state.ids, drafted.ids, strict=True))
-        if ids[0] != ids[1]
-    ]
-    return changed[0] if len(changed) == 1 and state.ids[changed[0]] == mask_id else None
+    changed = []
+    for column, (token, drafted_token) in enumerate(zip(state.ids, drafted.ids, strict=True)):
+        if token != drafted_token:
+            changed.append(column)
+    if len(changed) != 1 or state.ids[changed[0]] != mask_id:
+        return None
+    return changed[0]
 
 
 def force(
@@ -59,13 +60,12 @@ def force(
         )
         if column is None:
             continue
-        token, is_right = drafted.state.ids[column], coin.random() < chance
+        token = drafted.state.ids[column]
+        is_right = coin.random() < chance
+        if not is_right:
+            token = next(other_id for other_id in (1, 2, 3) if other_id not in (token, mask_id))
         scores[current].odds[column] = SURE
-        scores[current].token[column] = (
-            token
-            if is_right
-            else next(candidate for candidate in (1, 2, 3) if candidate not in (token, mask_id))
-        )
+        scores[current].token[column] = token
         if not is_right:
             return
         current = index

@@ -31,7 +31,6 @@ from itertools import product
 from typing import Any
 
 import torch
-from mrp_trainer.data.problems import encode
 from mrp_trainer.data.tasks import FAMILIES, SPLITS, Family, Problem, Split, problems
 from mrp_trainer.evaluate.decoded import NEW_TOKENS
 from mrp_trainer.evaluate.results import ResultsFile, mode_name
@@ -44,7 +43,7 @@ from modeling_mrp.networks.picker import LIKELIEST, SHORTLIST
 from modeling_mrp.rules.reveal import RevealRule
 
 from . import draft_graph, psd
-from .common import RESULTS, TINY, header, load, parser_of
+from .common import RESULTS, TINY, encode_prompts, header, load, parser_of
 from .draft_graph import DraftGraph, Node, graph_drafts, recorded_paths
 from .measure import Loop, Measured, measure, measure_loop
 from .released import Released
@@ -73,24 +72,27 @@ def settings(family: Family = "math") -> list[Setting]:
     for prefix, states in product((False, True), STATES):
         lossless.append(drafted(RELEASED, "static", states, head_prefix=prefix))
     for target, drafter, states in product(TARGETS, DRAFTERS, STATES):
-        lossless.append(
-            drafted(
-                drafter, target, states, **({"draft_passes": 1} if drafter == "mrp_spec" else {})
-            )
-        )
-    lossless += [drafted("mrp_spec", target, 8, draft_passes=2) for target in TARGETS]
-    lossless += [drafted("mrp_spec", "dynamic", 16, draft_passes=passes) for passes in (2, 7)]
+        setting = drafted(drafter, target, states)
+        if drafter == "mrp_spec":
+            setting["draft_passes"] = 1
+        lossless.append(setting)
+    for target in TARGETS:
+        lossless.append(drafted("mrp_spec", target, 8, draft_passes=2))
+    for passes in (2, 7):
+        lossless.append(drafted("mrp_spec", "dynamic", 16, draft_passes=passes))
     if family not in JUDGED:
         return lossless
-    changing: list[Setting] = [
-        {"decoding": "entropy_bound", "entropy_threshold": bound} for bound in BOUNDS
-    ]
-    changing += [{"decoding": "dynamic", "confidence_threshold": tau} for tau in TAUS]
+    changing: list[Setting] = []
+    for bound in BOUNDS:
+        changing.append({"decoding": "entropy_bound", "entropy_threshold": bound})
+    for tau in TAUS:
+        changing.append({"decoding": "dynamic", "confidence_threshold": tau})
     for rule, tau in product(REMASK_RULES, REMASK_TAUS):
         changing.append(
             {"decoding": "mrp_remask", "remask_rule": rule, "confidence_threshold": tau}
         )
-    changing += [{"decoding": "mrp_direct", "mrp_steps": steps} for steps in (1, 2)]
+    for steps in (1, 2):
+        changing.append({"decoding": "mrp_direct", "mrp_steps": steps})
     for tau, states in product(PSD_TAUS, WIDTHS):
         changing.append({"decoding": PSD, "confidence_threshold": tau, "num_draft_states": states})
     return lossless + [setting for setting in changing if setting not in lossless]
@@ -131,20 +133,18 @@ def rival_settings() -> list[Setting]:
             graph_of(target, states),
             psd_of(target, states),
         ]
-    return measured + [
-        shortlisted(target, states, passes)
-        for passes, target, states in product(PASSES, TARGETS, WIDTHS)
-    ]
+    for passes, target, states in product(PASSES, TARGETS, WIDTHS):
+        measured.append(shortlisted(target, states, passes))
+    return measured
 
 
 def rule_settings(rules: Iterable[str] = RULES) -> list[Setting]:
     """List the settings of reveal rules: each alone, and drafted with two values of K."""
     measured: list[Setting] = []
     for target in rules:
-        measured += [
-            alone(target),
-            *(drafted("mrp_spec", target, states, draft_passes=1) for states in WIDTHS),
-        ]
+        measured.append(alone(target))
+        for states in WIDTHS:
+            measured.append(drafted("mrp_spec", target, states, draft_passes=1))
     return measured
 
 
@@ -153,21 +153,24 @@ def sampled_settings() -> list[Setting]:
     values of K."""
     measured: list[Setting] = []
     for target in TARGETS:
-        variants = [alone(target)]
+        measured.append(alone(target))
         for states in WIDTHS:
-            shortlisted = drafted(
-                "mrp_spec", target, states, draft_passes=1, draft_shortlist=LIKELIEST
+            measured.append(drafted("self_spec", target, states))
+            measured.append(
+                drafted("mrp_spec", target, states, draft_passes=1, draft_shortlist=LIKELIEST)
             )
-            variants += [drafted("self_spec", target, states), shortlisted]
-        measured += [{**variant, **SAMPLED} for variant in variants]
-    return measured
+    return [{**setting, **SAMPLED} for setting in measured]
 
 
 def of_target(setting: Setting) -> dict[str, Setting]:
     """Return {"target": the setting of the target alone} for a setting with drafts, {} for any
     other setting."""
-    sampling = SAMPLED if "do_sample" in setting else {}
-    return {"target": {**alone(setting["target"]), **sampling}} if "target" in setting else {}
+    if "target" not in setting:
+        return {}
+    target = alone(setting["target"])
+    if "do_sample" in setting:
+        target |= SAMPLED
+    return {"target": target}
 
 
 def setting_name(line: Mapping[str, Any]) -> str:
@@ -177,12 +180,19 @@ def setting_name(line: Mapping[str, Any]) -> str:
         filter(None, (line["decoding"], line.get("remask_rule"), line.get("policy")))
     )
     name = mode_name({**line, "decoding": decoding})
-    name += f" bound={line['entropy_threshold']}" if "entropy_threshold" in line else ""
-    name += f" steps={line['mrp_steps']}" if "mrp_steps" in line else ""
-    name += f" list={line['draft_shortlist']}" if "draft_shortlist" in line else ""
-    name += f" passes={line['draft_passes']}" if line.get("draft_passes", 1) > 1 else ""
-    name += f" T={line['temperature']}" if "temperature" in line else ""
-    return name + (" with a head prefix" if line.get("head_prefix") else "")
+    if "entropy_threshold" in line:
+        name += f" bound={line['entropy_threshold']}"
+    if "mrp_steps" in line:
+        name += f" steps={line['mrp_steps']}"
+    if "draft_shortlist" in line:
+        name += f" list={line['draft_shortlist']}"
+    if line.get("draft_passes", 1) > 1:
+        name += f" passes={line['draft_passes']}"
+    if "temperature" in line:
+        name += f" T={line['temperature']}"
+    if line.get("head_prefix"):
+        name += " with a head prefix"
+    return name
 
 
 def references(setting: Setting) -> dict[str, Setting]:
@@ -190,15 +200,14 @@ def references(setting: Setting) -> dict[str, Setting]:
     drafts of the same K."""
     if not (baselines := of_target(setting)):
         return {}
-    plain = {
-        name: value
-        for name, value in setting.items()
-        if name not in ("draft_passes", "head_prefix")
-    }
+    plain = dict(setting)
+    plain.pop("draft_passes", None)
+    plain.pop("head_prefix", None)
     if setting["num_draft_states"] not in STATES:
         return baselines
     if setting["decoding"] == "mrp_spec":
-        baselines |= {drafter: {**plain, "decoding": drafter} for drafter in ("self_spec", GRAPH)}
+        for drafter in ("self_spec", GRAPH):
+            baselines[drafter] = {**plain, "decoding": drafter}
     released = {**plain, "decoding": RELEASED, "head_prefix": False}
     if setting["target"] == "static" and setting != released:
         baselines[RELEASED] = released
@@ -209,23 +218,23 @@ def rivals(setting: Setting) -> dict[str, Setting]:
     """Return by name the settings of `rival_settings` to compare a drafted setting with: its target
     alone, then drafts."""
     if (baselines := of_target(setting)) and setting["decoding"] == "mrp_spec":
-        target, states = setting["target"], setting["num_draft_states"]
-        baselines |= {
-            "self_spec": drafted("self_spec", target, states),
-            GRAPH: graph_of(target, states),
-        }
+        target = setting["target"]
+        states = setting["num_draft_states"]
+        baselines["self_spec"] = drafted("self_spec", target, states)
+        baselines[GRAPH] = graph_of(target, states)
     return baselines
 
 
 def on_frontier(line: Mapping[str, Any], lines: Iterable[Mapping[str, Any]]) -> bool:
     """Return whether no other line is at least as accurate and as fast (tokens per unit), and
     better in one of the two."""
-    own_point = line["accuracy"], line["tokens_per_unit"]
-    points = ((rival["accuracy"], rival["tokens_per_unit"]) for rival in lines)
-    return not any(
-        point != own_point and point[0] >= own_point[0] and point[1] >= own_point[1]
-        for point in points
-    )
+    accuracy = line["accuracy"]
+    speed = line["tokens_per_unit"]
+    for rival in lines:
+        is_equal = rival["accuracy"] == accuracy and rival["tokens_per_unit"] == speed
+        if not is_equal and rival["accuracy"] >= accuracy and rival["tokens_per_unit"] >= speed:
+            return False
+    return True
 
 
 def rule_of(target: str, **options: Any) -> RevealRule:
@@ -248,7 +257,9 @@ class Decoder:
     def __init__(
         self, model: MRPForCausalLM, tokenizer: PreTrainedTokenizerFast, batch_size: int
     ) -> None:
-        self.model, self.tokenizer, self.batch_size = model, tokenizer, batch_size
+        self.model = model
+        self.tokenizer = tokenizer
+        self.batch_size = batch_size
         self.paths = cache(self._paths)
 
     def decoded(self, setting: Setting, problem_set: list[Problem]) -> Measured:
@@ -265,10 +276,8 @@ class Decoder:
         elif options["decoding"] == RELEASED:
             loop = Released(states, options["head_prefix"])
         elif options["decoding"] == PSD:
-            policy, (*_, min_chance) = (
-                options.get("policy", "dynamic"),
-                options.get("reading", [0.0]),
-            )
+            policy = options.get("policy", "dynamic")
+            min_chance = options.get("reading", [0.0])[-1]
             rule = rule_of(policy, **{name: options[name] for name in RULES[policy]})
             loop = psd.parallel_speculative(rule, states, min_chance)
         else:
@@ -281,10 +290,7 @@ class Decoder:
         paths: list[list[Node]] = []
         eos = [self.tokenizer.eos_token_id, self.tokenizer.pad_token_id]
         for family in FAMILIES:
-            prompts = [
-                encode(problem, self.tokenizer)[0]
-                for problem in problems(family, "tune", CALIBRATED_ON)
-            ]
+            prompts = encode_prompts(problems(family, "tune", CALIBRATED_ON), self.tokenizer)
             paths += recorded_paths(self.model, rule_of(target), prompts, NEW_TOKENS[family], eos)
         return paths
 
@@ -312,7 +318,9 @@ def lines(
             continue
         measured = decoded(setting)
         line = fields | measured.line()
-        baselines = {name: decoded(baseline) for name, baseline in compared(setting).items()}
+        baselines = {}
+        for name, baseline in compared(setting).items():
+            baselines[name] = decoded(baseline)
         line |= measured.over(**baselines)
         if baselines:
             line |= {
@@ -325,8 +333,10 @@ def lines(
 def problems_of(family: Family, split: Split, count: int, seed: int) -> list[Problem]:
     """Return up to `count` problems of a family, split and seed; seeds but 0 leave out the `USED`
     prompts of the tables."""
-    used = {problem.prompt for problem in problems(family, split, USED)} if seed else set()
-    candidates = problems(family, split, 2 * count if seed else count, seed)
+    if not seed:
+        return problems(family, split, count)
+    used = {problem.prompt for problem in problems(family, split, USED)}
+    candidates = problems(family, split, 2 * count, seed)
     return [problem for problem in candidates if problem.prompt not in used][:count]
 
 
@@ -365,46 +375,48 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--dtype", choices=("float32", "float64"), default="float64")
     options = parser.parse_args(arguments)
     identity = {"split": options.split, "problems": options.count, "dtype": options.dtype}
-    identity |= {"seed": options.seed} if options.seed else {}
+    if options.seed:
+        identity["seed"] = options.seed
     results = ResultsFile(options.output, "asked")
-    if recorded := next(
-        (line["asked"] for line in results.lines if line.get("asked", identity) != identity), None
-    ):
-        parser.error(
-            f"{options.output} is of {recorded}, and this would be of {identity}: give another "
-            "--output"
-        )
+    for line in results.lines:
+        if line.get("asked", identity) != identity:
+            parser.error(
+                f"{options.output} is of {line['asked']}, and this would be of {identity}: give "
+                "another --output"
+            )
     model, tokenizer = load(options.model)
     results.begin(header("frontier", options, model))
     decoder = Decoder(model.to(getattr(torch, options.dtype)), tokenizer, options.batch_size)
     for family in options.family:
-        selected, compared = (
-            (rival_settings(), rivals) if options.rivals else (settings(family), references)
-        )
-        if options.sampled:
-            selected, compared = sampled_settings(), of_target
+        selected: list[Setting]
+        compared: Callable[[Setting], dict[str, Setting]] = of_target
         if options.rules is not None:
-            selected, compared = rule_settings(options.rules or RULES), of_target
-        if chosen := options.decoding:
-            selected = [
-                setting
-                for setting in selected
-                if setting["decoding"] in chosen or setting_name(setting) in chosen
-            ]
-        problem_set = problems_of(
-            family, options.split, options.count // (2 if family == "source" else 1), options.seed
-        )
+            selected = rule_settings(options.rules or RULES)
+        elif options.sampled:
+            selected = sampled_settings()
+        elif options.rivals:
+            selected = rival_settings()
+            compared = rivals
+        else:
+            selected = settings(family)
+            compared = references
+        if options.decoding:
+            chosen = []
+            for setting in selected:
+                if {setting["decoding"], setting_name(setting)} & {*options.decoding}:
+                    chosen.append(setting)
+            selected = chosen
+        count = options.count // 2 if family == "source" else options.count
+        problem_set = problems_of(family, options.split, count, options.seed)
         for line in lines(decoder, problem_set, selected, results, identity, compared):
             results.add(line)
-            solved = f"{line['accuracy']} % at " if "accuracy" in line else ""
-            differ = (
-                f", {line['texts_that_differ']} texts differ" if "texts_that_differ" in line else ""
-            )
-            print(
-                f"{family}: {setting_name(line)}: {solved}{line['tokens_per_forward']} a "
-                f"forward{differ}",
-                flush=True,
-            )
+            text = f"{family}: {setting_name(line)}: "
+            if "accuracy" in line:
+                text += f"{line['accuracy']} % at "
+            text += f"{line['tokens_per_forward']} a forward"
+            if "texts_that_differ" in line:
+                text += f", {line['texts_that_differ']} texts differ"
+            print(text, flush=True)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import json
 import time
 from argparse import Namespace
 from collections.abc import Iterator
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -67,32 +67,39 @@ Line = dict[str, Any]
 def prepare(options: Namespace) -> None:
     """Write a tokenizer, and each split's texts as pieces (a prompt and its continuation) and as
     one stream of ids."""
-    files = [
-        f"{split_name}.{kind}"
-        for split_name in ("train", "tune", "heldout")
-        for kind in ("jsonl", "npy")
-    ]
+    files = []
+    for split in ("train", "tune", "heldout"):
+        files += [f"{split}.jsonl", f"{split}.npy"]
     OwnFolder(options.folder).claim(*files)
-    split = split_packages(installed())
-    texts = [text for texts in split["train"].values() for text in texts]
+    splits = split_packages(installed())
+    texts = list(chain.from_iterable(splits["train"].values()))
     tokenizer = new_tokenizer(iter(texts[::5]), VOCABULARY, PROMPT + LONGEST)
     tokenizer.save_pretrained(options.folder)
-    for split_name, packages in split.items():
+    for split, packages in splits.items():
         lines: list[Line] = []
         stream: list[int] = []
-        for name, text in ((name, text) for name, texts in packages.items() for text in texts):
-            ids, segments = cut(text, tokenizer, PROMPT + LONGEST)
-            stream += [*ids, tokenizer.eos_token_id]
-            lines += [{"text": segment, "package": name} for segment in segments]
+        for name, package_texts in packages.items():
+            for text in package_texts:
+                ids, segments = cut(text, tokenizer, PROMPT + LONGEST)
+                stream += [*ids, tokenizer.eos_token_id]
+                lines += [{"text": segment, "package": name} for segment in segments]
         print(
-            f"{split_name}: {len(packages)} packages, {len(stream):,} tokens, "
+            f"{split}: {len(packages)} packages, {len(stream):,} tokens, "
             f"{len(lines):,} pieces: {', '.join(packages)}"
         )
-        lines = lines[:: max(1, len(lines) // WATCHED)] if split_name == "tune" else lines
-        (options.folder / f"{split_name}.jsonl").write_text(
-            "".join(f"{json.dumps(line)}\n" for line in lines)
-        )
-        np.save(options.folder / f"{split_name}.npy", np.asarray(stream, np.uint16))
+        if split == "tune":
+            lines = lines[:: max(1, len(lines) // WATCHED)]
+        with (options.folder / f"{split}.jsonl").open("w") as file:
+            for line in lines:
+                file.write(f"{json.dumps(line)}\n")
+        np.save(options.folder / f"{split}.npy", np.asarray(stream, np.uint16))
+
+
+def training_windows(path: Path) -> list[dict[str, np.ndarray]]:
+    """Cut a stream of ids into windows of `LONGEST` tokens; return them as examples."""
+    ids = np.load(path).astype(np.int64)
+    windows = ids[: len(ids) // LONGEST * LONGEST].reshape(-1, LONGEST)
+    return [{"input_ids": window, "labels": window} for window in windows]
 
 
 def causal(options: Namespace) -> None:
@@ -115,19 +122,8 @@ def causal(options: Namespace) -> None:
     config = Qwen3Config(
         vocab_size=VOCABULARY, max_position_embeddings=2048, **shape, **heads, **ends
     )
-    model, folder = Qwen3ForCausalLM(config), options.folder / "causal"
-    rows = {
-        split_name: np.load(options.folder / f"{split_name}.npy").astype(np.int64)
-        for split_name in ("train", "tune")
-    }
-    windows = {
-        split_name: ids[: len(ids) // LONGEST * LONGEST].reshape(-1, LONGEST)
-        for split_name, ids in rows.items()
-    }
-    data = {
-        split_name: [{"input_ids": row, "labels": row} for row in ids]
-        for split_name, ids in windows.items()
-    }
+    model = Qwen3ForCausalLM(config)
+    folder = options.folder / "causal"
     schedule = {
         "lr_scheduler_type": "warmup_stable_decay",
         "lr_scheduler_kwargs": {"num_decay_steps": options.steps // 5},
@@ -148,8 +144,8 @@ def causal(options: Namespace) -> None:
         model,
         arguments,
         default_data_collator,
-        data["train"],
-        data["tune"][:WATCHED],
+        training_windows(options.folder / "train.npy"),
+        training_windows(options.folder / "tune.npy")[:WATCHED],
         optimizers=(optimizer, None),
     )
     newest = last_whole_checkpoint(folder)
@@ -168,26 +164,25 @@ def prompts_of(
     for line in map(json.loads, (folder / "heldout.jsonl").open()):
         if len(ids := tokenizer.encode(line["text"], verbose=False)) >= PROMPT + LONGEST:
             texts_by_package.setdefault(line["package"], []).append(ids[: PROMPT + LONGEST])
-    selected = [
-        (name, ids)
-        for index in range(count)
-        for name, texts in texts_by_package.items()
-        for ids in texts[index : index + 1]
-    ]
-    return [name for name, _ in selected[:count]], torch.tensor(
-        [ids for _, ids in selected[:count]]
-    )
+    packages = []
+    selected = []
+    for index in range(count):
+        for name, texts in texts_by_package.items():
+            if index < len(texts):
+                packages.append(name)
+                selected.append(texts[index])
+    return packages[:count], torch.tensor(selected[:count])
 
 
 def settings() -> Iterator[list[Setting]]:
     """Yield the settings to measure in groups: a target, then its drafts."""
     for block_size, sampled, target in product(BLOCKS, (False, True), TARGETS):
         # the default of real vocabularies
-        listed = {"draft_shortlist": LIKELIEST if sampled else SHORTLIST}
+        shortlist = LIKELIEST if sampled else SHORTLIST
         variants = (
             alone(target),
             drafted("self_spec", target, STATES),
-            drafted("mrp_spec", target, STATES, **listed),
+            drafted("mrp_spec", target, STATES, draft_shortlist=shortlist),
         )
         yield [{"block_size": block_size, "do_sample": sampled, **variant} for variant in variants]
 
@@ -207,17 +202,15 @@ def decode(
 ) -> tuple[Measured, Line]:
     """Decode prompts [rows, PROMPT] long; return texts with costs by row, and counts by window of
     text, summed over rows."""
-    measured, edges = Measured([], [], []), torch.arange(0, new + 1, WINDOW)[:, None, None]
-    along = {
-        name: torch.zeros(len(edges) - 1, dtype=torch.long)
-        for name in ("row_forwards", "drafted", "accepted")
-    }
+    measured = Measured([], [], [])
+    edges = torch.arange(0, new + 1, WINDOW)[:, None, None]
+    along: dict[str, Tensor] = {}
+    for name in ("row_forwards", "drafted", "accepted"):
+        along[name] = torch.zeros(len(edges) - 1, dtype=torch.long)
     for prompt_batch in prompts.split(batch_size):
-        sampled: Line = (
-            {"temperature": 1.0, "top_k": 0, "seed": len(measured.ids)}
-            if options["do_sample"]
-            else {}
-        )
+        sampled: Line = {}
+        if options["do_sample"]:
+            sampled = {"temperature": 1.0, "top_k": 0, "seed": len(measured.ids)}
         out: Any = model.generate(
             prompt_batch,
             attention_mask=torch.ones_like(prompt_batch),
@@ -230,9 +223,8 @@ def decode(
         # before that round.
         first_rounds = torch.where(reached.any(1), reached.int().argmax(1), reached.shape[1])
         for name, counts in along.items():
-            counts += (
-                pad(out.stats.rounds[name], (0, 0, 1, 0)).gather(0, first_rounds).diff(dim=0).sum(1)
-            )
+            cumulative = pad(out.stats.rounds[name], (0, 0, 1, 0)).gather(0, first_rounds)
+            counts += cumulative.diff(dim=0).sum(1)
         measured.ids.extend(out.sequences[:, PROMPT:].tolist())
         measured.forwards.extend(out.stats.row_forwards.tolist())
         measured.head_forwards.extend(out.stats.row_head_forwards.tolist())
@@ -243,19 +235,20 @@ def decode(
 def judged(judge: Qwen3ForCausalLM, texts: Tensor) -> Line:
     """Return result fields of continuations: nats per token under `judge`, in all and by window;
     share of repeated 4-grams."""
-    logits = torch.cat([judge(item[None]).logits[:, PROMPT - 1 : -1] for item in texts])
+    logits = torch.cat([judge(text[None]).logits[:, PROMPT - 1 : -1] for text in texts])
     nats = -logits.float().log_softmax(-1).gather(-1, texts[:, PROMPT:, None])[..., 0]
-    grams = texts[:, PROMPT:].unfold(1, 4, 1)
-    repeated = [1 - len(item.unique(dim=0)) / len(item) for item in grams]
-    windows = nats.unflatten(1, (-1, WINDOW)).mean((0, 2)).tolist()
-    mean = ratio_of_sums(nats.sum(1).tolist(), [nats.shape[1]] * len(nats))
-    assert mean is not None
-    fields = {
-        "nats": round(mean.value, 3),
-        "nats_95": mean.rounded(),
-        "nats_along": [round(item, 3) for item in windows],
+    repeated = 0.0
+    for grams in texts[:, PROMPT:].unfold(1, 4, 1):
+        repeated += 1 - len(grams.unique(dim=0)) / len(grams)
+    window_nats = nats.unflatten(1, (-1, WINDOW)).mean((0, 2)).tolist()
+    average = ratio_of_sums(nats.sum(1).tolist(), [nats.shape[1]] * len(nats))
+    assert average is not None
+    return {
+        "nats": round(average.value, 3),
+        "nats_95": average.rounded(),
+        "nats_along": [round(value, 3) for value in window_nats],
+        "repeated": round(repeated / len(texts), 3),
     }
-    return {**fields, "repeated": round(sum(repeated) / len(repeated), 3)}
 
 
 def measure(options: Namespace) -> None:
@@ -265,10 +258,8 @@ def measure(options: Namespace) -> None:
     judge = Qwen3ForCausalLM.from_pretrained(options.folder / "causal").eval()
     packages, texts = prompts_of(options.folder, tokenizer, options.count)
     texts = texts[:, : PROMPT + options.tokens]
-    results, identity = (
-        ResultsFile(options.output, "asked"),
-        {"prompts": options.count, "tokens": options.tokens},
-    )
+    identity = {"prompts": options.count, "tokens": options.tokens}
+    results = ResultsFile(options.output, "asked")
     results.begin(header("longtext", options, model))
     model = model.double()
     if results.find(text="real", asked=identity) is None:
@@ -283,10 +274,8 @@ def measure(options: Namespace) -> None:
         for setting, line in zip(group, recorded, strict=True):
             if line is not None and of_target is not None:
                 continue
-            decode_options = {
-                name: value for name, value in setting.items() if name != "block_size"
-            }
-            model.config.block_size = setting["block_size"]
+            decode_options = dict(setting)
+            model.config.block_size = decode_options.pop("block_size")
             decoded, counts = decode(
                 model, texts[:, :PROMPT], options.tokens, options.batch_size, **decode_options
             )
@@ -311,7 +300,8 @@ class Clock(BaseStreamer):
     grows."""
 
     def __init__(self) -> None:
-        self.tokens, self.seconds = [0], [0.0]
+        self.tokens = [0]
+        self.seconds = [0.0]
 
     def put(self, value: Tensor) -> None:
         """Note time and length; the first call is for the prompt."""
@@ -335,11 +325,9 @@ def times(options: Namespace) -> None:
     }
     edges = [PROMPT + options.tokens * quarter // PARTS for quarter in range(PARTS + 1)]
     for block_size in BLOCKS:
-        model.config.block_size, seconds, size = (
-            block_size,
-            {name: list[Any]() for name in variants},
-            {},
-        )
+        model.config.block_size = block_size
+        seconds: dict[str, list[Any]] = {name: [] for name in variants}
+        size = {}
         for prompt in texts[:, :PROMPT].split(1):
             for name, variant in variants.items():
                 clock = Clock()
@@ -349,18 +337,16 @@ def times(options: Namespace) -> None:
                 )
                 seconds[name].append(np.diff(np.interp(edges, clock.tokens, clock.seconds)))
                 size[name] = round(out.past_key_values.nbytes / 1e6, 2)
-        quarters = {
-            name: list(zip(*text_seconds, strict=True)) for name, text_seconds in seconds.items()
-        }
-        for name, quarter_seconds in quarters.items():
+        static_quarters = list(zip(*seconds["static"], strict=True))
+        for name, text_seconds in seconds.items():
+            over_static = []
+            over_first = []
+            quarters = zip(*text_seconds, strict=True)
+            for quarter, base in zip(quarters, static_quarters, strict=True):
+                over_static.append(speed_ratios(quarter, base))
+                over_first.append(speed_ratios(static_quarters[0], quarter))
             line = {"block_size": block_size, "timed": name, "megabytes": size[name]}
-            line["over_static"] = [
-                speed_ratios(quarter, base)
-                for quarter, base in zip(quarter_seconds, quarters["static"], strict=True)
-            ]
-            line["over_first"] = [
-                speed_ratios(quarters["static"][0], quarter) for quarter in quarter_seconds
-            ]
+            line |= {"over_static": over_static, "over_first": over_first}
             results.add({**line, "asked": {"prompts": options.count, "tokens": options.tokens}})
 
 
@@ -377,78 +363,76 @@ def units_along(line: Line) -> tuple[Line, Any]:
 def ends(values: Any, digits: int) -> str:
     """Format the means of the first and of the last quarter of values, as "first -> last"."""
     quarter = max(1, len(values) // PARTS)
-    return " -> ".join(
-        f"{np.mean(window):.{digits}f}" for window in (values[:quarter], values[-quarter:])
-    )
+    return f"{np.mean(values[:quarter]):.{digits}f} -> {np.mean(values[-quarter:]):.{digits}f}"
 
 
 def spreads(ratios: list[Line]) -> list[str]:
     """Format the median of each `turns.spread`, with its quartiles in brackets."""
-    return [
-        f"{ratio['median']:.2f} ({ratio['quartiles'][0]:.2f}-{ratio['quartiles'][1]:.2f})"
-        for ratio in ratios
-    ]
+    entries = []
+    for ratio in ratios:
+        low, high = ratio["quartiles"]
+        entries.append(f"{ratio['median']:.2f} ({low:.2f}-{high:.2f})")
+    return entries
 
 
 def tables(options: Namespace) -> None:
     """Print tables of the measurements: cost and acceptance, the autoregressive model's judgement
     of the texts, and times."""
-    costs, judgements, timed, stale = [], [], [], 0.0
-    order = {name: cells for cells, name in enumerate(("real", *TARGETS, "self_spec", "mrp_spec"))}
+    costs = []
+    judgements = []
+    timed = []
+    stale = 0.0
+    names = ("real", *TARGETS, "self_spec", "mrp_spec")
 
     def sort_key(line: Line) -> tuple[int, ...]:
         decoding: str = line.get("decoding", "real")
-        ranks = order[line.get("target", decoding)], order[line.get("timed", decoding)]
-        return line.get("block_size", 0), line.get("do_sample", False), *ranks
+        return (
+            line.get("block_size", 0),
+            line.get("do_sample", False),
+            names.index(line.get("target", decoding)),
+            names.index(line.get("timed", decoding)),
+        )
 
     for line in sorted(read_lines(options.output, embedded=False), key=sort_key):
+        block_size = str(line.get("block_size", ""))
         source = line.get("target", line.get("decoding", "real"))
-        cells = [str(line.get("block_size", "")), f"{line.get('do_sample', 0):d}", source]
+        row = [block_size, f"{line.get('do_sample', 0):d}", source]
         if "timed" in line:
-            speeds = [""] * PARTS if line["timed"] == "static" else spreads(line["over_static"])
+            over_first = spreads(line["over_first"])
+            over_static = [""] * PARTS
+            if line["timed"] != "static":
+                over_static = spreads(line["over_static"])
             timed.append(
-                [
-                    cells[0],
-                    line["timed"],
-                    str(line["megabytes"]),
-                    *spreads(line["over_first"]),
-                    *speeds,
-                ]
+                [block_size, line["timed"], str(line["megabytes"]), *over_first, *over_static]
             )
         if "nats" in line:
-            judgements.append(
-                [
-                    *cells,
-                    interval(line, "nats", 2),
-                    ends(line["nats_along"], 2),
-                    f"{100 * line['repeated']:.0f}",
-                ]
-            )
+            nats = interval(line, "nats", 2)
+            repeated = f"{100 * line['repeated']:.0f}"
+            judgements.append([*row, nats, ends(line["nats_along"], 2), repeated])
         if "decoding" in line:
-            counts = {name: np.asarray(value) for name, value in line["along"].items()}
+            accepted_along = np.asarray(line["along"]["accepted"])
+            drafted_along = np.asarray(line["along"]["drafted"])
             line, along = units_along(line)
-            drafter, drafts = "alone", ["", "", "", ""]
+            drafter = "alone"
+            drafts = ["", "", "", ""]
             if "target" in line:
-                drafter, share = line["decoding"], 100 * counts["accepted"] / counts["drafted"]
-                acceptance = 100 * counts["accepted"].sum() / counts["drafted"].sum()
-                # sorted before `mrp_spec`
-                stale = line["tokens_per_unit"] if drafter == "self_spec" else stale
-                speedup = (
-                    "" if drafter == "self_spec" else f"{line['tokens_per_unit'] / stale:.2f}x"
-                )
+                drafter = line["decoding"]
+                if drafter == "self_spec":  # sorted before `mrp_spec`
+                    stale = line["tokens_per_unit"]
+                    speedup = ""
+                else:
+                    speedup = f"{line['tokens_per_unit'] / stale:.2f}x"
+                acceptance = 100 * accepted_along.sum() / drafted_along.sum()
                 drafts = [
                     speedup,
                     f"{acceptance:.0f}",
-                    ends(share, 0),
+                    ends(100 * accepted_along / drafted_along, 0),
                     str(line["texts_that_differ"]),
                 ]
             costs.append(
-                [*cells, drafter, interval(line, "tokens_per_unit", 2), ends(along, 2), *drafts]
+                [*row, drafter, interval(line, "tokens_per_unit", 2), ends(along, 2), *drafts]
             )
-    quarters, columns_of_quarters = (
-        "first -> last quarter",
-        [f"quarter {quarter + 1}" for quarter in range(PARTS)],
-    )
+    quarters = "first -> last quarter"
     head = [
         "tokens / unit",
         quarters,
@@ -464,11 +448,10 @@ def tables(options: Namespace) -> None:
         ),
         end="\n\n",
     )
-    columns = [
-        f"{quantity}, {quarter}"
-        for quantity in ("time over static's first", "speed over static")
-        for quarter in columns_of_quarters
-    ]
+    columns = []
+    for quantity in ("time over static's first", "speed over static"):
+        for quarter in range(1, PARTS + 1):
+            columns.append(f"{quantity}, quarter {quarter}")
     print(markdown_table(["block", "way", "MB", *columns], timed))
 
 

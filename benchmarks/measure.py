@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from mrp_trainer.data.problems import encode
 from mrp_trainer.data.tasks import Problem, judge
 from mrp_trainer.evaluate.decoded import NEW_TOKENS, decode_problems
 from mrp_trainer.evaluate.intervals import (
@@ -26,7 +25,7 @@ from modeling_mrp.networks.networks import Networks
 from modeling_mrp.rules.reveal import RevealRule
 from modeling_mrp.rules.state import Row
 
-from .common import greedy_decode
+from .common import encode_prompts, greedy_decode
 
 SAMPLE = 4
 # Decodes greedily: (model, ids by prompt, limit of new tokens, ids that end a text) -> texts and
@@ -53,11 +52,12 @@ class Measured:
     @classmethod
     def of_rows(cls, rows: Sequence[Row]) -> "Measured":
         """Collect texts and counts from rows that have ended."""
-        counts = [row.counts for row in rows]
-        texts = [row.text[row.prompt : row.stop] for row in rows]
-        return cls(
-            texts, [count.forwards for count in counts], [count.head_forwards for count in counts]
-        )
+        measured = cls([], [], [])
+        for row in rows:
+            measured.ids.append(row.text[row.prompt : row.stop])
+            measured.forwards.append(row.counts.forwards)
+            measured.head_forwards.append(row.counts.head_forwards)
+        return measured
 
     @property
     def tokens(self) -> list[int]:
@@ -88,7 +88,9 @@ class Measured:
     def sample(self) -> dict[str, list[int]]:
         """Return the exact counts of the first problems, few enough to decode again as a check."""
         return {
-            name: getattr(self, name)[:SAMPLE] for name in ("tokens", "forwards", "head_forwards")
+            "tokens": self.tokens[:SAMPLE],
+            "forwards": self.forwards[:SAMPLE],
+            "head_forwards": self.head_forwards[:SAMPLE],
         }
 
     def over(self, **baselines: "Measured") -> dict[str, Any]:
@@ -161,17 +163,17 @@ def measure_loop(
     batch_size: int,
 ) -> Measured:
     """Decode problems of one family by `loop`, in place of `generate`; return texts and costs."""
-    ids, forwards, head_forwards = list[list[int]](), list[int](), list[int]()
+    ids: list[list[int]] = []
+    forwards: list[int] = []
+    head_forwards: list[int] = []
     eos = [tokenizer.eos_token_id, tokenizer.pad_token_id]
     for begin in range(0, len(problem_set), batch_size):
-        prompts = [
-            encode(problem, tokenizer)[0] for problem in problem_set[begin : begin + batch_size]
-        ]
+        prompts = encode_prompts(problem_set[begin : begin + batch_size], tokenizer)
         measured = loop(model, prompts, NEW_TOKENS[problem_set[0].family], eos)
-        ids, forwards, head_forwards = (
-            ids + measured.ids,
-            forwards + measured.forwards,
-            head_forwards + measured.head_forwards,
-        )
-    texts = [tokenizer.decode([token for token in row if token not in eos]) for row in ids]
+        ids += measured.ids
+        forwards += measured.forwards
+        head_forwards += measured.head_forwards
+    texts = []
+    for row in ids:
+        texts.append(tokenizer.decode([token for token in row if token not in eos]))
     return Measured(ids, forwards, head_forwards, judge(problem_set, texts))

@@ -51,35 +51,32 @@ class Consistent(RevealRule):
     """
 
     def __init__(self, policy: RevealRule, min_chance: float) -> None:
-        self.policy, self.min_chance = policy, logit(min_chance)
+        self.policy = policy
+        self.min_odds = logit(min_chance)
         self.next_drafts: dict[Key, State] = {}
         self._last: dict[Key, State] = {}
 
     def follow(self, chain: Sequence[Node]) -> None:
         """Record a round's chain of drafts in `next_drafts`, which then has this chain and the one
         of the round before."""
-        new = {
-            state.key: successor
-            for state, successor in pairwise(node.state for node in chain if node.parent < 0)
-        }
-        self.next_drafts, self._last = self._last | new, new
+        states = [node.state for node in chain if node.parent < 0]
+        new = {state.key: successor for state, successor in pairwise(states)}
+        self.next_drafts = self._last | new
+        self._last = new
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`."""
         draft = self.next_drafts.get(state.key)
         if draft is not None and draft.start == state.start:
-            added = tuple(
-                [
-                    column
-                    for column, (a, b) in enumerate(zip(state.ids, draft.ids, strict=True))
-                    if a != b
-                ]
-            )
-            if added and all(
-                scores.token[column] == draft.ids[column] and scores.odds[column] >= self.min_chance
-                for column in added
-            ):
-                return added, memo
+            added = []
+            agrees = True
+            for column, (token, drafted) in enumerate(zip(state.ids, draft.ids, strict=True)):
+                if token != drafted:
+                    added.append(column)
+                    agrees &= scores.token[column] == drafted
+                    agrees &= scores.odds[column] >= self.min_odds
+            if added and agrees:
+                return tuple(added), memo
         return self.policy.reveal(state, scores, memo)
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
@@ -88,12 +85,13 @@ class Consistent(RevealRule):
 
 
 class PSDecoder(Decoder):
-    """A `Decoder` that takes the deepest consistent draft of a chain per row; `arguments` are the
-    arguments of `Decoder`."""
+    """A `Decoder` that takes the deepest consistent draft of a chain per row; further arguments are
+    those of `Decoder`."""
 
     def __init__(self, min_chance: float, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.min_chance, self.rules = min_chance, dict[int, Consistent]()
+        self.min_chance = min_chance
+        self.rules: dict[int, Consistent] = {}
 
     def draft(self, rows: Sequence[Row], amount: Amount) -> list[list[Node]]:
         """See `Decoder.draft`."""

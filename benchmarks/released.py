@@ -101,7 +101,8 @@ class Decode:
     def _drafted(self, first: bool) -> list[State]:
         """Return the row's state and its drafts: at most K states in a block's first round, K + 1
         in a later one."""
-        chain, estimate = [self.row.state], self.row.source
+        chain = [self.row.state]
+        estimate = self.row.source
         hidden = None if estimate is None else estimate.hidden
         for slot in range(1, self.states + (not first)):
             if not chain[-1].free:
@@ -147,7 +148,8 @@ class Released:
     ) -> Measured:
         """See `Loop`."""
         rule = Static((1,) * model.config.block_size)
-        mode, rows = Mode(rule, drafting=Drafting(self.states + 1, 1, self.states)), list[Row]()
+        mode = Mode(rule, drafting=Drafting(self.states + 1, 1, self.states))
+        rows = []
         for prompt in prompts:
             networks, (row,) = greedy_decode(
                 model, mode, [prompt], new_tokens, eos, self.states + 2

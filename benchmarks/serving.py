@@ -21,16 +21,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mrp_trainer.data.problems import encode
 from mrp_trainer.data.tasks import FAMILIES, problems
 from mrp_trainer.evaluate.decoded import NEW_TOKENS
 from transformers import PreTrainedTokenizerFast
 
 from modeling_mrp import MRPForCausalLM
 
-from .common import HUB_CONFIGS, TINY, emit, header, parser_of
+from .common import HUB_CONFIGS, TINY, emit, encode_prompts, header, parser_of
 from .forced_engine import ACCEPTANCE
-from .server import CPU_ENVIRONMENT, CPU_FLAGS, HEAD_FIELDS, Measured, Server, backbone_for_stock
+from .server import (
+    CPU_ENVIRONMENT,
+    CPU_FLAGS,
+    Measured,
+    Server,
+    backbone_for_stock,
+    stock_config,
+)
 from .turns import speed_ratios, take_turns
 
 WARM_UPS = 1  # turns
@@ -60,23 +66,20 @@ class Compared:
 def trained(options: Any, folder: Path) -> Compared:
     """Set up the comparison for a trained model, on held-out problems of the families that it was
     trained on."""
-    backbone = (
-        Path(options.backbone)
-        if options.backbone
-        else backbone_for_stock(Path(options.model), folder / "backbone")
-    )
+    if options.backbone:
+        backbone = Path(options.backbone)
+    else:
+        backbone = backbone_for_stock(Path(options.model), folder / "backbone")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(options.model)
-    chosen = [
-        problem for family in FAMILIES for problem in problems(family, "heldout", options.count)
-    ]
-    workload = (
-        [encode(problem, tokenizer)[0] for problem in chosen],
-        [NEW_TOKENS[problem.family] for problem in chosen],
-    )
+    prompts: list[list[int]] = []
+    budgets: list[int] = []
+    for family in FAMILIES:
+        prompts += encode_prompts(problems(family, "heldout", options.count), tokenizer)
+        budgets += [NEW_TOKENS[family]] * options.count
     return Compared(
         Path(options.model),
         backbone,
-        lambda clients: workload,
+        lambda clients: (prompts, budgets),
         options.threshold,
         {"flags": CPU_FLAGS},
     )
@@ -87,11 +90,8 @@ def shaped(options: Any, folder: Path) -> Compared:
     random prompt per client."""
     config = json.loads((HUB_CONFIGS / f"sdar-{options.shape}-mrp" / "config.json").read_text())
     config |= {"num_hidden_layers": options.layers, "num_nextn_predict_layers": options.head_layers}
-    # The layers are Qwen3's; the model type `sdar` would need code from the checkpoint.
-    backbone = {name: value for name, value in config.items() if name not in HEAD_FIELDS}
-    backbone |= {"architectures": ["SDARForCausalLM"], "model_type": "qwen3"}
     folders = folder / "with_head", folder / "backbone"
-    for checkpoint, fields in zip(folders, (config, backbone), strict=True):
+    for checkpoint, fields in zip(folders, (config, stock_config(config)), strict=True):
         checkpoint.mkdir()
         (checkpoint / "config.json").write_text(json.dumps(fields))
         # any tokenizer will do: requests are ids
@@ -100,9 +100,8 @@ def shaped(options: Any, folder: Path) -> Compared:
     draw = torch.Generator().manual_seed(0)
 
     def workload(clients: int) -> Workload:
-        return torch.randint(5, 151000, (clients, 16), generator=draw).tolist(), [
-            options.new_tokens
-        ] * clients
+        prompts = torch.randint(5, 151000, (clients, 16), generator=draw).tolist()
+        return prompts, [options.new_tokens] * clients
 
     server = {
         "flags": (*CPU_FLAGS, *RANDOM, "--dtype", options.dtype),
@@ -113,7 +112,7 @@ def shaped(options: Any, folder: Path) -> Compared:
     )
 
 
-def main(command_line: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Run the command line: print a JSON line for each number of clients."""
     parser = parser_of("serving", __doc__)
     parser.add_argument("--model", default=str(TINY), help="a checkpoint with a head")
@@ -141,14 +140,11 @@ def main(command_line: list[str] | None = None) -> None:
     parser.add_argument(
         "--learn", type=int, default=0, help="tokens of texts from which `auto` learns first"
     )
-    options = parser.parse_args(command_line)
-    emit(
-        header(
-            "serving",
-            options,
-            None if options.shape else MRPForCausalLM.from_pretrained(options.model),
-        )
-    )
+    options = parser.parse_args(arguments)
+    model = None
+    if not options.shape:
+        model = MRPForCausalLM.from_pretrained(options.model)
+    emit(header("serving", options, model))
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         comparison = shaped(options, folder) if options.shape else trained(options, folder)
@@ -158,11 +154,13 @@ def main(command_line: list[str] | None = None) -> None:
             "target": "dynamic",
             "confidence_threshold": comparison.threshold,
         }
-        drafted |= {"target": "static"} if comparison.threshold == 1 else {}
+        if comparison.threshold == 1:
+            drafted["target"] = "static"
         drafted["num_draft_states"] = (
             options.states if options.states == "auto" else int(options.states)
         )
-        drafted |= {"draft_branches": 1} if options.shape else {}  # forced drafts are chains
+        if options.shape:
+            drafted["draft_branches"] = 1  # forced drafts are chains
         server_options = {**comparison.server, "max_running_requests": max(options.concurrency)}
         server_options["flags"] = options.flag or server_options["flags"]
         server_options["environment"] = {
@@ -184,51 +182,68 @@ def main(command_line: list[str] | None = None) -> None:
                 if options.learn:
                     mrp.measure(prompts, [options.learn] * len(prompts), clients, block)
                 measurements: dict[str, list[Measured]] = {"stock": [], "mrp": []}
-                arguments = prompts, budgets, clients, block
+                workload = prompts, budgets, clients, block
                 functions = {
-                    name: partial(measure_turn, name, server, arguments, measurements)
-                    for name, server in (("stock", stock), ("mrp", mrp))
+                    "stock": partial(measure_turn, stock, workload, measurements["stock"]),
+                    "mrp": partial(measure_turn, mrp, workload, measurements["mrp"]),
                 }
                 seconds = take_turns(functions, options.rounds, WARM_UPS)
-                measured = [measurements[name][WARM_UPS:] for name in ("stock", "mrp")]
-                line: dict[str, Any] = {"concurrency": clients, **compared(*measured)}
+                of_stock = measurements["stock"][WARM_UPS:]
+                of_mrp = measurements["mrp"][WARM_UPS:]
+                line: dict[str, Any] = {"concurrency": clients, **compared(of_stock, of_mrp)}
                 line["speed_over_stock"] = speed_ratios(seconds["mrp"], seconds["stock"])
-                worked = [
-                    [
-                        measurement.cpu_seconds / measurement.tokens
-                        for measurement in measurements_of_server
-                    ]
-                    for measurements_of_server in measured
-                ]
-                emit({**line, "speed_over_stock_by_cpu_time": speed_ratios(worked[1], worked[0])})
+                line["speed_over_stock_by_cpu_time"] = speed_ratios(
+                    cpu_seconds_per_token(of_mrp), cpu_seconds_per_token(of_stock)
+                )
+                emit(line)
 
 
 def measure_turn(
-    name: str, server: Server, arguments: Any, measurements: dict[str, list[Measured]], _number: int
+    server: Server, workload: Any, measurements: list[Measured], _number: int
 ) -> float:
-    """Measure a server in one turn, and append the result to `made[name]`; return the seconds per
-    token."""
-    measurements[name].append(server.measure(*arguments))
-    return float(measurements[name][-1].seconds / measurements[name][-1].tokens)
+    """Measure a server in one turn, and append the result to `measurements`; return the seconds per
+    token.
+
+    Args:
+        server: The server.
+        workload: Prompts, limits of new tokens, number of clients and block size.
+        measurements: The results of the server's turns.
+    """
+    measured = server.measure(*workload)
+    measurements.append(measured)
+    return float(measured.seconds / measured.tokens)
+
+
+def cpu_seconds_per_token(measurements: list[Measured]) -> list[float]:
+    """Return the CPU time per token of each turn."""
+    return [measured.cpu_seconds / measured.tokens for measured in measurements]
+
+
+def speed_of(measurements: list[Measured]) -> float:
+    """Return tokens per forward over all turns."""
+    tokens = sum(measured.tokens for measured in measurements)
+    return tokens / sum(measured.forwards for measured in measurements)
 
 
 def compared(stock: list[Measured], mrp: list[Measured]) -> dict[str, Any]:
     """Compute tokens per forward and acceptance over all turns, and count the texts of the first
     turn that differ."""
-    speeds = [
-        sum(measurement.tokens for measurement in measurements)
-        / sum(measurement.forwards for measurement in measurements)
-        for measurements in (stock, mrp)
-    ]
+    stock_speed = speed_of(stock)
+    mrp_speed = speed_of(mrp)
+    accepted = 0
+    drafted = 0
+    for measured in mrp:
+        for reply in measured.replies:
+            accepted += reply["meta_info"]["mrp"]["accepted"]
+            drafted += reply["meta_info"]["mrp"]["drafted"]
     differ = sum(a != b for a, b in zip(stock[0].ids, mrp[0].ids, strict=True))
-    costs = [reply["meta_info"]["mrp"] for measurement in mrp for reply in measurement.replies]
-    accepted, drafted = (sum(cost[name] for cost in costs) for name in ("accepted", "drafted"))
-    line = {
-        "tokens_per_forward": [round(speed, 3) for speed in speeds],
-        "ratio": round(speeds[1] / speeds[0], 3),
+    return {
+        "tokens_per_forward": [round(stock_speed, 3), round(mrp_speed, 3)],
+        "ratio": round(mrp_speed / stock_speed, 3),
+        "acceptance": round(accepted / max(1, drafted), 3),
+        "texts_that_differ": differ,
+        "texts": len(stock[0].ids),
     }
-    line["acceptance"] = round(accepted / max(1, drafted), 3)
-    return {**line, "texts_that_differ": differ, "texts": len(stock[0].ids)}
 
 
 if __name__ == "__main__":

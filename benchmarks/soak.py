@@ -36,14 +36,16 @@ SIZES = (1, 3, 12, 48, 64)
 def compared(case: Case) -> Iterator[tuple[str, Row, Row]]:
     """Decode a case in several ways; yield the kind of each comparison, and the two rows, which
     must be equal."""
-    rng, indices = case.rng, list(range(len(case.prompts)))
+    rng = case.rng
+    indices = list(range(len(case.prompts)))
     if rng.random() < 0.3:
         case.options["max_new_tokens"] += rng.randint(0, 60)
     batch, out = case.decode()
     drafted = case.drafted()
     order = indices if drafted else rng.sample(indices, len(indices))
     permuted, out_again = case.decode(order, **drafted)
-    yield from (("mode", batch[i], row) for i, row in zip(order, permuted, strict=True))
+    for index, row in zip(order, permuted, strict=True):
+        yield "mode", batch[index], row
     index = rng.choice(indices)
     (single,), _ = case.decode([index], **(drafted if rng.random() < 0.5 else {}))
     yield "alone", batch[index], single
@@ -54,7 +56,8 @@ def compared(case: Case) -> Iterator[tuple[str, Row, Row]]:
         case.go_on(batch, 300)
         cached, _ = case.decode(past_key_values=past.past_key_values, **case.drafted())
         plain, _ = case.decode()
-        yield from (("reuse", *pair) for pair in zip(plain, cached, strict=True))
+        for plain_row, cached_row in zip(plain, cached, strict=True):
+            yield "reuse", plain_row, cached_row
 
 
 def soak(
@@ -68,11 +71,9 @@ def soak(
     """Compare case after case; yield a result line for each mismatch, and at last a line with all
     counts."""
     begin = time.monotonic()
-    kinds, drafted, total = (
-        Counter[str](),
-        Counter[str](),
-        Counter[str](tokens=0, rows=0, cases=0, calls=0, mismatches=0),
-    )
+    kinds = Counter[str]()
+    drafted = Counter[str]()
+    total = Counter[str](tokens=0, rows=0, cases=0, calls=0, mismatches=0)
 
     def counts() -> dict[str, Any]:
         by = {"tokens_by_kind": dict(kinds), "tokens_drafted": dict(sorted(drafted.items()))}
@@ -81,7 +82,8 @@ def soak(
     while time.monotonic() - begin < 60 * minutes and (cases is None or total["cases"] < cases):
         number = first + total["cases"]
         case = Case(f"{seed}/{number}", sizes, modes)
-        kind, mode = "decode", case.mode
+        kind = "decode"
+        mode = case.mode
         try:
             for kind, decoded, expected in compared(case):
                 assert_same_text(decoded, expected, kind)

@@ -426,7 +426,7 @@ def fresh(folder: Path = RESULTS) -> str:
     """
     measured = by_setting(folder, JUDGED)
     rows = []
-    fresh_lines = {}
+    fresh_lines: dict[tuple[str, str], Line] = {}
     for family in JUDGED:
         fresh_lines |= named(read_lines(folder / f"tiny_fresh_{family}.jsonl"))
 
@@ -476,7 +476,7 @@ def sampled(folder: Path = RESULTS) -> str:
     measured = named(read_lines(folder / "tiny_sampled.jsonl"))
     lines_of_target: dict[str, list[list[Line]]] = {}
     for setting in sampled_settings():
-        target = setting.get("target", setting["decoding"])
+        target = setting["target"] if "target" in setting else setting["decoding"]
         lines_of_target.setdefault(target, []).append(lines_of(measured, setting))
     rows = []
     for target in TARGETS:

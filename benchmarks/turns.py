@@ -28,14 +28,13 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from mrp_trainer.data.problems import encode
 from mrp_trainer.data.tasks import problems
 from mrp_trainer.evaluate.decoded import NEW_TOKENS, pad_left
 from transformers import PreTrainedTokenizerFast
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from .bare_loop import decoded
-from .common import TINY, emit, header, now, parser_of
+from .common import TINY, emit, encode_prompts, header, now, parser_of
 from .targets import TARGETS, alone, drafted
 
 Name = TypeVar("Name")
@@ -62,11 +61,12 @@ def take_turns(
         first = number % len(names)
         for name in names[first:] + names[:first]:
             elapsed = functions[name](number)
-            seconds[name] += [elapsed] if number >= 0 else []
+            if number >= 0:
+                seconds[name].append(elapsed)
     return seconds
 
 
-def spread(values: Sequence[float], digits: int = 3) -> dict[str, Any]:
+def spread(values: Sequence[float] | np.ndarray, digits: int = 3) -> dict[str, Any]:
     """Return the median of values, their range (least and most) and their first and third
     quartile."""
     low, first, median, third, high = (
@@ -104,7 +104,9 @@ class TimedDecoder:
         clock: Callable[[torch.device], float],
         **options: Any,
     ) -> None:
-        self.model, self.batches, self.clock = model, batches, clock
+        self.model = model
+        self.batches = batches
+        self.clock = clock
         self.most = options.pop("most", None)
         self.options: dict[str, Any] = {
             "do_sample": False,
@@ -117,9 +119,9 @@ class TimedDecoder:
     def __call__(self, number: int) -> float:
         """Decode a batch; return the seconds that it took."""
         batch_index = number % len(self.batches)
-        inputs = {
-            name: value.to(self.model.device) for name, value in self.batches[batch_index].items()
-        }
+        inputs = {}
+        for name, value in self.batches[batch_index].items():
+            inputs[name] = value.to(self.model.device)
         code = sys.modules[type(self.model).__module__]  # the code of its folder: all in one file
         with patch.object(code, "WIDTHS", (self.most,)) if self.most else nullcontext():
             start_time = self.clock(self.model.device)
@@ -134,10 +136,10 @@ class TimedDecoder:
 
     def same(self, reference: "TimedDecoder") -> bool:
         """Return whether all texts are equal to those of `reference`."""
-        return all(
-            torch.equal(text, reference.texts[batch_index])
-            for batch_index, text in self.texts.items()
-        )
+        for batch_index, text in self.texts.items():
+            if not torch.equal(text, reference.texts[batch_index]):
+                return False
+        return True
 
 
 class BareDecoder(TimedDecoder):
@@ -161,11 +163,11 @@ def batches_of(
 ) -> list[dict[str, torch.Tensor]]:
     """Encode `count` math problems of a split; return inputs of `generate`, batches of `rows`
     prompts."""
-    prompts = [encode(problem, tokenizer)[0] for problem in problems("math", split, count)]
-    return [
-        pad_left(prompts[begin : begin + rows], tokenizer.pad_token_id)
-        for begin in range(0, count, rows)
-    ]
+    prompts = encode_prompts(problems("math", split, count), tokenizer)
+    batches = []
+    for begin in range(0, count, rows):
+        batches.append(pad_left(prompts[begin : begin + rows], tokenizer.pad_token_id))
+    return batches
 
 
 def own_code(folder: str) -> Any:
@@ -211,41 +213,34 @@ def main(arguments: list[str] | None = None) -> None:
     if "bare" in options.states and (options.batches, options.targets) != ([1], ["dynamic"]):
         parser.error("bare is a loop of `dynamic` and one row: --batches 1 --targets dynamic")
     torch.set_num_threads(options.threads)
-    models = [
-        own_code(folder)
-        .from_pretrained(folder, dtype=getattr(torch, options.dtype))
-        .to(options.device)
-        .eval()
-        for folder in options.folders
-    ]
+    models = []
+    folder_names = []
+    for folder in options.folders:
+        model = own_code(folder).from_pretrained(folder, dtype=getattr(torch, options.dtype))
+        models.append(model.to(options.device).eval())
+        folder_names.append(Path(folder).name)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(options.folders[-1])
-    named = argparse.Namespace(
-        **{**vars(options), "folders": [Path(folder).name for folder in options.folders]}
-    )
+    named = argparse.Namespace(**{**vars(options), "folders": folder_names})
     emit(header("turns", named, models[-1]))
     for rows in options.batches:
         batches = batches_of(tokenizer, "tune", max(2, options.count // rows) * rows, rows)
         for target in options.targets:
-            decoders = {
-                (model_index, states): DECODERS.get(states, TimedDecoder)(
-                    model, batches, CLOCKS[options.clock], **options_of(target, states)
-                )
-                for model_index, model in enumerate(models)
-                for states in options.states
-            }
+            decoders: dict[tuple[int, str], TimedDecoder] = {}
+            for model_index, model in enumerate(models):
+                for states in options.states:
+                    make = DECODERS.get(states, TimedDecoder)
+                    decoders[model_index, states] = make(
+                        model, batches, CLOCKS[options.clock], **options_of(target, states)
+                    )
             seconds = take_turns(decoders, options.turns or len(batches))
             for (model_index, states), decoder in decoders.items():
                 line: dict[str, Any] = {
-                    "checkpoint": Path(options.folders[model_index]).name,
+                    "checkpoint": folder_names[model_index],
                     "rows": rows,
                     "target": target,
-                }
-                line |= {
                     "folder": model_index,
                     "states": states,
                     "seconds": spread(seconds[model_index, states], 4),
-                }
-                line |= {
                     "forwards": sum(decoder.forwards.values()),
                     "texts_equal": decoder.same(decoders[0, options.states[0]]),
                 }
@@ -253,11 +248,9 @@ def main(arguments: list[str] | None = None) -> None:
                     "over_first": (model_index, options.states[0]),
                     "over_first_folder": (0, states),
                 }
-                line |= {
-                    name: speed_ratios(seconds[model_index, states], seconds[base])
-                    for name, base in bases.items()
-                    if base != (model_index, states)
-                }
+                for name, base in bases.items():
+                    if base != (model_index, states):
+                        line[name] = speed_ratios(seconds[model_index, states], seconds[base])
                 emit(line)
 
 
