@@ -171,8 +171,13 @@ class EnginePicker(Picker):
     @cached_property
     def unembedding(self) -> Unembedding:
         """See `Picker.unembedding`."""
-        made = (self.lm_head_weight, self.mask_token_id, self.temperature, self.eos_token_ids)
-        return EngineUnembedding(*made, unembed=self.unembed)
+        return EngineUnembedding(
+            self.lm_head_weight,
+            self.mask_token_id,
+            self.temperature,
+            self.eos_token_ids,
+            unembed=self.unembed,
+        )
 
 
 @dataclass(frozen=True)
@@ -241,13 +246,13 @@ class Pickers:
     def __init__(self, lm_head_weight: Tensor, make: Callable[[Sampling], Picker]) -> None:
         self.lm_head_weight = lm_head_weight
         self.make = make
-        self.made: dict[Sampling, Picker] = {}
+        self.pickers: dict[Sampling, Picker] = {}
 
     def of(self, sampling: Sampling) -> Picker:
         """Return the picker of a `Sampling`."""
-        if sampling not in self.made:
-            self.made[sampling] = self.make(sampling)
-        return self.made[sampling]
+        if sampling not in self.pickers:
+            self.pickers[sampling] = self.make(sampling)
+        return self.pickers[sampling]
 
     def token_odds(self, hidden: Tensor, token: Tensor, spots: Spots) -> Tensor:
         """See `Picker.token_odds`."""

@@ -134,16 +134,14 @@ def parse_options(req: Any, settings: Settings) -> RequestOptions:
         drafts=mode.drafting is not None,
     )
     seed = seed_of(req.rid) if params.sampling_seed is None else params.sampling_seed
-    extras = [
-        bool(custom_params.get(name)) for name in ("return_reveal_step", "return_provisional")
-    ]
     return RequestOptions(
-        mode,
-        sampling,
-        seed,
-        frozenset() if stock else frozenset(ends),
-        params.min_new_tokens,
-        *extras,
+        mode=mode,
+        sampling=sampling,
+        seed=seed,
+        eos=frozenset() if stock else frozenset(ends),
+        min_new_tokens=params.min_new_tokens,
+        reveal_step=bool(custom_params.get("return_reveal_step")),
+        provisional=bool(custom_params.get("return_provisional")),
     )
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_WORD = 8  # bytes: parts are aligned to this, for both dtypes
+_WORD = 8  # bytes: vectors are aligned to this, for both dtypes
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,10 @@ def send_to_device(
         buffer[begins[name] :].view(kind)[: len(vector.numbers)] = vector.numbers
     host = torch.from_numpy(buffer)
 
-    def views(buffer_view: Tensor) -> dict[str, Tensor]:
-        return {
-            name: buffer_view[begins[name] :].view(vector.dtype)[: len(vector.numbers)]
-            for name, vector in vectors.items()
-        }
+    def views(tensor: Tensor) -> dict[str, Tensor]:
+        named_views = {}
+        for name, vector in vectors.items():
+            named_views[name] = tensor[begins[name] :].view(vector.dtype)[: len(vector.numbers)]
+        return named_views
 
     return views(host.to(device, non_blocking=True)), views(host)
