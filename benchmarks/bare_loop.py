@@ -22,13 +22,13 @@ def decoded(model: Any, prompt: Sequence[int], new_tokens: int, tau: float) -> l
 
     def forward(tokens: list[int], begin: int, keep: bool) -> torch.Tensor:
         positions = torch.arange(begin, begin + len(tokens))
-        seen = (torch.arange(begin + len(tokens)) // block <= positions[:, None] // block)[
+        visible = (torch.arange(begin + len(tokens)) // block <= positions[:, None] // block)[
             None, None
         ]
         out = model.model(
             input_ids=torch.tensor([tokens]),
             position_ids=positions[None],
-            attention_mask={"full_attention": seen},
+            attention_mask={"full_attention": visible},
             **{CACHE_NAME: cache},
             use_cache=True,
         )
@@ -47,16 +47,16 @@ def decoded(model: Any, prompt: Sequence[int], new_tokens: int, tau: float) -> l
             logits = model.lm_head(forward(state, start, keep=False)[free])
             logits[:, mask_id] = -torch.inf
             best, token = logits.softmax(-1).max(-1)
-            sure, tokens = best.tolist(), token.tolist()
-            top = max(range(len(free)), key=lambda place: sure[place])
-            for place, column in enumerate(free):
-                if sure[place] > tau or place == top:
-                    state[column] = tokens[place]
-                    if tokens[place] in eos:
+            confidences, tokens = best.tolist(), token.tolist()
+            top = max(range(len(free)), key=lambda rank: confidences[rank])
+            for rank, column in enumerate(free):
+                if confidences[rank] > tau or rank == top:
+                    state[column] = tokens[rank]
+                    if tokens[rank] in eos:
                         end = min(end, column)
         ids[start:] = state
-        stops = [at for at in range(len(prompt), len(ids)) if ids[at] in eos]
+        stops = [position for position in range(len(prompt), len(ids)) if ids[position] in eos]
         if stops or len(ids) >= limit:
-            return ids[: min([limit, *(at + 1 for at in stops)])]
+            return ids[: min([limit, *(position + 1 for position in stops)])]
         forward(state, start, keep=True)
         start += block

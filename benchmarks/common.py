@@ -5,15 +5,18 @@ import json
 import sys
 import time
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
+from mrp_trainer.data.problems import encode
+from mrp_trainer.data.tasks import Problem
 from mrp_trainer.evaluate import provenance
 from mrp_trainer.evaluate.provenance import deciding, digests
 from mrp_trainer.evaluate.results import check_clean, other_weights, with_headers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from modeling_mrp.generate.generation import laid_out
 from modeling_mrp.generate.loop import Mode
@@ -54,9 +57,9 @@ def header(
         ValueError: if the output is a file of `benchmarks/results` and the code has uncommitted
             changes.
     """
-    made = provenance.header(benchmark, options, model)
-    check_clean(getattr(options, "output", None) or printed, made)
-    return made
+    fields = provenance.header(benchmark, options, model)
+    check_clean(getattr(options, "output", None) or printed, fields)
+    return fields
 
 
 def emit(line: dict[str, Any], file: TextIO | None = None) -> None:
@@ -89,27 +92,37 @@ def read_lines(path: Path, embedded: bool = True) -> list[dict[str, Any]]:
         ValueError: if the file ends with lines of other weights or code.
     """
     measured = list(with_headers(map(json.loads, path.read_text().splitlines())))
-    weights = (
-        {**embedded_weights(), "deciding": deciding()}
-        if embedded
-        else {**measured[-1][0], "deciding": None}
-    )
-    others = {
-        place: other_weights(header, line, weights) for place, (header, line) in enumerate(measured)
-    }
-    stale = [place for place, part in others.items() if part is not None]
+    if embedded:
+        weights = {**embedded_weights(), "deciding": deciding()}
+    else:
+        weights = {**measured[-1][0], "deciding": None}
+    current = []
+    stale = []
+    for header, line in measured:
+        component = other_weights(header, line, weights)
+        if component is None:
+            current.append(line)
+        else:
+            stale.append((header, component))
     if stale and other_weights(measured[-1][0], {}, weights):
-        first, part = measured[stale[0]][0], str(others[stale[0]])
-        whose = "today's" if part == "deciding" else f"that of {TINY.name}"
-        what = "deciding code" if part == "deciding" else part
-        told = (
-            f"{path}: measured with the {what} {first.get(part, 'unknown')}, and {whose} is "
-            f"{weights[part]}"
+        first, component = stale[0]
+        expected = "today's" if component == "deciding" else f"that of {TINY.name}"
+        measured_part = "deciding code" if component == "deciding" else component
+        problem = (
+            f"{path}: measured with the {measured_part} {first.get(component, 'unknown')}, and "
+            f"{expected} is {weights[component]}"
         )
         raise ValueError(
-            f"{told}: measure again with {first['benchmark']} and {first.get('options')}"
+            f"{problem}: measure again with {first['benchmark']} and {first.get('options')}"
         )
-    return [line for place, (_, line) in enumerate(measured) if others[place] is None]
+    return current
+
+
+def encode_prompts(
+    problem_set: Iterable[Problem], tokenizer: PreTrainedTokenizerBase
+) -> list[list[int]]:
+    """Encode the prompts of problems; return the ids of each."""
+    return [encode(problem, tokenizer)[0] for problem in problem_set]
 
 
 def now(device: torch.device) -> float:
@@ -147,8 +160,8 @@ def greedy_decode(
     """
     config = model.config
     options = MRPGenerationConfig(eos_token_id=eos, do_sample=False)
-    given = [torch.tensor(prompt) for prompt in prompts]
-    rows = laid_out(given, None, new_tokens, options, 0, config, None)
+    prompt_ids = list(map(torch.tensor, prompts))
+    rows = laid_out(prompt_ids, None, new_tokens, options, 0, config, None)
     for row in rows:
         row.counts = Counts(width, mode.drafting is not None)
     picker = Picker(

@@ -24,7 +24,7 @@ ENDINGS = (".py", ".md", ".rst")
 # and the shortest text.
 _LARGEST, _SHARE, _SHORTEST = 100_000, 3_000_000, 200
 # Paths of copies of other packages, and of licences and lists of authors.
-_ASIDE = re.compile(
+_EXCLUDED = re.compile(
     r"(^|/)(_?vendor|_?third_?party|_?extern)|(^|/)(licen[cs]e|copying|notice|authors)",
     re.IGNORECASE,
 )
@@ -33,11 +33,11 @@ _FIRST_COMMENT, _LEGAL = (
     re.compile("licen[cs]e|copyright", re.IGNORECASE),
 )
 # what looks like a special token, or is not UTF-8
-_ODD = re.compile("<\\||\N{REPLACEMENT CHARACTER}")
-_OURS = "modeling-mrp"
-# A text is a copy if more than a share `_COPIED` of its lines of `_TELLING` characters or more
+_SUSPECT = re.compile("<\\||\N{REPLACEMENT CHARACTER}")
+_OWN_NAME = "modeling-mrp"
+# A text is a copy if more than a share `_COPIED` of its lines of `_LONG_LINE` characters or more
 # occurs in another split.
-_TELLING, _COPIED = 40, 0.2
+_LONG_LINE, _COPIED = 40, 0.2
 
 PAD, END, MASK = "<|endoftext|>", "<|im_end|>", "<|MASK|>"
 
@@ -52,12 +52,12 @@ def installed(path: Sequence[str] | None = None) -> Packages:
     Args:
         path: Folders in which packages are searched; by default `sys.path`.
     """
-    found: Packages = {}
-    for one in distributions() if path is None else distributions(path=list(path)):
-        name = re.sub(r"[-_.]+", "-", one.name).lower()
-        if name not in {_OURS, *found} and (texts := list(_texts(one.files or ()))):
-            found[name] = texts
-    return dict(sorted(found.items()))
+    packages: Packages = {}
+    for distribution in distributions() if path is None else distributions(path=list(path)):
+        name = re.sub(r"[-_.]+", "-", distribution.name).lower()
+        if name not in {_OWN_NAME, *packages} and (texts := list(_texts(distribution.files or ()))):
+            packages[name] = texts
+    return dict(sorted(packages.items()))
 
 
 def _texts(files: Sequence[PackagePath]) -> Iterator[str]:
@@ -66,7 +66,7 @@ def _texts(files: Sequence[PackagePath]) -> Iterator[str]:
         path = Path(str(file.locate()))
         if (
             (file.suffix not in ENDINGS and file.name != "METADATA")
-            or _ASIDE.search(str(file))
+            or _EXCLUDED.search(str(file))
             or not path.is_file()
         ):
             continue
@@ -75,7 +75,7 @@ def _texts(files: Sequence[PackagePath]) -> Iterator[str]:
             text = text.partition("\n\n")[2]
         if (comment := _FIRST_COMMENT.match(text)) and _LEGAL.search(comment[0]):
             text = text[comment.end() :]
-        if _SHORTEST <= len(text) <= min(_LARGEST, room) and not _ODD.search(text):
+        if _SHORTEST <= len(text) <= min(_LARGEST, room) and not _SUSPECT.search(text):
             room -= len(text)
             yield text
 
@@ -83,44 +83,43 @@ def _texts(files: Sequence[PackagePath]) -> Iterator[str]:
 def split_packages(packages: Packages) -> dict[Split, Packages]:
     """Return the packages of each split, by hash of their names; "train" lacks the texts that are
     copies of other splits'."""
-    split = {
-        part: {name: texts for name, texts in packages.items() if belongs(name, part)}
-        for part in SPLITS
-    }
-    elsewhere = {
-        line
-        for part in SPLITS
-        if part != "train"
-        for texts in split[part].values()
-        for text in texts
-        for line in _telling(text)
-    }
+    splits: dict[Split, Packages] = {}
+    lines_elsewhere: set[str] = set()
+    for split in SPLITS:
+        splits[split] = {name: texts for name, texts in packages.items() if belongs(name, split)}
+        if split == "train":
+            continue
+        for texts in splits[split].values():
+            for text in texts:
+                lines_elsewhere.update(_long_lines(text))
 
     def is_copy(text: str) -> bool:
-        lines = _telling(text)
-        return sum(line in elsewhere for line in lines) > _COPIED * len(lines)
+        lines = _long_lines(text)
+        return sum(line in lines_elsewhere for line in lines) > _COPIED * len(lines)
 
-    split["train"] = {
-        name: [text for text in texts if not is_copy(text)]
-        for name, texts in split["train"].items()
-    }
-    return split
+    for name, texts in splits["train"].items():
+        splits["train"][name] = [text for text in texts if not is_copy(text)]
+    return splits
 
 
-def _telling(text: str) -> list[str]:
-    return [line for line in map(str.strip, text.splitlines()) if len(line) >= _TELLING]
+def _long_lines(text: str) -> list[str]:
+    return [line for line in map(str.strip, text.splitlines()) if len(line) >= _LONG_LINE]
 
 
 def cut(text: str, tokenizer: PreTrainedTokenizerBase, length: int) -> tuple[list[int], list[str]]:
-    """Encode a text; return its ids, and its pieces of `length` tokens as text. All pieces but the
-    last have a few tokens more, so that training truncates them and does not take their ends for
-    the end of the text."""
-    made = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    ids, at = made["input_ids"], made["offset_mapping"]
-    begins = range(0, len(ids), length)
-    return ids, [
-        text[at[begin][0] : at[min(begin + length + 8, len(ids)) - 1][1]] for begin in begins
-    ]
+    """Encode a text; return its ids, and its segments of `length` tokens as text.
+
+    All segments but the last have a few tokens more, so that training truncates them and does not
+    take their ends for the end of the text.
+    """
+    encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    ids = encoding["input_ids"]
+    offsets = encoding["offset_mapping"]
+    segments = []
+    for begin in range(0, len(ids), length):
+        last = min(begin + length + 8, len(ids)) - 1
+        segments.append(text[offsets[begin][0] : offsets[last][1]])
+    return ids, segments
 
 
 def new_tokenizer(texts: Iterator[str], size: int, length: int) -> PreTrainedTokenizerFast:
@@ -129,11 +128,15 @@ def new_tokenizer(texts: Iterator[str], size: int, length: int) -> PreTrainedTok
 
     Words, numbers and punctuation are split as by the embedded checkpoint's tokenizer.
     """
-    tokenizer, embedded = Tokenizer(models.BPE()), Tokenizer.from_file(str(TINY / "tokenizer.json"))
-    tokenizer.pre_tokenizer, tokenizer.decoder = embedded.pre_tokenizer, embedded.decoder
-    special, alphabet = [PAD, END, MASK], pre_tokenizers.ByteLevel.alphabet()
+    embedded = Tokenizer.from_file(str(TINY / "tokenizer.json"))
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = embedded.pre_tokenizer
+    tokenizer.decoder = embedded.decoder
     trainer = trainers.BpeTrainer(
-        vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        vocab_size=size,
+        special_tokens=[PAD, END, MASK],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(

@@ -72,18 +72,21 @@ def counts_at(
     `static` scores one state a forward and, at the end of a block, the next block's first state as
     well.
     """
-    alone = mode == "static"
-    wanted = {"family": family, "mode": mode, **({} if alone else {"states": states})}
-    fitting = [
-        line for line in lines if all(line.get(name) == value for name, value in wanted.items())
-    ]
-    fitting = [
-        line
-        for line in fitting
-        if line.get("axis") != "prompt" and line["batch_size"] <= (1 if alone else batch)
-    ]
+    undrafted = mode == "static"
+    if undrafted:
+        batch = 1
+    fitting = []
+    for line in lines:
+        if (
+            line.get("family") == family
+            and line.get("mode") == mode
+            and (undrafted or line.get("states") == states)
+            and line.get("axis") != "prompt"
+            and line["batch_size"] <= batch
+        ):
+            fitting.append(line)
     line = max(fitting, key=lambda line: line["batch_size"])
-    if alone:
+    if undrafted:
         return Counts(line["tokens_per_forward"], 1 + 1 / block_size)
     packed = max(1.0, line["states_per_head_pass"])
     return Counts(
@@ -108,44 +111,38 @@ def table(
     ]
     columns = list(product(FAMILIES, states))
     choices = list[list[str]]()
-    for of, size in product(map(DEVICES.__getitem__, device), shape):
+    for hardware, size in product(map(DEVICES.__getitem__, device), shape):
         sizes = EXPERTS if size == "30b-a3b" else PUBLISHED[size.upper()]
         for rows in batch:
-            cells = []
+            entries = []
             for family, k in columns:
-                known = {
-                    mode: counts_at(lines, family, mode, k, rows, sizes.block_size)
-                    for mode in ("static", *SPECULATING)
-                }
-                speed = {
-                    mode: one.tokens_per_forward / round_seconds(sizes, of, one, rows, prefix)
-                    for mode, one in known.items()
-                }
-                over = {mode: round(one / speed["static"], 3) for mode, one in speed.items()}
-                best = max(over, key=over.__getitem__)
-                cells.append(f"{best} {over[best]:.2f}x")
-            choices.append([of.name, sizes.name, str(rows), *cells])
-    return markdown_table(
-        ["device", "shape", "batch", *(f"{family} K={k}" for family, k in columns)], choices
-    )
+                speeds: dict[str, float] = {}
+                for mode in ("static", *SPECULATING):
+                    counts = counts_at(lines, family, mode, k, rows, sizes.block_size)
+                    seconds = round_seconds(sizes, hardware, counts, rows, prefix)
+                    speeds[mode] = counts.tokens_per_forward / seconds
+                # rounded first: of equal modes the simplest is the best
+                speedups = {}
+                for mode, speed in speeds.items():
+                    speedups[mode] = round(speed / speeds["static"], 3)
+                best = max(speedups, key=speedups.__getitem__)
+                entries.append(f"{best} {speedups[best]:.2f}x")
+            choices.append([hardware.name, sizes.name, str(rows), *entries])
+    titles = [f"{family} K={k}" for family, k in columns]
+    return markdown_table(["device", "shape", "batch", *titles], choices)
 
 
 def memory() -> str:
     """Tabulate the memory of weights and cache at the published shapes, as Markdown."""
-    rows = [
-        [
-            shape.name,
-            *(
-                f"{shape.weight_bytes(per_weight) / 2**30:.1f}"
-                for per_weight in WEIGHT_BYTES.values()
-            ),
-            f"{1000 * shape.cache_bytes / 2**20:.0f}",
-        ]
-        for shape in PUBLISHED.values()
-    ]
-    return markdown_table(
-        ["shape", *(f"{name}, GiB" for name in WEIGHT_BYTES), "cache of 1,000 tokens, MiB"], rows
-    )
+    rows = []
+    for shape in PUBLISHED.values():
+        row = [shape.name]
+        for per_weight in WEIGHT_BYTES.values():
+            row.append(f"{shape.weight_bytes(per_weight) / 2**30:.1f}")
+        row.append(f"{1000 * shape.cache_bytes / 2**20:.0f}")
+        rows.append(row)
+    titles = [f"{name}, GiB" for name in WEIGHT_BYTES]
+    return markdown_table(["shape", *titles, "cache of 1,000 tokens, MiB"], rows)
 
 
 def main(arguments: list[str] | None = None) -> None:

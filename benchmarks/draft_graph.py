@@ -89,12 +89,12 @@ class DraftGraph:
     def built(cls, build: Build, paths: Sequence[Sequence[Node]], states: int) -> "DraftGraph":
         """Build the graph that `build` describes for K = `states`, calibrated on recorded paths of
         nodes."""
-        tokens = build.tokens
-        short = [
-            list(takewhile(lambda node: all(rank < tokens for _, rank in node), path))
-            for path in paths
-        ]
-        return replace(cls.calibrated(short, build.times * (states - 1)), pruned=build.pruned)
+
+        def is_allowed(node: Node) -> bool:
+            return all(rank < build.tokens for _, rank in node)
+
+        allowed = [list(takewhile(is_allowed, path)) for path in paths]
+        return replace(cls.calibrated(allowed, build.times * (states - 1)), pruned=build.pruned)
 
     @classmethod
     def calibrated(cls, paths: Sequence[Sequence[Node]], size: int) -> "DraftGraph":
@@ -102,20 +102,19 @@ class DraftGraph:
         next, until the paths end."""
         nodes: dict[Node, int] = {}
         while True:
-            walked = [list(takewhile(nodes.__contains__, path)) for path in paths]
-            ahead = Counter(
-                path[len(walk)]
-                for path, walk in zip(paths, walked, strict=True)
-                if len(walk) < len(path)
-            )
+            walks = [list(takewhile(nodes.__contains__, path)) for path in paths]
+            ahead = Counter[Node]()
+            for path, walk in zip(paths, walks, strict=True):
+                if len(walk) < len(path):
+                    ahead[path[len(walk)]] += 1
             if not ahead or len(nodes) == size:
                 break
             nodes[min(ahead, key=lambda node: (-ahead[node], len(node), sorted(node)))] = len(nodes)
-        steps = (step for walk in walked for step in pairwise((frozenset[Pick](), *walk)))
-        return cls(
-            tuple(nodes),
-            frozenset((nodes.get(before, -1), nodes[after]) for before, after in steps),
-        )
+        edges = set()
+        for walk in walks:
+            for parent, child in pairwise((frozenset[Pick](), *walk)):
+                edges.add((nodes.get(parent, -1), nodes[child]))
+        return cls(tuple(nodes), frozenset(edges))
 
 
 @dataclass(frozen=True)
@@ -140,16 +139,16 @@ class Ranking:
 def rankings(networks: Networks, rule: RevealRule, rows: Sequence[Row]) -> dict[int, Ranking]:
     """Rank each row's columns, in the rule's order, and tokens at its last accepted state; return
     rankings by `Row.place`."""
-    seeded = [row for row in rows if row.stop is None and row.source is not None]
+    seeded = []
+    states_hidden = []
+    for row in rows:
+        if row.stop is None and row.source is not None:
+            seeded.append(row)
+            assert row.source.hidden is not None
+            states_hidden.append(row.source.hidden)
     if not seeded:
         return {}
-    hidden = gather_blocks(
-        [
-            row.source.hidden
-            for row in seeded
-            if row.source is not None and row.source.hidden is not None
-        ]
-    )
+    hidden = gather_blocks(states_hidden)
     logits = hidden @ networks.picker.lm_head_weight.T
     logits[..., networks.mask_id] = -torch.inf
     logp = logits.log_softmax(-1)
@@ -159,8 +158,13 @@ def rankings(networks: Networks, rule: RevealRule, rows: Sequence[Row]) -> dict[
         order = (logp.exp() * logp.nan_to_num(neginf=0.0)).sum(-1)
     elif isinstance(rule, Sequential):
         order = -torch.arange(order.shape[1], dtype=order.dtype).expand_as(order)
-    parts = zip(order.tolist(), best.indices.tolist(), best.values.exp().tolist(), strict=True)
-    return {row.place: Ranking(*part) for row, part in zip(seeded, parts, strict=True)}
+    orders = order.tolist()
+    tokens = best.indices.tolist()
+    chances = best.values.exp().tolist()
+    ranked = {}
+    for index, row in enumerate(seeded):
+        ranked[row.place] = Ranking(orders[index], tokens[index], chances[index])
+    return ranked
 
 
 def instantiated(graph: DraftGraph, row: Row, ranking: Ranking) -> dict[int, tuple[State, float]]:
@@ -171,27 +175,33 @@ def instantiated(graph: DraftGraph, row: Row, ranking: Ranking) -> dict[int, tup
     geometric mean of this number and its children's mean score. Nodes that need more masked columns
     than are left, or leave nothing to reveal, are left out.
     """
-    left, found = ranking.columns(row.state), dict[int, tuple[State, float]]()
+    masked = ranking.columns(row.state)
+    instances = dict[int, tuple[State, float]]()
     # children before their parents
-    for number, node in sorted(enumerate(graph.nodes), key=lambda one: -len(one[1])):
-        if all(rank < len(left) for rank, _ in node):
-            picked = {
-                left[rank]: (ranking.token[left[rank]][j], ranking.chance[left[rank]][j])
-                for rank, j in node
-            }
-            tokens = [
-                picked[column][0] if column in picked else 0 for column in range(row.block_size)
-            ]
-            made = row.after(row.state, sorted(picked), tokens)
-            if not row.ends(made):
-                logs = [math.log(chance) if chance else -math.inf for _, chance in picked.values()]
-                children = [found[one][1] for one in sorted(found) if (number, one) in graph.edges]
-                score = math.exp(sum(logs) / len(logs))
-                found[number] = (
-                    made,
-                    math.sqrt(score * sum(children) / len(children)) if children else score,
-                )
-    return found
+    for number, node in sorted(enumerate(graph.nodes), key=lambda entry: -len(entry[1])):
+        if any(rank >= len(masked) for rank, _ in node):
+            continue
+        tokens = [0] * row.block_size
+        columns = []
+        logs = []
+        for rank, token_rank in node:
+            column = masked[rank]
+            columns.append(column)
+            tokens[column] = ranking.token[column][token_rank]
+            chance = ranking.chance[column][token_rank]
+            logs.append(math.log(chance) if chance else -math.inf)
+        state = row.after(row.state, sorted(columns), tokens)
+        if row.ends(state):
+            continue
+        score = math.exp(sum(logs) / len(logs))
+        children = []
+        for child in sorted(instances):
+            if (number, child) in graph.edges:
+                children.append(instances[child][1])
+        if children:
+            score = math.sqrt(score * sum(children) / len(children))
+        instances[number] = (state, score)
+    return instances
 
 
 def drafted(graph: DraftGraph, row: Row, ranking: Ranking | None, states: int) -> list[draft.Node]:
@@ -205,41 +215,51 @@ def drafted(graph: DraftGraph, row: Row, ranking: Ranking | None, states: int) -
         states: K, which counts the row's next state, too.
     """
     nodes = draft.target_nodes(row, states < 2)
-    behind = row.opened(row.state.start + row.block_size)
-    made = {} if ranking is None else instantiated(graph, row, ranking)
-    reached = {-1} | {number for number, (state, _) in made.items() if state.key in row.memory}
+    next_block = row.opened(row.state.start + row.block_size)
+    instances = {}
+    if ranking is not None:
+        instances = instantiated(graph, row, ranking)
+    reached = {-1}
+    for number, (state, _) in instances.items():
+        if state.key in row.memory:
+            reached.add(number)
+
+    def preference(number: int) -> tuple[float, int]:
+        score = instances[number][1] if graph.pruned else 0.0
+        return score, -number
+
     for _ in range(min(states - 1, len(graph.nodes))):
-        open_ = [
-            one
-            for one in made
-            if one not in reached and any((before, one) in graph.edges for before in reached)
-        ]
-        if not open_ or len(nodes) >= states:
+        open_numbers = []
+        for number in instances.keys() - reached:
+            if any((parent, number) in graph.edges for parent in reached):
+                open_numbers.append(number)
+        if not open_numbers or len(nodes) >= states:
             break
-        best = max(open_, key=lambda one: (made[one][1] if graph.pruned else 0.0, -one))
+        best = max(open_numbers, key=preference)
         reached.add(best)
-        nodes.append(draft.Node(made[best][0], -1, row.source))
-        if not made[best][0].masks and behind.masks and len(nodes) < states:
-            nodes.append(draft.Node(behind, len(nodes) - 1, None))
+        nodes.append(draft.Node(instances[best][0], -1, row.source))
+        if not instances[best][0].masks and next_block.masks and len(nodes) < states:
+            nodes.append(draft.Node(next_block, len(nodes) - 1, None))
     return nodes
 
 
 class GraphDecoder(Decoder):
     """A `Decoder` whose drafts come from a graph; further arguments are those of `Decoder`."""
 
-    def __init__(self, graph: DraftGraph, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, graph: DraftGraph, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.graph = graph
 
     def draft(self, rows: Sequence[Row], amount: Amount) -> list[list[draft.Node]]:
         """See `Decoder.draft`."""
         ranked = rankings(self.networks, self.mode.rule, rows)
-        return [
-            drafted(self.graph, row, ranked.get(row.place), amount.states)
-            if row.stop is None
-            else []
-            for row in rows
-        ]
+        drafts: list[list[draft.Node]] = []
+        for row in rows:
+            if row.stop is None:
+                drafts.append(drafted(self.graph, row, ranked.get(row.place), amount.states))
+            else:
+                drafts.append([])
+        return drafts
 
 
 def graph_drafts(rule: RevealRule, graph: DraftGraph, states: int) -> Loop:
@@ -251,16 +271,16 @@ def graph_drafts(rule: RevealRule, graph: DraftGraph, states: int) -> Loop:
 def passed(first: State, ranking: Ranking, later: Iterable[State]) -> Iterator[Node]:
     """Yield the states `later` in the block of `first` as nodes relative to it, until one has a
     token that is not ranked."""
-    place = {column: rank for rank, column in enumerate(ranking.columns(first))}
-    for state in takewhile(lambda one: one.start == first.start, later):
-        new = [
-            column for column, (a, b) in enumerate(zip(first.ids, state.ids, strict=True)) if a != b
-        ]
-        if any(state.ids[column] not in ranking.token[column] for column in new):
-            return
-        yield frozenset(
-            (place[column], ranking.token[column].index(state.ids[column])) for column in new
-        )
+    ranks = {column: rank for rank, column in enumerate(ranking.columns(first))}
+    for state in takewhile(lambda reached: reached.start == first.start, later):
+        picks = set()
+        for column, (old_token, token) in enumerate(zip(first.ids, state.ids, strict=True)):
+            if token == old_token:
+                continue
+            if token not in ranking.token[column]:
+                return
+            picks.add((ranks[column], ranking.token[column].index(token)))
+        yield frozenset(picks)
 
 
 @torch.inference_mode()
@@ -285,9 +305,10 @@ def recorded_paths(
     Decoder(Mode(rule), networks, Fixed(Amount()), [note], len(prompts)).decode(
         rows, [0] * len(rows)
     )
-    return [
-        list(passed(state, ranking, (later for later, _ in walk[at + 1 :])))
-        for walk in walks.values()
-        for at, (state, ranking) in enumerate(walk)
-        if ranking is not None
-    ]
+    paths = []
+    for walk in walks.values():
+        states = [state for state, _ in walk]
+        for index, (state, ranking) in enumerate(walk):
+            if ranking is not None:
+                paths.append(list(passed(state, ranking, states[index + 1 :])))
+    return paths

@@ -39,10 +39,10 @@ AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
 """
 
 
-def stored(folder: Path, home: Path) -> None:
+def stored(folder: Path, hf_home: Path) -> None:
     """Put a checkpoint's folder where a download would have put it in the Hub's cache under
-    `home`."""
-    repository = home / "hub" / f"models--{NAME.replace('/', '--')}"
+    `hf_home`."""
+    repository = hf_home / "hub" / f"models--{NAME.replace('/', '--')}"
     shutil.copytree(folder, repository / "snapshots" / COMMIT)
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(COMMIT)
@@ -51,7 +51,9 @@ def stored(folder: Path, home: Path) -> None:
 @contextmanager
 def busy(count: int) -> Iterator[None]:
     """Keep `count` processes busy meanwhile."""
-    spinning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    spinning = []
+    for _ in range(count):
+        spinning.append(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
     try:
         yield
     finally:
@@ -82,10 +84,10 @@ def round_of_forks(source: str, modules: Path, processes: int, errors: Path) -> 
     """Load by forks of this process."""
     context: Any = multiprocessing.get_context("fork")
     release = time.monotonic() + 0.05
-    forks = [
-        context.Process(target=load_in_fork, args=(source, modules, release, errors))
-        for _ in range(processes)
-    ]
+    forks = []
+    for _ in range(processes):
+        arguments = (source, modules, release, errors)
+        forks.append(context.Process(target=load_in_fork, args=arguments))
     for fork in forks:
         fork.start()
     for number, fork in enumerate(forks):
@@ -96,15 +98,13 @@ def round_of_forks(source: str, modules: Path, processes: int, errors: Path) -> 
 
 def round_of_fresh(source: str, modules: Path, processes: int, errors: Path) -> None:
     """Load by processes that import all they need."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {
-        "HF_MODULES_CACHE": str(modules)
-    }
+    environment = {**os.environ, "HF_MODULES_CACHE": str(modules)}
+    environment.pop("PYTHONPATH", None)
     command = [sys.executable, "-c", LOAD, source]
     quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-    runs = [
-        subprocess.Popen(command, env=environment, cwd=modules.parent, **quiet)
-        for _ in range(processes)
-    ]
+    runs = []
+    for _ in range(processes):
+        runs.append(subprocess.Popen(command, env=environment, cwd=modules.parent, **quiet))
     for number, run in enumerate(runs):
         text = run.communicate()[1]
         if run.returncode:
@@ -127,9 +127,9 @@ def main() -> None:
         "--fresh", action="store_true", help="start a Python for each load in place of a fork"
     )
     args = parser.parse_args()
-    home = Path(tempfile.mkdtemp())
+    hf_home = Path(tempfile.mkdtemp())
     os.environ |= {
-        "HF_HOME": str(home),
+        "HF_HOME": str(hf_home),
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -147,33 +147,39 @@ def main() -> None:
         importlib.import_module("torch").set_num_threads(1)
     failures: Counter[str] = Counter()
     loads = 0
-    modules, errors = home / "modules", home / "errors"
+    modules = hf_home / "modules"
+    errors = hf_home / "errors"
     try:
-        stored(Path(args.model), home)
+        stored(Path(args.model), hf_home)
         source = (
-            NAME if args.source == "hub" else str(shutil.copytree(args.model, home / "checkpoint"))
+            NAME
+            if args.source == "hub"
+            else str(shutil.copytree(args.model, hf_home / "checkpoint"))
         )
         with busy(args.busy):
             while loads < args.loads:
                 errors.mkdir()
                 round_of(source, modules, args.processes, errors)
                 loads += args.processes
-                failures.update(
-                    path.read_text()[:200].replace(str(home), "") for path in errors.iterdir()
-                )
+                for path in errors.iterdir():
+                    failures[path.read_text()[:200].replace(str(hf_home), "")] += 1
                 shutil.rmtree(errors)
                 shutil.rmtree(modules, ignore_errors=True)
     except KeyboardInterrupt:  # what was counted is printed
         pass
     finally:
-        shutil.rmtree(home, ignore_errors=True)
-    how = {
+        shutil.rmtree(hf_home, ignore_errors=True)
+    settings = {
         "source": args.source,
         "processes": args.processes,
         "busy": args.busy,
         "fresh": args.fresh,
     }
-    print(json.dumps({**how, "loads": loads, "failed": failures.total(), "errors": dict(failures)}))
+    print(
+        json.dumps(
+            {**settings, "loads": loads, "failed": failures.total(), "errors": dict(failures)}
+        )
+    )
     sys.exit(bool(failures))
 
 

@@ -26,12 +26,13 @@ def followed(state: State, drafted: State, mask_id: int) -> int | None:
     column."""
     if state.start != drafted.start:
         return None
-    changed = [
-        column
-        for column, ids in enumerate(zip(state.ids, drafted.ids, strict=True))
-        if ids[0] != ids[1]
-    ]
-    return changed[0] if len(changed) == 1 and state.ids[changed[0]] == mask_id else None
+    changed = []
+    for column, (token, drafted_token) in enumerate(zip(state.ids, drafted.ids, strict=True)):
+        if token != drafted_token:
+            changed.append(column)
+    if len(changed) != 1 or state.ids[changed[0]] != mask_id:
+        return None
+    return changed[0]
 
 
 def force(
@@ -51,20 +52,23 @@ def force(
         chance: Probability that a draft is right.
         coin: Source of randomness.
     """
-    at = 0
-    for place in range(1, len(nodes)):
-        drafted = nodes[place]
-        column = followed(nodes[at].state, drafted.state, mask_id) if drafted.parent < 0 else None
+    current = 0
+    for index in range(1, len(nodes)):
+        drafted = nodes[index]
+        column = (
+            followed(nodes[current].state, drafted.state, mask_id) if drafted.parent < 0 else None
+        )
         if column is None:
             continue
-        token, right = drafted.state.ids[column], coin.random() < chance
-        scores[at].odds[column] = SURE
-        scores[at].token[column] = (
-            token if right else next(other for other in (1, 2, 3) if other not in (token, mask_id))
-        )
-        if not right:
+        token = drafted.state.ids[column]
+        is_right = coin.random() < chance
+        if not is_right:
+            token = next(other_id for other_id in (1, 2, 3) if other_id not in (token, mask_id))
+        scores[current].odds[column] = SURE
+        scores[current].token[column] = token
+        if not is_right:
             return
-        at = place
+        current = index
 
 
 class ForcedDecoder(EngineDecoder):
@@ -80,8 +84,8 @@ class ForcedDecoder(EngineDecoder):
         drafted: bool,
     ) -> list[Frontier | None]:
         """See `Decoder.accept`."""
-        for row, nodes, said in zip(rows, drafts, scores, strict=True):
-            force(nodes, said, row.mask_id, float(os.environ[ACCEPTANCE]), self.coin)
+        for row, nodes, row_scores in zip(rows, drafts, scores, strict=True):
+            force(nodes, row_scores, row.mask_id, float(os.environ[ACCEPTANCE]), self.coin)
         return super().accept(rows, drafts, scores, drafted)
 
 

@@ -31,7 +31,6 @@ from itertools import product
 from typing import Any
 
 import torch
-from mrp_trainer.data.problems import encode
 from mrp_trainer.data.tasks import FAMILIES, SPLITS, Family, Problem, Split, problems
 from mrp_trainer.evaluate.decoded import NEW_TOKENS
 from mrp_trainer.evaluate.results import ResultsFile, mode_name
@@ -44,7 +43,7 @@ from modeling_mrp.networks.picker import LIKELIEST, SHORTLIST
 from modeling_mrp.rules.reveal import RevealRule
 
 from . import draft_graph, psd
-from .common import RESULTS, TINY, header, load, parser_of
+from .common import RESULTS, TINY, encode_prompts, header, load, parser_of
 from .draft_graph import DraftGraph, Node, graph_drafts, recorded_paths
 from .measure import Loop, Measured, measure, measure_loop
 from .released import Released
@@ -73,24 +72,27 @@ def settings(family: Family = "math") -> list[Setting]:
     for prefix, states in product((False, True), STATES):
         lossless.append(drafted(RELEASED, "static", states, head_prefix=prefix))
     for target, drafter, states in product(TARGETS, DRAFTERS, STATES):
-        lossless.append(
-            drafted(
-                drafter, target, states, **({"draft_passes": 1} if drafter == "mrp_spec" else {})
-            )
-        )
-    lossless += [drafted("mrp_spec", target, 8, draft_passes=2) for target in TARGETS]
-    lossless += [drafted("mrp_spec", "dynamic", 16, draft_passes=passes) for passes in (2, 7)]
+        setting = drafted(drafter, target, states)
+        if drafter == "mrp_spec":
+            setting["draft_passes"] = 1
+        lossless.append(setting)
+    for target in TARGETS:
+        lossless.append(drafted("mrp_spec", target, 8, draft_passes=2))
+    for passes in (2, 7):
+        lossless.append(drafted("mrp_spec", "dynamic", 16, draft_passes=passes))
     if family not in JUDGED:
         return lossless
-    changing: list[Setting] = [
-        {"decoding": "entropy_bound", "entropy_threshold": bound} for bound in BOUNDS
-    ]
-    changing += [{"decoding": "dynamic", "confidence_threshold": tau} for tau in TAUS]
+    changing: list[Setting] = []
+    for bound in BOUNDS:
+        changing.append({"decoding": "entropy_bound", "entropy_threshold": bound})
+    for tau in TAUS:
+        changing.append({"decoding": "dynamic", "confidence_threshold": tau})
     for rule, tau in product(REMASK_RULES, REMASK_TAUS):
         changing.append(
             {"decoding": "mrp_remask", "remask_rule": rule, "confidence_threshold": tau}
         )
-    changing += [{"decoding": "mrp_direct", "mrp_steps": steps} for steps in (1, 2)]
+    for steps in (1, 2):
+        changing.append({"decoding": "mrp_direct", "mrp_steps": steps})
     for tau, states in product(PSD_TAUS, WIDTHS):
         changing.append({"decoding": PSD, "confidence_threshold": tau, "num_draft_states": states})
     return lossless + [setting for setting in changing if setting not in lossless]
@@ -102,7 +104,7 @@ def graph_of(target: str, states: int) -> Setting:
     return drafted(GRAPH, target, states, graph=[*draft_graph.CHOSEN[target][states]])
 
 
-def listed(target: str, states: int, passes: int) -> Setting:
+def shortlisted(target: str, states: int, passes: int) -> Setting:
     """Return the setting of a target drafted by the head with a shortlist, in `passes` head passes
     and K = `states`."""
     return drafted("mrp_spec", target, states, draft_passes=passes, draft_shortlist=SHORTLIST)
@@ -112,7 +114,7 @@ def psd_of(policy: str, states: int) -> Setting:
     """Return the setting of PSD with the target `policy` as its policy, in the variant ("reading")
     tuned for this target."""
     # the first two are for readings that were tried and rejected
-    reading = [0, False, psd.LEAST.get(policy, 0.0)]
+    reading = [0, False, psd.MIN_CHANCE.get(policy, 0.0)]
     return {
         "decoding": PSD,
         "policy": policy,
@@ -131,20 +133,18 @@ def rival_settings() -> list[Setting]:
             graph_of(target, states),
             psd_of(target, states),
         ]
-    return measured + [
-        listed(target, states, passes)
-        for passes, target, states in product(PASSES, TARGETS, WIDTHS)
-    ]
+    for passes, target, states in product(PASSES, TARGETS, WIDTHS):
+        measured.append(shortlisted(target, states, passes))
+    return measured
 
 
 def rule_settings(rules: Iterable[str] = RULES) -> list[Setting]:
     """List the settings of reveal rules: each alone, and drafted with two values of K."""
     measured: list[Setting] = []
     for target in rules:
-        measured += [
-            alone(target),
-            *(drafted("mrp_spec", target, states, draft_passes=1) for states in WIDTHS),
-        ]
+        measured.append(alone(target))
+        for states in WIDTHS:
+            measured.append(drafted("mrp_spec", target, states, draft_passes=1))
     return measured
 
 
@@ -153,19 +153,24 @@ def sampled_settings() -> list[Setting]:
     values of K."""
     measured: list[Setting] = []
     for target in TARGETS:
-        ways = [alone(target)]
+        measured.append(alone(target))
         for states in WIDTHS:
-            listed = drafted("mrp_spec", target, states, draft_passes=1, draft_shortlist=LIKELIEST)
-            ways += [drafted("self_spec", target, states), listed]
-        measured += [{**way, **SAMPLED} for way in ways]
-    return measured
+            measured.append(drafted("self_spec", target, states))
+            measured.append(
+                drafted("mrp_spec", target, states, draft_passes=1, draft_shortlist=LIKELIEST)
+            )
+    return [{**setting, **SAMPLED} for setting in measured]
 
 
 def of_target(setting: Setting) -> dict[str, Setting]:
     """Return {"target": the setting of the target alone} for a setting with drafts, {} for any
     other setting."""
-    sampling = SAMPLED if "do_sample" in setting else {}
-    return {"target": {**alone(setting["target"]), **sampling}} if "target" in setting else {}
+    if "target" not in setting:
+        return {}
+    target = alone(setting["target"])
+    if "do_sample" in setting:
+        target |= SAMPLED
+    return {"target": target}
 
 
 def setting_name(line: Mapping[str, Any]) -> str:
@@ -175,52 +180,61 @@ def setting_name(line: Mapping[str, Any]) -> str:
         filter(None, (line["decoding"], line.get("remask_rule"), line.get("policy")))
     )
     name = mode_name({**line, "decoding": decoding})
-    name += f" bound={line['entropy_threshold']}" if "entropy_threshold" in line else ""
-    name += f" steps={line['mrp_steps']}" if "mrp_steps" in line else ""
-    name += f" list={line['draft_shortlist']}" if "draft_shortlist" in line else ""
-    name += f" passes={line['draft_passes']}" if line.get("draft_passes", 1) > 1 else ""
-    name += f" T={line['temperature']}" if "temperature" in line else ""
-    return name + (" with a head prefix" if line.get("head_prefix") else "")
+    if "entropy_threshold" in line:
+        name += f" bound={line['entropy_threshold']}"
+    if "mrp_steps" in line:
+        name += f" steps={line['mrp_steps']}"
+    if "draft_shortlist" in line:
+        name += f" list={line['draft_shortlist']}"
+    if line.get("draft_passes", 1) > 1:
+        name += f" passes={line['draft_passes']}"
+    if "temperature" in line:
+        name += f" T={line['temperature']}"
+    if line.get("head_prefix"):
+        name += " with a head prefix"
+    return name
 
 
 def references(setting: Setting) -> dict[str, Setting]:
     """Return by name the settings to compare a drafted setting with: its target alone, then other
     drafts of the same K."""
-    if not (others := of_target(setting)):
+    if not (baselines := of_target(setting)):
         return {}
-    plain = {
-        name: value
-        for name, value in setting.items()
-        if name not in ("draft_passes", "head_prefix")
-    }
+    plain = dict(setting)
+    plain.pop("draft_passes", None)
+    plain.pop("head_prefix", None)
     if setting["num_draft_states"] not in STATES:
-        return others
+        return baselines
     if setting["decoding"] == "mrp_spec":
-        others |= {drafter: {**plain, "decoding": drafter} for drafter in ("self_spec", GRAPH)}
+        for drafter in ("self_spec", GRAPH):
+            baselines[drafter] = {**plain, "decoding": drafter}
     released = {**plain, "decoding": RELEASED, "head_prefix": False}
     if setting["target"] == "static" and setting != released:
-        others[RELEASED] = released
-    return others
+        baselines[RELEASED] = released
+    return baselines
 
 
 def rivals(setting: Setting) -> dict[str, Setting]:
     """Return by name the settings of `rival_settings` to compare a drafted setting with: its target
     alone, then drafts."""
-    if (others := of_target(setting)) and setting["decoding"] == "mrp_spec":
-        target, states = setting["target"], setting["num_draft_states"]
-        others |= {
-            "self_spec": drafted("self_spec", target, states),
-            GRAPH: graph_of(target, states),
-        }
-    return others
+    if (baselines := of_target(setting)) and setting["decoding"] == "mrp_spec":
+        target = setting["target"]
+        states = setting["num_draft_states"]
+        baselines["self_spec"] = drafted("self_spec", target, states)
+        baselines[GRAPH] = graph_of(target, states)
+    return baselines
 
 
-def on_frontier(line: Mapping[str, Any], others: Iterable[Mapping[str, Any]]) -> bool:
+def on_frontier(line: Mapping[str, Any], lines: Iterable[Mapping[str, Any]]) -> bool:
     """Return whether no other line is at least as accurate and as fast (tokens per unit), and
     better in one of the two."""
-    ours = line["accuracy"], line["tokens_per_unit"]
-    theirs = ((other["accuracy"], other["tokens_per_unit"]) for other in others)
-    return not any(each != ours and each[0] >= ours[0] and each[1] >= ours[1] for each in theirs)
+    accuracy = line["accuracy"]
+    speed = line["tokens_per_unit"]
+    for rival in lines:
+        is_equal = rival["accuracy"] == accuracy and rival["tokens_per_unit"] == speed
+        if not is_equal and rival["accuracy"] >= accuracy and rival["tokens_per_unit"] >= speed:
+            return False
+    return True
 
 
 def rule_of(target: str, **options: Any) -> RevealRule:
@@ -243,10 +257,12 @@ class Decoder:
     def __init__(
         self, model: MRPForCausalLM, tokenizer: PreTrainedTokenizerFast, batch_size: int
     ) -> None:
-        self.model, self.tokenizer, self.batch_size = model, tokenizer, batch_size
+        self.model = model
+        self.tokenizer = tokenizer
+        self.batch_size = batch_size
         self.paths = cache(self._paths)
 
-    def decoded(self, setting: Setting, asked: list[Problem]) -> Measured:
+    def decoded(self, setting: Setting, problem_set: list[Problem]) -> Measured:
         """Decode problems of one family with a setting; return texts and costs."""
         options = dict(setting)
         states = options.get("num_draft_states", 0)
@@ -260,55 +276,55 @@ class Decoder:
         elif options["decoding"] == RELEASED:
             loop = Released(states, options["head_prefix"])
         elif options["decoding"] == PSD:
-            policy, (*_, least) = options.get("policy", "dynamic"), options.get("reading", [0.0])
+            policy = options.get("policy", "dynamic")
+            min_chance = options.get("reading", [0.0])[-1]
             rule = rule_of(policy, **{name: options[name] for name in RULES[policy]})
-            loop = psd.parallel_speculative(rule, states, least)
+            loop = psd.parallel_speculative(rule, states, min_chance)
         else:
-            return measure(self.model, self.tokenizer, asked, self.batch_size, **options)
-        return measure_loop(loop, self.model, self.tokenizer, asked, self.batch_size)
+            return measure(self.model, self.tokenizer, problem_set, self.batch_size, **options)
+        return measure_loop(loop, self.model, self.tokenizer, problem_set, self.batch_size)
 
     def _paths(self, target: str) -> list[list[Node]]:
         """Decode tuning problems with a target; return the paths of nodes that `recorded_paths`
         lists."""
-        found: list[list[Node]] = []
+        paths: list[list[Node]] = []
         eos = [self.tokenizer.eos_token_id, self.tokenizer.pad_token_id]
         for family in FAMILIES:
-            prompts = [
-                encode(problem, self.tokenizer)[0]
-                for problem in problems(family, "tune", CALIBRATED_ON)
-            ]
-            found += recorded_paths(self.model, rule_of(target), prompts, NEW_TOKENS[family], eos)
-        return found
+            prompts = encode_prompts(problems(family, "tune", CALIBRATED_ON), self.tokenizer)
+            paths += recorded_paths(self.model, rule_of(target), prompts, NEW_TOKENS[family], eos)
+        return paths
 
 
 def lines(
     decoder: Decoder,
-    asked: list[Problem],
-    wanted: Iterable[Setting],
+    problem_set: list[Problem],
+    selected: Iterable[Setting],
     results: ResultsFile,
     identity: dict[str, Any],
     compared: Callable[[Setting], dict[str, Setting]] = references,
 ) -> Iterator[dict[str, Any]]:
-    """Measure `wanted` settings that `results` lacks on problems of one family; yield lines, with
+    """Measure `selected` settings that `results` lacks on problems of one family; yield lines, with
     ratios over `compared`."""
-    made: dict[str, Measured] = {}
+    decodes: dict[str, Measured] = {}
 
     def decoded(setting: Setting) -> Measured:
-        if (name := setting_name(setting)) not in made:
-            made[name] = decoder.decoded(setting, asked)
-        return made[name]
+        if (name := setting_name(setting)) not in decodes:
+            decodes[name] = decoder.decoded(setting, problem_set)
+        return decodes[name]
 
-    for setting in wanted:
-        fields: dict[str, Any] = {"family": asked[0].family, **setting}
+    for setting in selected:
+        fields: dict[str, Any] = {"family": problem_set[0].family, **setting}
         if results.find(**fields, asked=identity) is not None:
             continue
         measured = decoded(setting)
         line = fields | measured.line()
-        others = {name: decoded(other) for name, other in compared(setting).items()}
-        line |= measured.over(**others)
-        if others:
+        baselines = {}
+        for name, baseline in compared(setting).items():
+            baselines[name] = decoded(baseline)
+        line |= measured.over(**baselines)
+        if baselines:
             line |= {
-                "texts_that_differ": measured.differ(others["target"]),
+                "texts_that_differ": measured.differ(baselines["target"]),
                 "tokens_compared": sum(measured.tokens),
             }
         yield {**line, "asked": identity}
@@ -317,9 +333,11 @@ def lines(
 def problems_of(family: Family, split: Split, count: int, seed: int) -> list[Problem]:
     """Return up to `count` problems of a family, split and seed; seeds but 0 leave out the `USED`
     prompts of the tables."""
-    used = {problem.prompt for problem in problems(family, split, USED)} if seed else set()
-    found = problems(family, split, 2 * count if seed else count, seed)
-    return [problem for problem in found if problem.prompt not in used][:count]
+    if not seed:
+        return problems(family, split, count)
+    used = {problem.prompt for problem in problems(family, split, USED)}
+    candidates = problems(family, split, 2 * count, seed)
+    return [problem for problem in candidates if problem.prompt not in used][:count]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -357,46 +375,48 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--dtype", choices=("float32", "float64"), default="float64")
     options = parser.parse_args(arguments)
     identity = {"split": options.split, "problems": options.count, "dtype": options.dtype}
-    identity |= {"seed": options.seed} if options.seed else {}
+    if options.seed:
+        identity["seed"] = options.seed
     results = ResultsFile(options.output, "asked")
-    if other := next(
-        (line["asked"] for line in results.lines if line.get("asked", identity) != identity), None
-    ):
-        parser.error(
-            f"{options.output} is of {other}, and this would be of {identity}: give another "
-            "--output"
-        )
+    for line in results.lines:
+        if line.get("asked", identity) != identity:
+            parser.error(
+                f"{options.output} is of {line['asked']}, and this would be of {identity}: give "
+                "another --output"
+            )
     model, tokenizer = load(options.model)
     results.begin(header("frontier", options, model))
     decoder = Decoder(model.to(getattr(torch, options.dtype)), tokenizer, options.batch_size)
     for family in options.family:
-        wanted, compared = (
-            (rival_settings(), rivals) if options.rivals else (settings(family), references)
-        )
-        if options.sampled:
-            wanted, compared = sampled_settings(), of_target
+        selected: list[Setting]
+        compared: Callable[[Setting], dict[str, Setting]] = of_target
         if options.rules is not None:
-            wanted, compared = rule_settings(options.rules or RULES), of_target
-        if only := options.decoding:
-            wanted = [
-                setting
-                for setting in wanted
-                if setting["decoding"] in only or setting_name(setting) in only
-            ]
-        asked = problems_of(
-            family, options.split, options.count // (2 if family == "source" else 1), options.seed
-        )
-        for line in lines(decoder, asked, wanted, results, identity, compared):
+            selected = rule_settings(options.rules or RULES)
+        elif options.sampled:
+            selected = sampled_settings()
+        elif options.rivals:
+            selected = rival_settings()
+            compared = rivals
+        else:
+            selected = settings(family)
+            compared = references
+        if options.decoding:
+            chosen = []
+            for setting in selected:
+                if {setting["decoding"], setting_name(setting)} & {*options.decoding}:
+                    chosen.append(setting)
+            selected = chosen
+        count = options.count // 2 if family == "source" else options.count
+        problem_set = problems_of(family, options.split, count, options.seed)
+        for line in lines(decoder, problem_set, selected, results, identity, compared):
             results.add(line)
-            right = f"{line['accuracy']} % at " if "accuracy" in line else ""
-            differ = (
-                f", {line['texts_that_differ']} texts differ" if "texts_that_differ" in line else ""
-            )
-            print(
-                f"{family}: {setting_name(line)}: {right}{line['tokens_per_forward']} a "
-                f"forward{differ}",
-                flush=True,
-            )
+            text = f"{family}: {setting_name(line)}: "
+            if "accuracy" in line:
+                text += f"{line['accuracy']} % at "
+            text += f"{line['tokens_per_forward']} a forward"
+            if "texts_that_differ" in line:
+                text += f", {line['texts_that_differ']} texts differ"
+            print(text, flush=True)
 
 
 if __name__ == "__main__":

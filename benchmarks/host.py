@@ -17,7 +17,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from mrp_trainer.data.problems import encode
 from mrp_trainer.data.tasks import problems
 
 from modeling_mrp.generate.budget import Amount, Fixed
@@ -27,43 +26,48 @@ from modeling_mrp.networks.networks import Networks
 from modeling_mrp.rules.draft import BRANCHES, CROWD
 from modeling_mrp.rules.reveal import RevealRule
 
-from .common import TINY, emit, greedy_decode, header, load, parser_of
+from .common import TINY, emit, encode_prompts, greedy_decode, header, load, parser_of
 from .frontier import rule_of
 
 NEW, LOOP_NS = 64, 27.0
-SAID = ("prefill", "score", "head", "pick")  # methods of networks whose results are recorded
+RECORDED = ("prefill", "score", "head", "pick")  # methods of networks whose results are recorded
 
 
 class Recording:
-    """A wrapper of networks that appends the results of their methods `SAID` to the list `said`, in
-    order."""
+    """A wrapper of networks that appends the results of their methods `RECORDED` to the list
+    `results`, in order."""
 
     def __init__(self, networks: Networks) -> None:
-        self.networks, self.said = networks, list[Any]()
+        self.networks = networks
+        self.results: list[Any] = []
 
     def __getattr__(self, name: str) -> Any:
         real = getattr(self.networks, name)
 
         def noting(*arguments: Any, **named: Any) -> Any:
-            self.said.append(real(*arguments, **named))
-            return self.said[-1]
+            self.results.append(real(*arguments, **named))
+            return self.results[-1]
 
-        return noting if name in SAID else real
+        return noting if name in RECORDED else real
 
 
-def replayed(said: Sequence[Any]) -> SimpleNamespace:
-    """Make networks whose methods return the recorded results `said` of a decode, one after the
+def replayed(results: Sequence[Any]) -> SimpleNamespace:
+    """Make networks whose methods return the recorded results `results` of a decode, one after the
     other."""
-    again = iter(said)
+    remaining = iter(results)
 
     def following(*_: Any, **__: Any) -> Any:
-        return next(again)
+        return next(remaining)
 
     def nothing(*_: Any) -> None:
         pass
 
     return SimpleNamespace(
-        picker=None, drafter=None, commit=nothing, widen=nothing, **dict.fromkeys(SAID, following)
+        picker=None,
+        drafter=None,
+        commit=nothing,
+        widen=nothing,
+        **dict.fromkeys(RECORDED, following),
     )
 
 
@@ -86,10 +90,12 @@ def measured(
         states: K; with 1 the target decodes alone, with more the head drafts in one pass.
         repeats: Number of timed runs.
     """
-    mode, amount = (Mode(rule), Amount())
+    mode = Mode(rule)
+    amount = Amount()
     if states > 1:
         branches = 1 if len(prompts) >= CROWD and states <= 4 else BRANCHES  # as by default
-        mode, amount = Mode(rule, drafting=Drafting(states, branches, 1)), Amount(states, 1)
+        mode = Mode(rule, drafting=Drafting(states, branches, 1))
+        amount = Amount(states, 1)
 
     def decoder(networks: Any) -> Decoder:
         return Decoder(mode, networks, Fixed(amount), least_rows=len(prompts))
@@ -98,15 +104,16 @@ def measured(
     recording = Recording(networks)
     with torch.inference_mode():
         decoder(recording).decode(rows, [0] * len(rows))
-    rounds, texts = sum(row.counts.forwards for row in rows) - len(rows), [row.text for row in rows]
+    rounds = sum(row.counts.forwards for row in rows) - len(rows)
+    texts = [row.text for row in rows]
     best = float("inf")
     for _ in range(repeats):
         _, rows = greedy_decode(model, mode, prompts, NEW, [], max(2, states))
-        again = decoder(replayed(recording.said))
+        replay = decoder(replayed(recording.results))
         gc.collect()
-        begun = time.process_time()
-        again.decode(rows, [0] * len(rows))
-        best = min(best, time.process_time() - begun)
+        start_time = time.process_time()
+        replay.decode(rows, [0] * len(rows))
+        best = min(best, time.process_time() - start_time)
         assert [row.text for row in rows] == texts
     return best / rounds
 
@@ -124,30 +131,26 @@ def main(arguments: list[str] | None = None) -> None:
     for block in options.blocks:
         model, tokenizer = load(TINY)
         model.config.block_size = block
-        asked = [
-            encode(problem, tokenizer)[0]
-            for problem in problems("math", "tune", max(options.batches))
-        ]
-        rules = {name: rule_of(name) for name in ("static", "dynamic", "sequential")}
+        prompts = encode_prompts(problems("math", "tune", max(options.batches)), tokenizer)
         for batch in options.batches:
             for states in options.states:
-                before = loop_ns()
-                taken = {
-                    name: measured(model, rule, asked[:batch], states, options.repeats)
-                    for name, rule in rules.items()
-                }
-                speed = min(before, loop_ns())
-                stated = {
-                    name: round(seconds * 1e6 * LOOP_NS / speed, 1)
-                    for name, seconds in taken.items()
-                }
+                loop_before = loop_ns()
+                seconds_by_rule = {}
+                for name in ("static", "dynamic", "sequential"):
+                    seconds_by_rule[name] = measured(
+                        model, rule_of(name), prompts[:batch], states, options.repeats
+                    )
+                speed = min(loop_before, loop_ns())
+                microseconds = {}
+                for name, seconds in seconds_by_rule.items():
+                    microseconds[name] = round(seconds * 1e6 * LOOP_NS / speed, 1)
                 emit(
                     {
                         "block": block,
                         "batch": batch,
                         "states": states,
                         "loop_ns": round(speed, 1),
-                        "microseconds": stated,
+                        "microseconds": microseconds,
                     }
                 )
 

@@ -20,7 +20,7 @@ import json
 import time
 from argparse import Namespace
 from collections.abc import Iterator
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ from .frontier import Setting
 from .measure import Measured
 from .tables import interval
 from .targets import TARGETS, alone, drafted
-from .turns import faster
+from .turns import speed_ratios
 
 VOCABULARY, PROMPT, LONGEST, WINDOW = 4096, 64, 1024, 64
 BLOCKS, STATES = (8, 16, 32), 4
@@ -67,28 +67,39 @@ Line = dict[str, Any]
 def prepare(options: Namespace) -> None:
     """Write a tokenizer, and each split's texts as pieces (a prompt and its continuation) and as
     one stream of ids."""
-    files = [f"{part}.{kind}" for part in ("train", "tune", "heldout") for kind in ("jsonl", "npy")]
+    files = []
+    for split in ("train", "tune", "heldout"):
+        files += [f"{split}.jsonl", f"{split}.npy"]
     OwnFolder(options.folder).claim(*files)
-    split = split_packages(installed())
-    texts = [text for texts in split["train"].values() for text in texts]
+    splits = split_packages(installed())
+    texts = list(chain.from_iterable(splits["train"].values()))
     tokenizer = new_tokenizer(iter(texts[::5]), VOCABULARY, PROMPT + LONGEST)
     tokenizer.save_pretrained(options.folder)
-    for part, packages in split.items():
+    for split, packages in splits.items():
         lines: list[Line] = []
         stream: list[int] = []
-        for name, text in ((name, text) for name, texts in packages.items() for text in texts):
-            ids, pieces = cut(text, tokenizer, PROMPT + LONGEST)
-            stream += [*ids, tokenizer.eos_token_id]
-            lines += [{"text": piece, "package": name} for piece in pieces]
+        for name, package_texts in packages.items():
+            for text in package_texts:
+                ids, segments = cut(text, tokenizer, PROMPT + LONGEST)
+                stream += [*ids, tokenizer.eos_token_id]
+                lines += [{"text": segment, "package": name} for segment in segments]
         print(
-            f"{part}: {len(packages)} packages, {len(stream):,} tokens, {len(lines):,} pieces: "
-            f"{', '.join(packages)}"
+            f"{split}: {len(packages)} packages, {len(stream):,} tokens, "
+            f"{len(lines):,} pieces: {', '.join(packages)}"
         )
-        lines = lines[:: max(1, len(lines) // WATCHED)] if part == "tune" else lines
-        (options.folder / f"{part}.jsonl").write_text(
-            "".join(f"{json.dumps(line)}\n" for line in lines)
-        )
-        np.save(options.folder / f"{part}.npy", np.asarray(stream, np.uint16))
+        if split == "tune":
+            lines = lines[:: max(1, len(lines) // WATCHED)]
+        with (options.folder / f"{split}.jsonl").open("w") as file:
+            for line in lines:
+                file.write(f"{json.dumps(line)}\n")
+        np.save(options.folder / f"{split}.npy", np.asarray(stream, np.uint16))
+
+
+def training_windows(path: Path) -> list[dict[str, np.ndarray]]:
+    """Cut a stream of ids into windows of `LONGEST` tokens; return them as examples."""
+    ids = np.load(path).astype(np.int64)
+    windows = ids[: len(ids) // LONGEST * LONGEST].reshape(-1, LONGEST)
+    return [{"input_ids": window, "labels": window} for window in windows]
 
 
 def causal(options: Namespace) -> None:
@@ -111,18 +122,9 @@ def causal(options: Namespace) -> None:
     config = Qwen3Config(
         vocab_size=VOCABULARY, max_position_embeddings=2048, **shape, **heads, **ends
     )
-    model, folder = Qwen3ForCausalLM(config), options.folder / "causal"
-    rows = {
-        part: np.load(options.folder / f"{part}.npy").astype(np.int64) for part in ("train", "tune")
-    }
-    windows = {
-        part: ids[: len(ids) // LONGEST * LONGEST].reshape(-1, LONGEST)
-        for part, ids in rows.items()
-    }
-    data = {
-        part: [{"input_ids": row, "labels": row} for row in ids] for part, ids in windows.items()
-    }
-    given = {
+    model = Qwen3ForCausalLM(config)
+    folder = options.folder / "causal"
+    schedule = {
         "lr_scheduler_type": "warmup_stable_decay",
         "lr_scheduler_kwargs": {"num_decay_steps": options.steps // 5},
     }
@@ -135,15 +137,15 @@ def causal(options: Namespace) -> None:
     }
     size = {"per_device_train_batch_size": options.batch_size, "per_device_eval_batch_size": 4}
     arguments = TrainingArguments(
-        str(folder), max_steps=options.steps, warmup_steps=50, **given, **watched, **size
+        str(folder), max_steps=options.steps, warmup_steps=50, **schedule, **watched, **size
     )
     optimizer = MuonAdamW(model, 3e-3, 1.5e-3)
     trainer = Trainer(
         model,
         arguments,
         default_data_collator,
-        data["train"],
-        data["tune"][:WATCHED],
+        training_windows(options.folder / "train.npy"),
+        training_windows(options.folder / "tune.npy")[:WATCHED],
         optimizers=(optimizer, None),
     )
     newest = last_whole_checkpoint(folder)
@@ -158,30 +160,31 @@ def prompts_of(
 ) -> tuple[list[str], Tensor]:
     """Select `count` long held-out texts, one per package in turn; return their packages and ids
     [count, PROMPT + LONGEST]."""
-    found: dict[str, list[list[int]]] = {}
+    texts_by_package: dict[str, list[list[int]]] = {}
     for line in map(json.loads, (folder / "heldout.jsonl").open()):
         if len(ids := tokenizer.encode(line["text"], verbose=False)) >= PROMPT + LONGEST:
-            found.setdefault(line["package"], []).append(ids[: PROMPT + LONGEST])
-    turns = [
-        (name, ids)
-        for turn in range(count)
-        for name, texts in found.items()
-        for ids in texts[turn : turn + 1]
-    ]
-    return [name for name, _ in turns[:count]], torch.tensor([ids for _, ids in turns[:count]])
+            texts_by_package.setdefault(line["package"], []).append(ids[: PROMPT + LONGEST])
+    packages = []
+    selected = []
+    for index in range(count):
+        for name, texts in texts_by_package.items():
+            if index < len(texts):
+                packages.append(name)
+                selected.append(texts[index])
+    return packages[:count], torch.tensor(selected[:count])
 
 
 def settings() -> Iterator[list[Setting]]:
     """Yield the settings to measure in groups: a target, then its drafts."""
     for block_size, sampled, target in product(BLOCKS, (False, True), TARGETS):
         # the default of real vocabularies
-        listed = {"draft_shortlist": LIKELIEST if sampled else SHORTLIST}
-        ways = (
+        shortlist = LIKELIEST if sampled else SHORTLIST
+        variants = (
             alone(target),
             drafted("self_spec", target, STATES),
-            drafted("mrp_spec", target, STATES, **listed),
+            drafted("mrp_spec", target, STATES, draft_shortlist=shortlist),
         )
-        yield [{"block_size": block_size, "do_sample": sampled, **way} for way in ways]
+        yield [{"block_size": block_size, "do_sample": sampled, **variant} for variant in variants]
 
 
 def to_the_end(new: int) -> Line:
@@ -199,47 +202,53 @@ def decode(
 ) -> tuple[Measured, Line]:
     """Decode prompts [rows, PROMPT] long; return texts with costs by row, and counts by window of
     text, summed over rows."""
-    made, edges = Measured([], [], []), torch.arange(0, new + 1, WINDOW)[:, None, None]
-    along = {
-        name: torch.zeros(len(edges) - 1, dtype=torch.long)
-        for name in ("row_forwards", "drafted", "accepted")
-    }
-    for given in prompts.split(batch_size):
-        sampled: Line = (
-            {"temperature": 1.0, "top_k": 0, "seed": len(made.ids)} if options["do_sample"] else {}
-        )
+    measured = Measured([], [], [])
+    edges = torch.arange(0, new + 1, WINDOW)[:, None, None]
+    along: dict[str, Tensor] = {}
+    for name in ("row_forwards", "drafted", "accepted"):
+        along[name] = torch.zeros(len(edges) - 1, dtype=torch.long)
+    for prompt_batch in prompts.split(batch_size):
+        sampled: Line = {}
+        if options["do_sample"]:
+            sampled = {"temperature": 1.0, "top_k": 0, "seed": len(measured.ids)}
         out: Any = model.generate(
-            given, attention_mask=torch.ones_like(given), **to_the_end(new), **sampled, **options
+            prompt_batch,
+            attention_mask=torch.ones_like(prompt_batch),
+            **to_the_end(new),
+            **sampled,
+            **options,
         )
         reached = out.stats.rounds["column"] >= edges  # [edges, rounds, rows]
         # The round that reaches a block scores its first state, too, so the counts of a block begin
         # before that round.
-        before = torch.where(reached.any(1), reached.int().argmax(1), reached.shape[1])
+        first_rounds = torch.where(reached.any(1), reached.int().argmax(1), reached.shape[1])
         for name, counts in along.items():
-            counts += pad(out.stats.rounds[name], (0, 0, 1, 0)).gather(0, before).diff(dim=0).sum(1)
-        made.ids.extend(out.sequences[:, PROMPT:].tolist())
-        made.forwards.extend(out.stats.row_forwards.tolist())
-        made.head_forwards.extend(out.stats.row_head_forwards.tolist())
-    return made, {"along": {name: counts.tolist() for name, counts in along.items()}}
+            cumulative = pad(out.stats.rounds[name], (0, 0, 1, 0)).gather(0, first_rounds)
+            counts += cumulative.diff(dim=0).sum(1)
+        measured.ids.extend(out.sequences[:, PROMPT:].tolist())
+        measured.forwards.extend(out.stats.row_forwards.tolist())
+        measured.head_forwards.extend(out.stats.row_head_forwards.tolist())
+    return measured, {"along": {name: counts.tolist() for name, counts in along.items()}}
 
 
 @torch.inference_mode()
 def judged(judge: Qwen3ForCausalLM, texts: Tensor) -> Line:
     """Return result fields of continuations: nats per token under `judge`, in all and by window;
     share of repeated 4-grams."""
-    logits = torch.cat([judge(one[None]).logits[:, PROMPT - 1 : -1] for one in texts])
+    logits = torch.cat([judge(text[None]).logits[:, PROMPT - 1 : -1] for text in texts])
     nats = -logits.float().log_softmax(-1).gather(-1, texts[:, PROMPT:, None])[..., 0]
-    grams = texts[:, PROMPT:].unfold(1, 4, 1)
-    again = [1 - len(one.unique(dim=0)) / len(one) for one in grams]
-    windows = nats.unflatten(1, (-1, WINDOW)).mean((0, 2)).tolist()
-    mean = ratio_of_sums(nats.sum(1).tolist(), [nats.shape[1]] * len(nats))
-    assert mean is not None
-    of = {
-        "nats": round(mean.value, 3),
-        "nats_95": mean.rounded(),
-        "nats_along": [round(one, 3) for one in windows],
+    repeated = 0.0
+    for grams in texts[:, PROMPT:].unfold(1, 4, 1):
+        repeated += 1 - len(grams.unique(dim=0)) / len(grams)
+    window_nats = nats.unflatten(1, (-1, WINDOW)).mean((0, 2)).tolist()
+    average = ratio_of_sums(nats.sum(1).tolist(), [nats.shape[1]] * len(nats))
+    assert average is not None
+    return {
+        "nats": round(average.value, 3),
+        "nats_95": average.rounded(),
+        "nats_along": [round(value, 3) for value in window_nats],
+        "repeated": round(repeated / len(texts), 3),
     }
-    return {**of, "repeated": round(sum(again) / len(again), 3)}
 
 
 def measure(options: Namespace) -> None:
@@ -249,10 +258,8 @@ def measure(options: Namespace) -> None:
     judge = Qwen3ForCausalLM.from_pretrained(options.folder / "causal").eval()
     packages, texts = prompts_of(options.folder, tokenizer, options.count)
     texts = texts[:, : PROMPT + options.tokens]
-    results, identity = (
-        ResultsFile(options.output, "asked"),
-        {"prompts": options.count, "tokens": options.tokens},
-    )
+    identity = {"prompts": options.count, "tokens": options.tokens}
+    results = ResultsFile(options.output, "asked")
     results.begin(header("longtext", options, model))
     model = model.double()
     if results.find(text="real", asked=identity) is None:
@@ -260,26 +267,28 @@ def measure(options: Namespace) -> None:
             {"text": "real", "asked": identity, "packages": packages, **judged(judge, texts)}
         )
     for group in settings():
-        found = [results.find(**setting, asked=identity) for setting in group]
-        if None not in found:
+        recorded = [results.find(**setting, asked=identity) for setting in group]
+        if None not in recorded:
             continue
         of_target = None  # the target's texts are in no file
-        for setting, line in zip(group, found, strict=True):
+        for setting, line in zip(group, recorded, strict=True):
             if line is not None and of_target is not None:
                 continue
-            given = {name: value for name, value in setting.items() if name != "block_size"}
-            model.config.block_size = setting["block_size"]
-            made, counts = decode(
-                model, texts[:, :PROMPT], options.tokens, options.batch_size, **given
+            decode_options = dict(setting)
+            model.config.block_size = decode_options.pop("block_size")
+            decoded, counts = decode(
+                model, texts[:, :PROMPT], options.tokens, options.batch_size, **decode_options
             )
-            measured = {**setting, **made.line(), **counts, "asked": identity}
+            measured = {**setting, **decoded.line(), **counts, "asked": identity}
             if of_target is None:
-                of_target = made
-                measured |= judged(judge, torch.cat([texts[:, :PROMPT], torch.tensor(made.ids)], 1))
+                of_target = decoded
+                measured |= judged(
+                    judge, torch.cat([texts[:, :PROMPT], torch.tensor(decoded.ids)], 1)
+                )
             else:
                 measured |= {
-                    "texts_that_differ": made.differ(of_target),
-                    **made.over(target=of_target),
+                    "texts_that_differ": decoded.differ(of_target),
+                    **decoded.over(target=of_target),
                 }
             if line is None:
                 results.add(measured)
@@ -291,7 +300,8 @@ class Clock(BaseStreamer):
     grows."""
 
     def __init__(self) -> None:
-        self.tokens, self.seconds = [0], [0.0]
+        self.tokens = [0]
+        self.seconds = [0.0]
 
     def put(self, value: Tensor) -> None:
         """Note time and length; the first call is for the prompt."""
@@ -309,29 +319,34 @@ def times(options: Namespace) -> None:
     _, texts = prompts_of(options.folder, tokenizer, options.count)
     results = ResultsFile(options.output, "asked")
     results.begin(header("longtext", options, model))
-    ways = {
+    variants = {
         "static": alone("static"),
         "mrp_spec": drafted("mrp_spec", "static", STATES, draft_shortlist=SHORTLIST),
     }
-    edges = [PROMPT + options.tokens * part // PARTS for part in range(PARTS + 1)]
+    edges = [PROMPT + options.tokens * quarter // PARTS for quarter in range(PARTS + 1)]
     for block_size in BLOCKS:
-        model.config.block_size, taken, size = block_size, {name: list[Any]() for name in ways}, {}
-        for given in texts[:, :PROMPT].split(1):
-            for name, way in ways.items():
+        model.config.block_size = block_size
+        seconds: dict[str, list[Any]] = {name: [] for name in variants}
+        size = {}
+        for prompt in texts[:, :PROMPT].split(1):
+            for name, variant in variants.items():
                 clock = Clock()
                 fixed = {**to_the_end(options.tokens), "streamer": clock, "do_sample": False}
                 out: Any = model.generate(
-                    given, attention_mask=torch.ones_like(given), **fixed, **way
+                    prompt, attention_mask=torch.ones_like(prompt), **fixed, **variant
                 )
-                taken[name].append(np.diff(np.interp(edges, clock.tokens, clock.seconds)))
+                seconds[name].append(np.diff(np.interp(edges, clock.tokens, clock.seconds)))
                 size[name] = round(out.past_key_values.nbytes / 1e6, 2)
-        parts = {name: list(zip(*turns, strict=True)) for name, turns in taken.items()}
-        for name, own in parts.items():
+        static_quarters = list(zip(*seconds["static"], strict=True))
+        for name, text_seconds in seconds.items():
+            over_static = []
+            over_first = []
+            quarters = zip(*text_seconds, strict=True)
+            for quarter, base in zip(quarters, static_quarters, strict=True):
+                over_static.append(speed_ratios(quarter, base))
+                over_first.append(speed_ratios(static_quarters[0], quarter))
             line = {"block_size": block_size, "timed": name, "megabytes": size[name]}
-            line["over_static"] = [
-                faster(part, base) for part, base in zip(own, parts["static"], strict=True)
-            ]
-            line["over_first"] = [faster(parts["static"][0], part) for part in own]
+            line |= {"over_static": over_static, "over_first": over_first}
             results.add({**line, "asked": {"prompts": options.count, "tokens": options.tokens}})
 
 
@@ -348,68 +363,76 @@ def units_along(line: Line) -> tuple[Line, Any]:
 def ends(values: Any, digits: int) -> str:
     """Format the means of the first and of the last quarter of values, as "first -> last"."""
     quarter = max(1, len(values) // PARTS)
-    return " -> ".join(
-        f"{np.mean(part):.{digits}f}" for part in (values[:quarter], values[-quarter:])
-    )
+    return f"{np.mean(values[:quarter]):.{digits}f} -> {np.mean(values[-quarter:]):.{digits}f}"
 
 
-def spreads(found: list[Line]) -> list[str]:
+def spreads(ratios: list[Line]) -> list[str]:
     """Format the median of each `turns.spread`, with its quartiles in brackets."""
-    return [
-        f"{one['median']:.2f} ({one['quartiles'][0]:.2f}-{one['quartiles'][1]:.2f})"
-        for one in found
-    ]
+    entries = []
+    for ratio in ratios:
+        low, high = ratio["quartiles"]
+        entries.append(f"{ratio['median']:.2f} ({low:.2f}-{high:.2f})")
+    return entries
 
 
 def tables(options: Namespace) -> None:
     """Print tables of the measurements: cost and acceptance, the autoregressive model's judgement
     of the texts, and times."""
-    costs, said, timed, stale = [], [], [], 0.0
-    order = {name: place for place, name in enumerate(("real", *TARGETS, "self_spec", "mrp_spec"))}
+    costs = []
+    judgements = []
+    timed = []
+    stale = 0.0
+    names = ("real", *TARGETS, "self_spec", "mrp_spec")
 
-    def place_of(line: Line) -> tuple[int, ...]:
+    def sort_key(line: Line) -> tuple[int, ...]:
         decoding: str = line.get("decoding", "real")
-        places = order[line.get("target", decoding)], order[line.get("timed", decoding)]
-        return line.get("block_size", 0), line.get("do_sample", False), *places
+        return (
+            line.get("block_size", 0),
+            line.get("do_sample", False),
+            names.index(line.get("target", decoding)),
+            names.index(line.get("timed", decoding)),
+        )
 
-    for line in sorted(read_lines(options.output, embedded=False), key=place_of):
-        whose = line.get("target", line.get("decoding", "real"))
-        place = [str(line.get("block_size", "")), f"{line.get('do_sample', 0):d}", whose]
+    for line in sorted(read_lines(options.output, embedded=False), key=sort_key):
+        block_size = str(line.get("block_size", ""))
+        source = line.get("target", line.get("decoding", "real"))
+        row = [block_size, f"{line.get('do_sample', 0):d}", source]
         if "timed" in line:
-            speeds = [""] * PARTS if line["timed"] == "static" else spreads(line["over_static"])
+            over_first = spreads(line["over_first"])
+            over_static = [""] * PARTS
+            if line["timed"] != "static":
+                over_static = spreads(line["over_static"])
             timed.append(
-                [
-                    place[0],
-                    line["timed"],
-                    str(line["megabytes"]),
-                    *spreads(line["over_first"]),
-                    *speeds,
-                ]
+                [block_size, line["timed"], str(line["megabytes"]), *over_first, *over_static]
             )
         if "nats" in line:
-            said.append(
-                [
-                    *place,
-                    interval(line, "nats", 2),
-                    ends(line["nats_along"], 2),
-                    f"{100 * line['repeated']:.0f}",
-                ]
-            )
+            nats = interval(line, "nats", 2)
+            repeated = f"{100 * line['repeated']:.0f}"
+            judgements.append([*row, nats, ends(line["nats_along"], 2), repeated])
         if "decoding" in line:
-            counts = {name: np.asarray(value) for name, value in line["along"].items()}
+            accepted_along = np.asarray(line["along"]["accepted"])
+            drafted_along = np.asarray(line["along"]["drafted"])
             line, along = units_along(line)
-            way, drafts = "alone", ["", "", "", ""]
+            drafter = "alone"
+            drafts = ["", "", "", ""]
             if "target" in line:
-                way, share = line["decoding"], 100 * counts["accepted"] / counts["drafted"]
-                whole = 100 * counts["accepted"].sum() / counts["drafted"].sum()
-                # sorted before `mrp_spec`
-                stale = line["tokens_per_unit"] if way == "self_spec" else stale
-                over = "" if way == "self_spec" else f"{line['tokens_per_unit'] / stale:.2f}x"
-                drafts = [over, f"{whole:.0f}", ends(share, 0), str(line["texts_that_differ"])]
+                drafter = line["decoding"]
+                if drafter == "self_spec":  # sorted before `mrp_spec`
+                    stale = line["tokens_per_unit"]
+                    speedup = ""
+                else:
+                    speedup = f"{line['tokens_per_unit'] / stale:.2f}x"
+                acceptance = 100 * accepted_along.sum() / drafted_along.sum()
+                drafts = [
+                    speedup,
+                    f"{acceptance:.0f}",
+                    ends(100 * accepted_along / drafted_along, 0),
+                    str(line["texts_that_differ"]),
+                ]
             costs.append(
-                [*place, way, interval(line, "tokens_per_unit", 2), ends(along, 2), *drafts]
+                [*row, drafter, interval(line, "tokens_per_unit", 2), ends(along, 2), *drafts]
             )
-    quarters, parts = "first -> last quarter", [f"quarter {part + 1}" for part in range(PARTS)]
+    quarters = "first -> last quarter"
     head = [
         "tokens / unit",
         quarters,
@@ -421,15 +444,14 @@ def tables(options: Namespace) -> None:
     print(markdown_table(["block", "T", "target", "way", *head], costs), end="\n\n")
     print(
         markdown_table(
-            ["block", "T", "text of", "nats / token", quarters, "4-grams twice, %"], said
+            ["block", "T", "text of", "nats / token", quarters, "4-grams twice, %"], judgements
         ),
         end="\n\n",
     )
-    columns = [
-        f"{what}, {part}"
-        for what in ("time over static's first", "speed over static")
-        for part in parts
-    ]
+    columns = []
+    for quantity in ("time over static's first", "speed over static"):
+        for quarter in range(1, PARTS + 1):
+            columns.append(f"{quantity}, quarter {quarter}")
     print(markdown_table(["block", "way", "MB", *columns], timed))
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from mrp_trainer.data.problems import encode
 from mrp_trainer.data.tasks import Problem, judge
 from mrp_trainer.evaluate.decoded import NEW_TOKENS, decode_problems
 from mrp_trainer.evaluate.intervals import (
@@ -26,7 +25,7 @@ from modeling_mrp.networks.networks import Networks
 from modeling_mrp.rules.reveal import RevealRule
 from modeling_mrp.rules.state import Row
 
-from .common import greedy_decode
+from .common import encode_prompts, greedy_decode
 
 SAMPLE = 4
 # Decodes greedily: (model, ids by prompt, limit of new tokens, ids that end a text) -> texts and
@@ -53,11 +52,12 @@ class Measured:
     @classmethod
     def of_rows(cls, rows: Sequence[Row]) -> "Measured":
         """Collect texts and counts from rows that have ended."""
-        counts = [row.counts for row in rows]
-        texts = [row.text[row.prompt : row.stop] for row in rows]
-        return cls(
-            texts, [count.forwards for count in counts], [count.head_forwards for count in counts]
-        )
+        measured = cls([], [], [])
+        for row in rows:
+            measured.ids.append(row.text[row.prompt : row.stop])
+            measured.forwards.append(row.counts.forwards)
+            measured.head_forwards.append(row.counts.head_forwards)
+        return measured
 
     @property
     def tokens(self) -> list[int]:
@@ -67,15 +67,15 @@ class Measured:
     @property
     def speed(self) -> Interval:
         """Tokens per forward over all problems, with a bootstrap interval."""
-        found = ratio_of_sums(self.tokens, self.forwards)
-        assert found is not None, "every prompt takes a forward"
-        return found
+        ratio = ratio_of_sums(self.tokens, self.forwards)
+        assert ratio is not None, "every prompt takes a forward"
+        return ratio
 
     def line(self) -> dict[str, Any]:
         """Make a line of results: accuracy and tokens per forward with intervals, the head's cost,
         and some exact counts."""
         line: dict[str, Any] = {}
-        if judged := [one for one in self.right if one is not None]:
+        if judged := [is_right for is_right in self.right if is_right is not None]:
             share = wilson(sum(judged), len(judged))
             line |= {"accuracy": round(100 * share.value, 1), "accuracy_95": share.rounded(1, 100)}
         line |= {
@@ -88,10 +88,12 @@ class Measured:
     def sample(self) -> dict[str, list[int]]:
         """Return the exact counts of the first problems, few enough to decode again as a check."""
         return {
-            name: getattr(self, name)[:SAMPLE] for name in ("tokens", "forwards", "head_forwards")
+            "tokens": self.tokens[:SAMPLE],
+            "forwards": self.forwards[:SAMPLE],
+            "head_forwards": self.head_forwards[:SAMPLE],
         }
 
-    def over(self, **others: "Measured") -> dict[str, Any]:
+    def over(self, **baselines: "Measured") -> dict[str, Any]:
         """Return `over_NAME`, tokens per forward over those of `others[NAME]` on the same problems,
         and `over_NAME_95`.
 
@@ -102,8 +104,8 @@ class Measured:
             ValueError: if the numbers of problems differ.
         """
         fields: dict[str, Any] = {}
-        for name, other in others.items():
-            columns = np.stack([self.tokens, self.forwards, other.tokens, other.forwards], 1)
+        for name, baseline in baselines.items():
+            columns = np.stack([self.tokens, self.forwards, baseline.tokens, baseline.forwards], 1)
             sums = np.concatenate([resampled_sums(columns, RESAMPLES, 0), columns.sum(0)[None]])
             ratios = (sums[:, 0] / sums[:, 1]) / (sums[:, 2] / sums[:, 3])
             interval = percentiles(float(ratios[-1]), ratios[:-1])
@@ -113,21 +115,21 @@ class Measured:
             }
         return fields
 
-    def differ(self, other: "Measured") -> int:
-        """Count the texts that differ from those of `other`, a measurement of the same problems."""
-        return sum(a != b for a, b in zip(self.ids, other.ids, strict=True))
+    def differ(self, reference: "Measured") -> int:
+        """Count the texts that differ from those of `reference`, measured on the same problems."""
+        return sum(a != b for a, b in zip(self.ids, reference.ids, strict=True))
 
 
 def measure(
     model: MRPForCausalLM,
     tokenizer: PreTrainedTokenizerBase,
-    asked: Sequence[Problem],
+    problem_set: Sequence[Problem],
     batch_size: int,
     **options: Any,
 ) -> Measured:
     """Decode problems of one family by `generate` with `options`; return texts and costs."""
-    made = decode_problems(model, tokenizer, asked, batch_size, **options)
-    return Measured(made.ids, made.row_forwards, made.row_head_forwards, made.verdicts)
+    decoded = decode_problems(model, tokenizer, problem_set, batch_size, **options)
+    return Measured(decoded.ids, decoded.row_forwards, decoded.row_head_forwards, decoded.verdicts)
 
 
 def loop_of(
@@ -157,19 +159,21 @@ def measure_loop(
     loop: Loop,
     model: MRPForCausalLM,
     tokenizer: PreTrainedTokenizerBase,
-    asked: Sequence[Problem],
+    problem_set: Sequence[Problem],
     batch_size: int,
 ) -> Measured:
     """Decode problems of one family by `loop`, in place of `generate`; return texts and costs."""
-    ids, forwards, head_forwards = list[list[int]](), list[int](), list[int]()
+    ids: list[list[int]] = []
+    forwards: list[int] = []
+    head_forwards: list[int] = []
     eos = [tokenizer.eos_token_id, tokenizer.pad_token_id]
-    for begin in range(0, len(asked), batch_size):
-        prompts = [encode(problem, tokenizer)[0] for problem in asked[begin : begin + batch_size]]
-        made = loop(model, prompts, NEW_TOKENS[asked[0].family], eos)
-        ids, forwards, head_forwards = (
-            ids + made.ids,
-            forwards + made.forwards,
-            head_forwards + made.head_forwards,
-        )
-    texts = [tokenizer.decode([token for token in row if token not in eos]) for row in ids]
-    return Measured(ids, forwards, head_forwards, judge(asked, texts))
+    for begin in range(0, len(problem_set), batch_size):
+        prompts = encode_prompts(problem_set[begin : begin + batch_size], tokenizer)
+        measured = loop(model, prompts, NEW_TOKENS[problem_set[0].family], eos)
+        ids += measured.ids
+        forwards += measured.forwards
+        head_forwards += measured.head_forwards
+    texts = []
+    for row in ids:
+        texts.append(tokenizer.decode([token for token in row if token not in eos]))
+    return Measured(ids, forwards, head_forwards, judge(problem_set, texts))

@@ -59,13 +59,23 @@ def try_cases(seed: int, numbers: Sequence[int]) -> list[dict[str, Any]]:
 
 def summary_of(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Count cases: by pair, refused ones, and mismatches in full."""
-    pairs = Counter(" + ".join(line["pair"]) for line in lines)
+    pairs = Counter[str]()
+    tokens = 0
+    refused = 0
+    mismatches = []
+    for line in lines:
+        pairs[" + ".join(line["pair"])] += 1
+        tokens += line["tokens"]
+        if "error" in line:
+            mismatches.append(line)
+        elif line["refused"]:
+            refused += 1
     return {
         "cases": len(lines),
         "pairs": len(pairs),
-        "tokens": sum(line["tokens"] for line in lines),
-        "refused": sum(line["refused"] and "error" not in line for line in lines),
-        "mismatches": [line for line in lines if "error" in line],
+        "tokens": tokens,
+        "refused": refused,
+        "mismatches": mismatches,
         "cases_by_pair": dict(sorted(pairs.items())),
     }
 
@@ -86,18 +96,20 @@ def main(arguments: list[str] | None = None) -> int:
     from tests.capabilities import REGISTRY
     from tests.pairs import pairs_of
 
-    begin, lines = time.monotonic(), list[dict[str, Any]]()
+    begin = time.monotonic()
+    lines: list[dict[str, Any]] = []
     head = header("pairs", options) | {
         "registry": len(REGISTRY),
         "pairs_of_registry": len(pairs_of(REGISTRY)),
     }
     last = options.first + options.cases
-    parts = [range(number, min(number + 25, last)) for number in range(options.first, last, 25)]
+    calls = []
+    for number in range(options.first, last, 25):
+        calls.append((options.seed, range(number, min(number + 25, last))))
     with multiprocessing.get_context("spawn").Pool(options.processes, quiet_process) as pool:
-        calls = [(options.seed, part) for part in parts]
-        for made in pool.imap(_try_part, calls):
-            lines += made
-            for line in made:
+        for chunk_lines in pool.imap(_try_chunk, calls):
+            lines += chunk_lines
+            for line in chunk_lines:
                 if "error" in line:
                     print(json.dumps(line), flush=True)
             summary = {**head, **summary_of(lines), "seconds": round(time.monotonic() - begin)}
@@ -111,7 +123,7 @@ def main(arguments: list[str] | None = None) -> int:
     return int(bool(summary["mismatches"]))
 
 
-def _try_part(call: tuple[int, Sequence[int]]) -> list[dict[str, Any]]:
+def _try_chunk(call: tuple[int, Sequence[int]]) -> list[dict[str, Any]]:
     return try_cases(*call)
 
 

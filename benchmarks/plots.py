@@ -51,8 +51,8 @@ def frontier_figure(lines: Sequence[Line]) -> Figure:
     lines = [line for line in lines if "accuracy" in line]
     families = list(dict.fromkeys(line["family"] for line in lines))
     figure = Figure(figsize=(1.8 + 5.2 * len(families), 4.8), layout="constrained")
-    for place, family in enumerate(families):
-        axes = figure.add_subplot(1, len(families), place + 1)
+    for column, family in enumerate(families):
+        axes = figure.add_subplot(1, len(families), column + 1)
         curves: dict[tuple[str, str], list[Line]] = {}
         for line in lines:
             if line["family"] == family:
@@ -86,8 +86,13 @@ def frontier_figure(lines: Sequence[Line]) -> Figure:
 
 def _arms(points: Sequence[Line], name: str) -> list[list[float]]:
     """Compute the lengths of error bars below and above points, clipped at 0 against rounding."""
-    below = [max(0.0, line[name] - line[f"{name}_95"][0]) for line in points]
-    return [below, [max(0.0, line[f"{name}_95"][1] - line[name]) for line in points]]
+    below = []
+    above = []
+    for line in points:
+        low, high = line[f"{name}_95"]
+        below.append(max(0.0, line[name] - low))
+        above.append(max(0.0, high - line[name]))
+    return [below, above]
 
 
 def long_figure(lines: Sequence[Line]) -> Figure:
@@ -97,20 +102,24 @@ def long_figure(lines: Sequence[Line]) -> Figure:
     blocks = sorted({line["block_size"] for line in lines})
     figure = Figure(figsize=(1.8 + 4.2 * len(blocks), 6.4), layout="constrained")
     panels = figure.subplots(2, len(blocks), sharex=True, sharey="row", squeeze=False)
-    colors, styles = (
-        ("#1b9e77", "#d95f02", "#7570b3", "#e7298a"),
-        {"alone": ":", "self_spec": "--", "mrp_spec": "-"},
-    )
+    colors = dict(zip(TARGETS, ("#1b9e77", "#d95f02", "#7570b3", "#e7298a"), strict=True))
+    styles = {"alone": ":", "self_spec": "--", "mrp_spec": "-"}
     for line in lines:
-        target, way = (
-            (line["target"], line["decoding"]) if "target" in line else (line["decoding"], "alone")
-        )
+        target = line["decoding"]
+        drafter = "alone"
+        if "target" in line:
+            target = line["target"]
+            drafter = line["decoding"]
         axes = panels[int(line["do_sample"]), blocks.index(line["block_size"])]
         _, along = units_along(line)
-        middles = [WINDOW * (place + 0.5) for place in range(len(along))]
-        color = colors[list(TARGETS).index(target)]
+        middles = [WINDOW * (window + 0.5) for window in range(len(along))]
         axes.plot(
-            middles, along, color=color, linestyle=styles[way], lw=1.2, label=f"{target}, {way}"
+            middles,
+            along,
+            color=colors[target],
+            linestyle=styles[drafter],
+            lw=1.2,
+            label=f"{target}, {drafter}",
         )
         axes.set(
             title=f"blocks of {line['block_size']}, T = {line['do_sample']:d}",
@@ -118,12 +127,11 @@ def long_figure(lines: Sequence[Line]) -> Figure:
         )
     for axes in panels[:, 0]:
         axes.set(ylabel="tokens per unit")
-    drawn = {
-        label: curve
-        for axes in panels.flat
-        for curve, label in zip(*axes.get_legend_handles_labels(), strict=True)
-    }
-    figure.legend(drawn.values(), drawn.keys(), fontsize=7, loc="outside right upper")
+    handles = {}
+    for axes in panels.flat:
+        for curve, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            handles[label] = curve
+    figure.legend(handles.values(), handles.keys(), fontsize=7, loc="outside right upper")
     return figure
 
 

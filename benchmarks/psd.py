@@ -34,7 +34,7 @@ from .measure import Loop, loop_of
 
 # By policy, the probability below which no prediction counts as agreeing with a draft; 0 for other
 # policies.
-LEAST = {"entropy_bound": 0.5}
+MIN_CHANCE = {"entropy_bound": 0.5}
 
 
 class Consistent(RevealRule):
@@ -43,41 +43,40 @@ class Consistent(RevealRule):
 
     Args:
         policy: The reveal rule for all other states.
-        least: Probability below which no prediction counts as agreeing.
+        min_chance: Probability below which no prediction counts as agreeing.
 
     Attributes:
-        behind: The draft that follows each state, by the state's key, from the last two rounds.
+        next_drafts: The draft that follows each state, by the state's key, from the last two
+            rounds.
     """
 
-    def __init__(self, policy: RevealRule, least: float) -> None:
-        self.policy, self.least = policy, logit(least)
-        self.behind: dict[Key, State] = {}
+    def __init__(self, policy: RevealRule, min_chance: float) -> None:
+        self.policy = policy
+        self.min_odds = logit(min_chance)
+        self.next_drafts: dict[Key, State] = {}
         self._last: dict[Key, State] = {}
 
     def follow(self, chain: Sequence[Node]) -> None:
-        """Record a round's chain of drafts in `behind`, which then has this chain and the one of
-        the round before."""
-        new = {
-            one.key: two for one, two in pairwise(node.state for node in chain if node.parent < 0)
-        }
-        self.behind, self._last = self._last | new, new
+        """Record a round's chain of drafts in `next_drafts`, which then has this chain and the one
+        of the round before."""
+        states = [node.state for node in chain if node.parent < 0]
+        new = {state.key: successor for state, successor in pairwise(states)}
+        self.next_drafts = self._last | new
+        self._last = new
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`."""
-        draft = self.behind.get(state.key)
+        draft = self.next_drafts.get(state.key)
         if draft is not None and draft.start == state.start:
-            added = tuple(
-                [
-                    column
-                    for column, (a, b) in enumerate(zip(state.ids, draft.ids, strict=True))
-                    if a != b
-                ]
-            )
-            if added and all(
-                scores.token[one] == draft.ids[one] and scores.odds[one] >= self.least
-                for one in added
-            ):
-                return added, memo
+            added = []
+            agrees = True
+            for column, (token, drafted) in enumerate(zip(state.ids, draft.ids, strict=True)):
+                if token != drafted:
+                    added.append(column)
+                    agrees &= scores.token[column] == drafted
+                    agrees &= scores.odds[column] >= self.min_odds
+            if added and agrees:
+                return tuple(added), memo
         return self.policy.reveal(state, scores, memo)
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
@@ -86,12 +85,13 @@ class Consistent(RevealRule):
 
 
 class PSDecoder(Decoder):
-    """A `Decoder` that takes the deepest consistent draft of a chain per row; `given` are the
-    arguments of `Decoder`."""
+    """A `Decoder` that takes the deepest consistent draft of a chain per row; further arguments are
+    those of `Decoder`."""
 
-    def __init__(self, least: float, *given: Any) -> None:
-        super().__init__(*given)
-        self.least, self.rules = least, dict[int, Consistent]()
+    def __init__(self, min_chance: float, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.min_chance = min_chance
+        self.rules: dict[int, Consistent] = {}
 
     def draft(self, rows: Sequence[Row], amount: Amount) -> list[list[Node]]:
         """See `Decoder.draft`."""
@@ -99,7 +99,7 @@ class PSDecoder(Decoder):
             return super().draft(rows, amount)
         drafts = []
         for row in rows:
-            rule = self.rules.setdefault(row.place, Consistent(self.mode.rule, self.least))
+            rule = self.rules.setdefault(row.place, Consistent(self.mode.rule, self.min_chance))
             nodes = build_draft(row, rule, amount.states, 1, {}) if row.stop is None else []
             rule.follow(nodes)
             drafts.append(nodes)
@@ -110,7 +110,7 @@ class PSDecoder(Decoder):
         return self.rules.get(row.place, self.mode.rule)
 
 
-def parallel_speculative(rule: RevealRule, states: int, least: float = 0.0) -> Loop:
-    """Make the loop of parallel speculative decoding with policy `rule` and K = `states`; `least`:
-    see `Consistent`."""
-    return loop_of(rule, states, partial(PSDecoder, least))
+def parallel_speculative(rule: RevealRule, states: int, min_chance: float = 0.0) -> Loop:
+    """Make the loop of parallel speculative decoding with policy `rule` and K = `states`; for
+    `min_chance`, see `Consistent`."""
+    return loop_of(rule, states, partial(PSDecoder, min_chance))

@@ -29,6 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from mrp_trainer.doctor.checks import inputs_of, published_config, random_model
 from mrp_trainer.evaluate.roofline import WEIGHT_BYTES, Shape
@@ -81,19 +82,20 @@ def config_of(shape: str) -> MRPConfig:
     """Make the config of a shape, with a head of three layers."""
     config = published_config("1.7B")
     if shape == "0.6b":  # Qwen3-0.6B's layers, of which there are as many, with as many heads
-        config.hidden_size, config.intermediate_size = 1024, 3072
+        config.hidden_size = 1024
+        config.intermediate_size = 3072
     return config
 
 
 def storages() -> dict[int, int]:
     """Collect the bytes of all storages that tensors of this process use, by address."""
-    found: dict[int, int] = {}
+    sizes: dict[int, int] = {}
     for value in gc.get_objects():
         with suppress(Exception):  # other libraries' proxies raise anything when they are looked at
             if isinstance(value, Tensor):
                 storage = value.untyped_storage()
-                found[storage.data_ptr()] = storage.nbytes()
-    return found
+                sizes[storage.data_ptr()] = storage.nbytes()
+    return sizes
 
 
 def loaded(
@@ -101,28 +103,30 @@ def loaded(
 ) -> tuple[MRPForCausalLM, int]:
     """Load a model and decode once; return it and the bytes that it takes."""
     gc.collect()
-    before = storages()
+    earlier = storages()
     options = {} if config is None else {"quantization_config": config}
     model = MRPForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **options).eval()
     seconds_a_forward(model, inputs, 1, 0)
     gc.collect()
-    return model, sum(size for place, size in storages().items() if place not in before)
+    size = 0
+    for address, storage_size in storages().items():
+        if address not in earlier:
+            size += storage_size
+    return model, size
 
 
 def seconds_a_forward(
-    model: MRPForCausalLM, inputs: dict[str, Any], states: int, _turn: int
+    model: MRPForCausalLM, inputs: dict[str, Any], states: int, _number: int
 ) -> float:
     """Decode a block with K = `states`; return the process's CPU time per forward of the
     backbone."""
-    mode: dict[str, Any] = (
-        {"decoding": "static"}
-        if states == 1
-        else {"decoding": "self_spec", "target": "static", "num_draft_states": states}
-    )
-    begun = time.process_time()
+    mode: dict[str, Any] = {"decoding": "static"}
+    if states > 1:
+        mode = {"decoding": "self_spec", "target": "static", "num_draft_states": states}
+    start_time = time.process_time()
     length: dict[str, Any] = {"max_new_tokens": model.config.block_size, "denoising_steps": STEPS}
     out: Any = model.generate(**inputs, **mode, **length, return_dict_in_generate=True)
-    return (time.process_time() - begun) / sum(out.stats.forwards.values())
+    return (time.process_time() - start_time) / sum(out.stats.forwards.values())
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -132,74 +136,80 @@ def measure(options: argparse.Namespace) -> None:
     file = options.output.open("a") if options.output else None
     emit({**header("quantized_cpu", options), "cpu": cpu_name()}, file)
     with tempfile.TemporaryDirectory() as folder:
-        made = random_model(config, torch.bfloat16, torch.device("cpu"))
-        made.save_pretrained(folder)
-        del made
+        source = random_model(config, torch.bfloat16, torch.device("cpu"))
+        source.save_pretrained(folder)
+        del source
         inputs = inputs_of(
             MRPForCausalLM.from_pretrained(folder, dtype=torch.bfloat16), None, 1, PROMPT
         )
         plain, size = loaded(Path(folder), inputs)
-        computed = {
-            name: shape.weight_bytes(per_weight) for name, per_weight in WEIGHT_BYTES.items()
-        }
-        emit({"kind": "bfloat16", "bytes": size, "computed": computed["bfloat16"]}, file)
+        computed = shape.weight_bytes(WEIGHT_BYTES["bfloat16"])
+        emit({"kind": "bfloat16", "bytes": size, "computed": computed}, file)
         for name in options.kinds:
-            model, size = loaded(Path(folder), inputs, KINDS[name][1]())
-            line = {"kind": name, "bytes": size, "computed": computed[KINDS[name][0]]}
+            format_name, make_config = KINDS[name]
+            model, size = loaded(Path(folder), inputs, make_config())
+            computed = shape.weight_bytes(WEIGHT_BYTES[format_name])
+            line = {"kind": name, "bytes": size, "computed": computed}
             for states in STATES:
-                ways = {
-                    way: partial(seconds_a_forward, of, inputs, states)
-                    for way, of in (("plain", plain), ("it", model))
+                functions = {
+                    "plain": partial(seconds_a_forward, plain, inputs, states),
+                    "it": partial(seconds_a_forward, model, inputs, states),
                 }
-                taken = take_turns(ways, options.turns)
-                ratios = [
-                    ours / theirs for ours, theirs in zip(taken["it"], taken["plain"], strict=True)
-                ]
+                seconds = take_turns(functions, options.turns)
+                plain_seconds = np.array(seconds["plain"])
+                kind_seconds = np.array(seconds["it"])
                 line[f"K={states}"] = {
-                    **{
-                        f"{way}_ms": spread([1000 * s for s in seconds], 1)
-                        for way, seconds in taken.items()
-                    },
-                    "ratio": spread(ratios, 2),
+                    "plain_ms": spread(1000 * plain_seconds, 1),
+                    "it_ms": spread(1000 * kind_seconds, 1),
+                    "ratio": spread(kind_seconds / plain_seconds, 2),
                 }
             emit(line, file)
-            del model, ways
+            del model, functions
     if file:
         file.close()
 
 
 def cpu_name() -> str:
     """Return the processor's name, from Linux's list of processors where there is one."""
-    listed = Path("/proc/cpuinfo")
-    lines = listed.read_text().splitlines() if listed.exists() else []
-    return next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
-        platform.processor(),
-    )
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()
 
 
 def table(path: Path) -> str:
     """Tabulate the lines of a file as Markdown."""
-    lines = [line for line in map(json.loads, path.read_text().splitlines()) if "kind" in line]
-    plain = next(line for line in lines if line["kind"] == "bfloat16")
+    plain_lines = []
+    quantized_lines = []
+    for line in map(json.loads, path.read_text().splitlines()):
+        if line.get("kind") == "bfloat16":
+            plain_lines.append(line)
+        elif "kind" in line:
+            quantized_lines.append(line)
+    plain = plain_lines[0]
     rows = []
-    for line in (plain, *(line for line in lines if line["kind"] != "bfloat16")):
-        cells = [
+    for line in (plain, *quantized_lines):
+        entries = [
             line["kind"],
             f"{line['bytes']:,}",
             f"{line['bytes'] / plain['bytes']:.2f}",
             f"{line['computed']:,}",
         ]
-        for states in STATES if line is not plain else ():
-            times, ratio = line[f"K={states}"], line[f"K={states}"]["ratio"]
-            cells.append(f"{times['plain_ms']['median']:.0f}, {times['it_ms']['median']:.0f}")
-            cells.append(f"{ratio['median']:.2f} ({ratio['range'][0]:.2f}-{ratio['range'][1]:.2f})")
-        rows.append(cells + [""] * (8 - len(cells)))
-    timed = [
-        cell
-        for states in STATES
-        for cell in (f"K = {states}: ms of bfloat16, of this", "over bfloat16")
-    ]
+        for states in STATES:
+            if line is plain:
+                entries += ["", ""]
+                continue
+            times = line[f"K={states}"]
+            median = times["ratio"]["median"]
+            low, high = times["ratio"]["range"]
+            entries.append(f"{times['plain_ms']['median']:.0f}, {times['it_ms']['median']:.0f}")
+            entries.append(f"{median:.2f} ({low:.2f}-{high:.2f})")
+        rows.append(entries)
+    timed = []
+    for states in STATES:
+        timed += [f"K = {states}: ms of bfloat16, of this", "over bfloat16"]
     return markdown_table(["weights", "bytes", "of bfloat16", "computed", *timed], rows)
 
 

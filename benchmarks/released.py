@@ -81,49 +81,52 @@ class Decode:
         scores = self._score(chain)
         last = self.row.state.masks - 1  # the state with one mask, whose reveal ends the block
         count = min(self._right(chain, scores), last) + 1
-        for state, said in zip(chain[:count], scores[:count], strict=True):
+        for state, state_scores in zip(chain[:count], scores[:count], strict=True):
             if state.free:
-                write(self.row, reveal_at(self.row, self.rule, state, said))
+                write(self.row, reveal_at(self.row, self.rule, state, state_scores))
         self.row.settle()
 
     def _right(self, chain: Sequence[State], scores: Sequence[Scores]) -> int:
         """Count the drafts of a chain before the first wrong one."""
-        for place, ((state, behind), said) in enumerate(zip(pairwise(chain), scores, strict=False)):
+        for index, ((state, successor), state_scores) in enumerate(
+            zip(pairwise(chain), scores, strict=False)
+        ):
             if not state.free:
-                return place
-            where = reveal_at(self.row, self.rule, state, said).where
-            if self.row.after(state, where, said.token).key != behind.key:
-                return place
+                return index
+            columns = reveal_at(self.row, self.rule, state, state_scores).where
+            if self.row.after(state, columns, state_scores.token).key != successor.key:
+                return index
         return len(chain) - 1
 
     def _drafted(self, first: bool) -> list[State]:
         """Return the row's state and its drafts: at most K states in a block's first round, K + 1
         in a later one."""
-        chain, said = [self.row.state], self.row.source
-        hidden = None if said is None else said.hidden
+        chain = [self.row.state]
+        estimate = self.row.source
+        hidden = None if estimate is None else estimate.hidden
         for slot in range(1, self.states + (not first)):
             if not chain[-1].free:
                 break
             if first or slot > 1:
                 assert hidden is not None
                 hidden = self._head(chain[-1], hidden)
-                (said,) = self.networks.pick(
+                (estimate,) = self.networks.pick(
                     self.networks.drafter, [(self.row, chain[-1])], [hidden]
                 )
-            assert said is not None
-            where, _ = self.rule.reveal(chain[-1], said, None)
-            chain.append(self.row.after(chain[-1], where, said.token))
+            assert estimate is not None
+            columns, _ = self.rule.reveal(chain[-1], estimate, None)
+            chain.append(self.row.after(chain[-1], columns, estimate.token))
         return chain
 
     def _head(self, state: State, hidden: Hidden) -> Hidden:
         """Compute the head's estimate h_A + h_C at a state from `hidden`, which belong to the state
         before it."""
-        held = self.row.held
+        cached_length = self.row.held
         if not self.head_prefix:
             self.row.held = self.row.head_held = 0
-        ((made,),) = self.networks.head([self.row], [[(state, hidden)]])
-        self.row.held = held
-        return made
+        ((estimate,),) = self.networks.head([self.row], [[(state, hidden)]])
+        self.row.held = cached_length
+        return estimate
 
 
 @dataclass(frozen=True)
@@ -145,7 +148,8 @@ class Released:
     ) -> Measured:
         """See `Loop`."""
         rule = Static((1,) * model.config.block_size)
-        mode, rows = Mode(rule, drafting=Drafting(self.states + 1, 1, self.states)), list[Row]()
+        mode = Mode(rule, drafting=Drafting(self.states + 1, 1, self.states))
+        rows = []
         for prompt in prompts:
             networks, (row,) = greedy_decode(
                 model, mode, [prompt], new_tokens, eos, self.states + 2

@@ -42,6 +42,15 @@ HEAD_FIELDS = ("auto_map", "num_mrp_heads", "num_nextn_predict_layers", "head_pr
 _GAUGE = re.compile(r"^(?:sglang:)?(\w+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 
 
+def stock_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config of a checkpoint's backbone alone, for the engine's own SDAR class.
+
+    The layers are Qwen3's; the model type `sdar` would need code from the checkpoint.
+    """
+    backbone = {name: value for name, value in config.items() if name not in HEAD_FIELDS}
+    return {**backbone, "architectures": ["SDARForCausalLM"], "model_type": "qwen3"}
+
+
 def backbone_for_stock(source: Path, target: Path) -> Path:
     """Write the backbone of a single-file checkpoint, without code, for the engine's own SDAR
     class; return `target`."""
@@ -52,14 +61,9 @@ def backbone_for_stock(source: Path, target: Path) -> Path:
         target / "model.safetensors",
     )
     config = json.loads((source / "config.json").read_text())
-    kept = {name: value for name, value in config.items() if name not in HEAD_FIELDS}
-    # The layers are Qwen3's; the model type `sdar` would need code from the checkpoint.
-    (target / "config.json").write_text(
-        json.dumps({**kept, "architectures": ["SDARForCausalLM"], "model_type": "qwen3"})
-    )
-    ends = {
-        "eos_token_id": json.loads((source / "generation_config.json").read_text())["eos_token_id"]
-    }
+    (target / "config.json").write_text(json.dumps(stock_config(config)))
+    generation_config = json.loads((source / "generation_config.json").read_text())
+    ends = {"eos_token_id": generation_config["eos_token_id"]}
     (target / "generation_config.json").write_text(json.dumps(ends))
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (target / name).write_bytes((source / name).read_bytes())
@@ -179,9 +183,9 @@ class Server:
     ) -> None:
         self.close()
 
-    def _died(self, why: str) -> ServerDied:
+    def _died(self, reason: str) -> ServerDied:
         self.close()
-        return ServerDied(f"{why}:\n{self.log.read_text(errors='replace')[-8000:]}")
+        return ServerDied(f"{reason}:\n{self.log.read_text(errors='replace')[-8000:]}")
 
     def close(self) -> None:
         """End the engine and all its processes."""
@@ -239,26 +243,28 @@ class Server:
             custom_params: The `custom_params` of all requests.
         """
         self.open("/flush_cache?timeout=30", {}).close()
-        before, begun, worked = self.metrics(), time.perf_counter(), self.cpu_seconds()
+        earlier = self.metrics()
+        start_time = time.perf_counter()
+        start_cpu = self.cpu_seconds()
         with ThreadPoolExecutor(concurrency) as clients:
             replies = list(clients.map(partial(self.generate, **custom_params), prompts, budgets))
-        seconds, worked = time.perf_counter() - begun, self.cpu_seconds() - worked
+        seconds = time.perf_counter() - start_time
+        cpu_seconds = self.cpu_seconds() - start_cpu
         time.sleep(0.5)  # the engine counts the last batch only after answering it
-        after = self.metrics()
+        later = self.metrics()
         blocks = sum(len(prompt) // block for prompt in prompts)
         cached = (
-            after["realtime_tokens_total/prefill_cache"]
-            - before["realtime_tokens_total/prefill_cache"]
+            later["realtime_tokens_total/prefill_cache"]
+            - earlier["realtime_tokens_total/prefill_cache"]
         ) / block
         # The engine's own algorithms take one forward whenever a row is scheduled; MRP counts its
         # forwards itself.
-        name = (
-            "mrp_forwards_total"
-            if "mrp_forwards_total" in after
-            else "realtime_tokens_total/prefill_compute"
-        )
-        forwards = (after[name] - before[name]) / (1 if name.startswith("mrp_") else block)
-        return Measured(replies, seconds, round(forwards + cached) - blocks, worked)
+        if "mrp_forwards_total" in later:
+            forwards = later["mrp_forwards_total"] - earlier["mrp_forwards_total"]
+        else:
+            name = "realtime_tokens_total/prefill_compute"
+            forwards = (later[name] - earlier[name]) / block
+        return Measured(replies, seconds, round(forwards + cached) - blocks, cpu_seconds)
 
     def processes(self) -> list[psutil.Process]:
         """List the engine's processes."""
@@ -273,13 +279,13 @@ class Server:
     def metrics(self) -> defaultdict[str, float]:
         """Read counters and gauges, summed over all labels but `mode`; return them by "name" or
         "name/mode"."""
-        found: defaultdict[str, float] = defaultdict(float)
+        totals: defaultdict[str, float] = defaultdict(float)
         with self.open("/metrics") as response:
             lines = response.read().decode()
         for name, labels, value in _GAUGE.findall(lines):
             mode = re.search(r'\bmode="(\w+)"', labels)
-            found[f"{name}/{mode[1]}" if mode else name] += float(value)
-        return found
+            totals[f"{name}/{mode[1]}" if mode else name] += float(value)
+        return totals
 
     def resident_bytes(self) -> int:
         """Sum the memory of the engine's processes that is not shared with other processes."""

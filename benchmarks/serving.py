@@ -21,21 +21,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mrp_trainer.data.problems import encode
 from mrp_trainer.data.tasks import FAMILIES, problems
 from mrp_trainer.evaluate.decoded import NEW_TOKENS
 from transformers import PreTrainedTokenizerFast
 
 from modeling_mrp import MRPForCausalLM
 
-from .common import HUB_CONFIGS, TINY, emit, header, parser_of
+from .common import HUB_CONFIGS, TINY, emit, encode_prompts, header, parser_of
 from .forced_engine import ACCEPTANCE
-from .server import CPU_ENVIRONMENT, CPU_FLAGS, HEAD_FIELDS, Measured, Server, backbone_for_stock
-from .turns import faster, take_turns
+from .server import (
+    CPU_ENVIRONMENT,
+    CPU_FLAGS,
+    Measured,
+    Server,
+    backbone_for_stock,
+    stock_config,
+)
+from .turns import speed_ratios, take_turns
 
 WARM_UPS = 1  # turns
 RANDOM = ("--context-length", "1024", "--max-total-tokens", "16384", "--load-format", "dummy")
-Asked = tuple[list[list[int]], list[int]]  # prompts, and the most new tokens of each
+Workload = tuple[list[list[int]], list[int]]  # prompts, and the most new tokens of each
 
 
 @dataclass(frozen=True)
@@ -44,15 +50,15 @@ class Compared:
 
     Attributes:
         mrp, stock: Checkpoints, with a head and without.
-        asked: Function of the number of clients that makes prompts, and the limit of new tokens for
-            each.
+        workload: Function of the number of clients that makes prompts, and the limit of new tokens
+            for each.
         threshold: Confidence threshold of both models.
         server: Further arguments of `Server`.
     """
 
     mrp: Path
     stock: Path
-    asked: Callable[[int], Asked]
+    workload: Callable[[int], Workload]
     threshold: float
     server: dict[str, Any]
 
@@ -60,23 +66,20 @@ class Compared:
 def trained(options: Any, folder: Path) -> Compared:
     """Set up the comparison for a trained model, on held-out problems of the families that it was
     trained on."""
-    backbone = (
-        Path(options.backbone)
-        if options.backbone
-        else backbone_for_stock(Path(options.model), folder / "backbone")
-    )
+    if options.backbone:
+        backbone = Path(options.backbone)
+    else:
+        backbone = backbone_for_stock(Path(options.model), folder / "backbone")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(options.model)
-    chosen = [
-        problem for family in FAMILIES for problem in problems(family, "heldout", options.count)
-    ]
-    asked = (
-        [encode(problem, tokenizer)[0] for problem in chosen],
-        [NEW_TOKENS[problem.family] for problem in chosen],
-    )
+    prompts: list[list[int]] = []
+    budgets: list[int] = []
+    for family in FAMILIES:
+        prompts += encode_prompts(problems(family, "heldout", options.count), tokenizer)
+        budgets += [NEW_TOKENS[family]] * options.count
     return Compared(
         Path(options.model),
         backbone,
-        lambda clients: asked,
+        lambda clients: (prompts, budgets),
         options.threshold,
         {"flags": CPU_FLAGS},
     )
@@ -87,29 +90,25 @@ def shaped(options: Any, folder: Path) -> Compared:
     random prompt per client."""
     config = json.loads((HUB_CONFIGS / f"sdar-{options.shape}-mrp" / "config.json").read_text())
     config |= {"num_hidden_layers": options.layers, "num_nextn_predict_layers": options.head_layers}
-    # The layers are Qwen3's; the model type `sdar` would need code from the checkpoint.
-    backbone = {name: value for name, value in config.items() if name not in HEAD_FIELDS}
-    backbone |= {"architectures": ["SDARForCausalLM"], "model_type": "qwen3"}
-    made = folder / "with_head", folder / "backbone"
-    for at, fields in zip(made, (config, backbone), strict=True):
-        at.mkdir()
-        (at / "config.json").write_text(json.dumps(fields))
+    folders = folder / "with_head", folder / "backbone"
+    for checkpoint, fields in zip(folders, (config, stock_config(config)), strict=True):
+        checkpoint.mkdir()
+        (checkpoint / "config.json").write_text(json.dumps(fields))
         # any tokenizer will do: requests are ids
         for name in ("tokenizer.json", "tokenizer_config.json"):
-            (at / name).write_bytes((TINY / name).read_bytes())
+            (checkpoint / name).write_bytes((TINY / name).read_bytes())
     draw = torch.Generator().manual_seed(0)
 
-    def asked(clients: int) -> Asked:
-        return torch.randint(5, 151000, (clients, 16), generator=draw).tolist(), [
-            options.new_tokens
-        ] * clients
+    def workload(clients: int) -> Workload:
+        prompts = torch.randint(5, 151000, (clients, 16), generator=draw).tolist()
+        return prompts, [options.new_tokens] * clients
 
     server = {
         "flags": (*CPU_FLAGS, *RANDOM, "--dtype", options.dtype),
         "module": "benchmarks.forced_engine",
     }
     return Compared(
-        *made, asked, 1.0, {**server, "environment": {ACCEPTANCE: str(options.acceptance)}}
+        *folders, workload, 1.0, {**server, "environment": {ACCEPTANCE: str(options.acceptance)}}
     )
 
 
@@ -142,84 +141,109 @@ def main(arguments: list[str] | None = None) -> None:
         "--learn", type=int, default=0, help="tokens of texts from which `auto` learns first"
     )
     options = parser.parse_args(arguments)
-    emit(
-        header(
-            "serving",
-            options,
-            None if options.shape else MRPForCausalLM.from_pretrained(options.model),
-        )
-    )
+    model = None
+    if not options.shape:
+        model = MRPForCausalLM.from_pretrained(options.model)
+    emit(header("serving", options, model))
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        both = shaped(options, folder) if options.shape else trained(options, folder)
-        block = json.loads((both.mrp / "config.json").read_text())["block_size"]
+        comparison = shaped(options, folder) if options.shape else trained(options, folder)
+        block = json.loads((comparison.mrp / "config.json").read_text())["block_size"]
         drafted = {
             "decoding": "mrp_spec",
             "target": "dynamic",
-            "confidence_threshold": both.threshold,
+            "confidence_threshold": comparison.threshold,
         }
-        drafted |= {"target": "static"} if both.threshold == 1 else {}
+        if comparison.threshold == 1:
+            drafted["target"] = "static"
         drafted["num_draft_states"] = (
             options.states if options.states == "auto" else int(options.states)
         )
-        drafted |= {"draft_branches": 1} if options.shape else {}  # forced drafts are chains
-        more = {**both.server, "max_running_requests": max(options.concurrency)}
-        more["flags"] = options.flag or more["flags"]
-        more["environment"] = {
+        if options.shape:
+            drafted["draft_branches"] = 1  # forced drafts are chains
+        server_options = {**comparison.server, "max_running_requests": max(options.concurrency)}
+        server_options["flags"] = options.flag or server_options["flags"]
+        server_options["environment"] = {
             **({} if torch.cuda.is_available() else CPU_ENVIRONMENT),
-            **more.get("environment", {}),
+            **server_options.get("environment", {}),
         }
         with (
             Server(
-                both.stock,
+                comparison.stock,
                 folder / "of_stock",
                 "LowConfidence",
-                {"threshold": both.threshold},
-                **more,
+                {"threshold": comparison.threshold},
+                **server_options,
             ) as stock,
-            Server(both.mrp, folder / "of_mrp", "MRP", drafted, **more) as mrp,
+            Server(comparison.mrp, folder / "of_mrp", "MRP", drafted, **server_options) as mrp,
         ):
             for clients in options.concurrency:
-                prompts, budgets = both.asked(clients)
+                prompts, budgets = comparison.workload(clients)
                 if options.learn:
                     mrp.measure(prompts, [options.learn] * len(prompts), clients, block)
-                made: dict[str, list[Measured]] = {"stock": [], "mrp": []}
-                given = prompts, budgets, clients, block
-                ways = {
-                    name: partial(ask, name, server, given, made)
-                    for name, server in (("stock", stock), ("mrp", mrp))
+                measurements: dict[str, list[Measured]] = {"stock": [], "mrp": []}
+                workload = prompts, budgets, clients, block
+                functions = {
+                    "stock": partial(measure_turn, stock, workload, measurements["stock"]),
+                    "mrp": partial(measure_turn, mrp, workload, measurements["mrp"]),
                 }
-                taken = take_turns(ways, options.rounds, WARM_UPS)
-                turns = [made[name][WARM_UPS:] for name in ("stock", "mrp")]
-                line: dict[str, Any] = {"concurrency": clients, **compared(*turns)}
-                line["speed_over_stock"] = faster(taken["mrp"], taken["stock"])
-                worked = [[turn.cpu_seconds / turn.tokens for turn in of] for of in turns]
-                emit({**line, "speed_over_stock_by_cpu_time": faster(worked[1], worked[0])})
+                seconds = take_turns(functions, options.rounds, WARM_UPS)
+                of_stock = measurements["stock"][WARM_UPS:]
+                of_mrp = measurements["mrp"][WARM_UPS:]
+                line: dict[str, Any] = {"concurrency": clients, **compared(of_stock, of_mrp)}
+                line["speed_over_stock"] = speed_ratios(seconds["mrp"], seconds["stock"])
+                line["speed_over_stock_by_cpu_time"] = speed_ratios(
+                    cpu_seconds_per_token(of_mrp), cpu_seconds_per_token(of_stock)
+                )
+                emit(line)
 
 
-def ask(name: str, server: Server, given: Any, made: dict[str, list[Measured]], turn: int) -> float:
-    """Measure a server in one turn, and append the result to `made[name]`; return the seconds per
-    token."""
-    made[name].append(server.measure(*given))
-    return float(made[name][-1].seconds / made[name][-1].tokens)
+def measure_turn(
+    server: Server, workload: Any, measurements: list[Measured], _number: int
+) -> float:
+    """Measure a server in one turn, and append the result to `measurements`; return the seconds per
+    token.
+
+    Args:
+        server: The server.
+        workload: Prompts, limits of new tokens, number of clients and block size.
+        measurements: The results of the server's turns.
+    """
+    measured = server.measure(*workload)
+    measurements.append(measured)
+    return float(measured.seconds / measured.tokens)
+
+
+def cpu_seconds_per_token(measurements: list[Measured]) -> list[float]:
+    """Return the CPU time per token of each turn."""
+    return [measured.cpu_seconds / measured.tokens for measured in measurements]
+
+
+def speed_of(measurements: list[Measured]) -> float:
+    """Return tokens per forward over all turns."""
+    tokens = sum(measured.tokens for measured in measurements)
+    return tokens / sum(measured.forwards for measured in measurements)
 
 
 def compared(stock: list[Measured], mrp: list[Measured]) -> dict[str, Any]:
     """Compute tokens per forward and acceptance over all turns, and count the texts of the first
     turn that differ."""
-    speeds = [
-        sum(turn.tokens for turn in turns) / sum(turn.forwards for turn in turns)
-        for turns in (stock, mrp)
-    ]
+    stock_speed = speed_of(stock)
+    mrp_speed = speed_of(mrp)
+    accepted = 0
+    drafted = 0
+    for measured in mrp:
+        for reply in measured.replies:
+            accepted += reply["meta_info"]["mrp"]["accepted"]
+            drafted += reply["meta_info"]["mrp"]["drafted"]
     differ = sum(a != b for a, b in zip(stock[0].ids, mrp[0].ids, strict=True))
-    costs = [reply["meta_info"]["mrp"] for turn in mrp for reply in turn.replies]
-    accepted, drafted = (sum(cost[name] for cost in costs) for name in ("accepted", "drafted"))
-    line = {
-        "tokens_per_forward": [round(speed, 3) for speed in speeds],
-        "ratio": round(speeds[1] / speeds[0], 3),
+    return {
+        "tokens_per_forward": [round(stock_speed, 3), round(mrp_speed, 3)],
+        "ratio": round(mrp_speed / stock_speed, 3),
+        "acceptance": round(accepted / max(1, drafted), 3),
+        "texts_that_differ": differ,
+        "texts": len(stock[0].ids),
     }
-    line["acceptance"] = round(accepted / max(1, drafted), 3)
-    return {**line, "texts_that_differ": differ, "texts": len(stock[0].ids)}
 
 
 if __name__ == "__main__":

@@ -36,25 +36,28 @@ SIZES = (1, 3, 12, 48, 64)
 def compared(case: Case) -> Iterator[tuple[str, Row, Row]]:
     """Decode a case in several ways; yield the kind of each comparison, and the two rows, which
     must be equal."""
-    rng, every = case.rng, list(range(len(case.prompts)))
+    rng = case.rng
+    indices = list(range(len(case.prompts)))
     if rng.random() < 0.3:
         case.options["max_new_tokens"] += rng.randint(0, 60)
     batch, out = case.decode()
     drafted = case.drafted()
-    order = every if drafted else rng.sample(every, len(every))
-    again, out_again = case.decode(order, **drafted)
-    yield from (("mode", batch[i], row) for i, row in zip(order, again, strict=True))
-    one = rng.choice(every)
-    (alone,), _ = case.decode([one], **(drafted if rng.random() < 0.5 else {}))
-    yield "alone", batch[one], alone
-    yield "reference", batch[one], of_slow(case.by_reference(one))
+    order = indices if drafted else rng.sample(indices, len(indices))
+    permuted, out_again = case.decode(order, **drafted)
+    for index, row in zip(order, permuted, strict=True):
+        yield "mode", batch[index], row
+    index = rng.choice(indices)
+    (single,), _ = case.decode([index], **(drafted if rng.random() < 0.5 else {}))
+    yield "alone", batch[index], single
+    yield "reference", batch[index], of_slow(case.by_reference(index))
     if rng.random() < 0.6:
         # with the head's keys and values, or without
-        past = out_again if order is every and rng.random() < 0.7 else out
+        past = out_again if order is indices and rng.random() < 0.7 else out
         case.go_on(batch, 300)
         cached, _ = case.decode(past_key_values=past.past_key_values, **case.drafted())
         plain, _ = case.decode()
-        yield from (("reuse", *pair) for pair in zip(plain, cached, strict=True))
+        for plain_row, cached_row in zip(plain, cached, strict=True):
+            yield "reuse", plain_row, cached_row
 
 
 def soak(
@@ -68,11 +71,9 @@ def soak(
     """Compare case after case; yield a result line for each mismatch, and at last a line with all
     counts."""
     begin = time.monotonic()
-    kinds, drafted, total = (
-        Counter[str](),
-        Counter[str](),
-        Counter[str](tokens=0, rows=0, cases=0, calls=0, mismatches=0),
-    )
+    kinds = Counter[str]()
+    drafted = Counter[str]()
+    total = Counter[str](tokens=0, rows=0, cases=0, calls=0, mismatches=0)
 
     def counts() -> dict[str, Any]:
         by = {"tokens_by_kind": dict(kinds), "tokens_drafted": dict(sorted(drafted.items()))}
@@ -81,11 +82,12 @@ def soak(
     while time.monotonic() - begin < 60 * minutes and (cases is None or total["cases"] < cases):
         number = first + total["cases"]
         case = Case(f"{seed}/{number}", sizes, modes)
-        kind, mode = "decode", case.mode
+        kind = "decode"
+        mode = case.mode
         try:
-            for kind, one, other in compared(case):
-                assert_same_text(one, other, kind)
-                count = sum(step >= 0 for step in one["steps"])
+            for kind, decoded, expected in compared(case):
+                assert_same_text(decoded, expected, kind)
+                count = sum(step >= 0 for step in decoded["steps"])
                 total.update(tokens=count, rows=1)
                 kinds[kind] += count
                 drafted[mode] += count * (kind == "mode" and mode in TARGETS)

@@ -16,7 +16,7 @@ charged as at the 4B shape, unless a column says otherwise.
 """
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import product
 from math import hypot
@@ -37,10 +37,10 @@ from .frontier import (
     STATES,
     WIDTHS,
     graph_of,
-    listed,
     on_frontier,
     sampled_settings,
     setting_name,
+    shortlisted,
 )
 from .targets import RULES, TARGETS, alone, drafted
 
@@ -49,11 +49,9 @@ Line = dict[str, Any]
 
 def frontier_lines(folder: Path = RESULTS) -> list[Line]:
     """Read the lines of all files of the frontier, in the order math, code, source."""
-    lines = [
-        charged(line)
-        for path in sorted(folder.glob("tiny_frontier*.jsonl"))
-        for line in read_lines(path)
-    ]
+    lines: list[Line] = []
+    for path in sorted(folder.glob("tiny_frontier*.jsonl")):
+        lines += map(charged, read_lines(path))
     return sorted(lines, key=lambda line: FAMILIES.index(line["family"]))
 
 
@@ -67,6 +65,11 @@ def by_setting(folder: Path, families: Sequence[str] = FAMILIES) -> dict[tuple[s
     return named(line for line in frontier_lines(folder) if line["family"] in families)
 
 
+def lines_of(measured: Mapping[tuple[str, str], Line], setting: Line) -> list[Line]:
+    """Return the measured lines of a setting, a line for each family in `JUDGED`."""
+    return [measured[family, setting_name(setting)] for family in JUDGED]
+
+
 def interval(line: Line, name: str, digits: int) -> str:
     """Format the number `name` of a line with its 95 % interval."""
     return "{:.{d}f} ({:.{d}f}-{:.{d}f})".format(line[name], *line[f"{name}_95"], d=digits)
@@ -74,33 +77,34 @@ def interval(line: Line, name: str, digits: int) -> str:
 
 def solved_and_speed(lines: Iterable[Line]) -> list[str]:
     """Format accuracy and tokens per unit of each line, two cells each."""
-    return [
-        cell
-        for line in lines
-        for cell in (interval(line, "accuracy", 1), interval(line, "tokens_per_unit", 2))
-    ]
+    entries = []
+    for line in lines:
+        entries.append(interval(line, "accuracy", 1))
+        entries.append(interval(line, "tokens_per_unit", 2))
+    return entries
 
 
-def row_of(lines: Iterable[Line], name: str, shape: str = CHARGED) -> str:
+def row_of(lines: Iterable[Line], name: str, shape: str = CHARGED, digits: int = 2) -> str:
     """Format the number `name` of several lines, separated by commas; head passes are charged as at
     `shape`."""
-    return ", ".join(f"{charged(line, shape)[name]:.2f}" for line in lines)
+    return ", ".join(f"{charged(line, shape)[name]:.{digits}f}" for line in lines)
 
 
-def ratio(line: Line, other: Line, name: str) -> str:
+def ratio(line: Line, baseline: Line, name: str) -> str:
     """Format a line's tokens per unit over another line's, with its 95 % interval.
 
     `name` is the line's field with the ratio of the two lines' tokens per forward.
     """
-    value = line["tokens_per_unit"] / other["tokens_per_unit"]
+    value = line["tokens_per_unit"] / baseline["tokens_per_unit"]
     low, high = (end * value / line[name] for end in line[f"{name}_95"])
     return f"{value:.2f}x, {low:.2f}-{high:.2f}"
 
 
-SOLVED_AND_SPEED = [
-    title for family in JUDGED for title in (f"{family} %", f"{family}: tokens / unit")
-]
-_OTHERS = [shape for shape in HEAD_SHARES if shape != CHARGED]
+SOLVED_AND_SPEED: list[str] = []
+for _family in JUDGED:
+    SOLVED_AND_SPEED += [f"{_family} %", f"{_family}: tokens / unit"]
+_OTHER_SHAPES = [shape for shape in HEAD_SHARES if shape != CHARGED]
+_AT_OTHER_SHAPES = [f"at {shape}" for shape in _OTHER_SHAPES]
 
 
 def frontier(folder: Path = RESULTS, drafted: bool = True) -> str:
@@ -109,36 +113,39 @@ def frontier(folder: Path = RESULTS, drafted: bool = True) -> str:
 
     A star marks the settings of the frontier (`on_frontier`).
     """
-    of, rows = by_setting(folder, JUDGED), []
-    best = {
-        key
-        for key, line in of.items()
-        if on_frontier(line, [of[other] for other in of if other[0] == key[0]])
-    }
-    for name in dict.fromkeys(name for _, name in of):
-        made = [of[family, name] for family in JUDGED if (family, name) in of]
-        if not drafted and "target" in made[0]:
+    measured = by_setting(folder, JUDGED)
+    by_family: dict[str, list[Line]] = {}
+    by_name: dict[str, list[Line]] = {}
+    for (family, name), line in measured.items():
+        by_family.setdefault(family, []).append(line)
+        by_name.setdefault(name, []).append(line)
+    rows = []
+    for name, lines in by_name.items():
+        if not drafted and "target" in lines[0]:
             continue
-        cells = []
+        entries = []
         for family in JUDGED:
-            shown = solved_and_speed([of[family, name]]) if (family, name) in of else ["", ""]
-            cells += [shown[0], shown[1] + " *" * ((family, name) in best)]
-        differ = ", ".join(
-            str(line["texts_that_differ"]) for line in made if "texts_that_differ" in line
-        )
-        units = [row_of(made, "tokens_per_unit", shape) for shape in _OTHERS]
+            if (family, name) not in measured:
+                entries += ["", ""]
+                continue
+            line = measured[family, name]
+            solved, speed = solved_and_speed([line])
+            star = " *" if on_frontier(line, by_family[family]) else ""
+            entries += [solved, speed + star]
+        units = [row_of(lines, "tokens_per_unit", shape) for shape in _OTHER_SHAPES]
+        differ = [str(line["texts_that_differ"]) for line in lines if "texts_that_differ" in line]
         rows.append(
             [
                 name,
-                *cells,
+                *entries,
                 *units,
-                row_of(made, "tokens_per_forward"),
-                row_of(made, "head_per_token"),
-                differ,
+                row_of(lines, "tokens_per_forward"),
+                row_of(lines, "head_per_token"),
+                ", ".join(differ),
             ]
         )
     head = [
-        *(f"at {shape}" for shape in _OTHERS),
+        *_AT_OTHER_SHAPES,
         "tokens / forward",
         "head / token",
         "texts that differ",
@@ -148,34 +155,38 @@ def frontier(folder: Path = RESULTS, drafted: bool = True) -> str:
     )
 
 
-def ways(target: str, states: int) -> dict[str, Line]:
+def draft_settings(target: str, states: int) -> dict[str, Line]:
     """Return by name the settings that draft for a target with K = `states`; the last setting makes
     two head passes."""
     return {
-        **{
-            mode: drafted(mode, target, states) for mode in ("self_spec", "draft_graph", "mrp_spec")
-        },
+        "self_spec": drafted("self_spec", target, states),
+        "draft_graph": drafted("draft_graph", target, states),
+        "mrp_spec": drafted("mrp_spec", target, states),
         "mrp_spec 2 passes": drafted("mrp_spec", target, states, draft_passes=2),
     }
 
 
-def _made(
-    of: dict[tuple[str, str], Line], family: str, target: str, states: int
+def _draft_lines(
+    measured: dict[tuple[str, str], Line], family: str, target: str, states: int
 ) -> dict[str, Line]:
-    """Return the measured lines of the settings in `ways`, by name."""
-    named = {
-        way: of.get((family, setting_name(setting)))
-        for way, setting in ways(target, states).items()
-    }
-    return {way: line for way, line in named.items() if line is not None}
+    """Return the measured lines of the settings in `draft_settings`, by name."""
+    lines = {}
+    for name, setting in draft_settings(target, states).items():
+        line = measured.get((family, setting_name(setting)))
+        if line is not None:
+            lines[name] = line
+    return lines
 
 
-def _headless(made: dict[str, Line]) -> Line:
+def _headless(drafts: dict[str, Line]) -> Line:
     """Return the line with the most tokens per unit among drafts without a head."""
-    return max(
-        (line for line in made.values() if not line["head_per_token"]),
-        key=lambda line: line["tokens_per_unit"],
-    )
+    headless = [line for line in drafts.values() if not line["head_per_token"]]
+    return max(headless, key=lambda line: line["tokens_per_unit"])
+
+
+def _with_head(drafts: dict[str, Line]) -> list[Line]:
+    """Return the lines of drafts with a head."""
+    return [line for line in drafts.values() if line["head_per_token"]]
 
 
 def targets(folder: Path = RESULTS) -> str:
@@ -184,32 +195,51 @@ def targets(folder: Path = RESULTS) -> str:
 
     The ratios are of `mrp_spec` with one pass over the best draft without a head.
     """
-    of, rows = by_setting(folder), []
+    measured = by_setting(folder)
+    rows = []
     for family, target in product(FAMILIES, TARGETS):
-        cells, over = [], []
+        entries = []
+        ratios = []
         for states in (4, 8):
-            made = _made(of, family, target, states)
-            for line in made.values():
-                plain = f" ({line['tokens_per_forward']:.2f})" if line["head_per_token"] else ""
-                cells.append(f"{line['tokens_per_unit']:.2f}{plain}")
-            over.append(
-                f"{made['mrp_spec']['tokens_per_unit'] / _headless(made)['tokens_per_unit']:.2f}x"
-            )
-        own = of[family, setting_name(alone(target))]["tokens_per_unit"]
+            drafts = _draft_lines(measured, family, target, states)
+            for line in drafts.values():
+                entry = f"{line['tokens_per_unit']:.2f}"
+                if line["head_per_token"]:
+                    entry += f" ({line['tokens_per_forward']:.2f})"
+                entries.append(entry)
+            best = _headless(drafts)["tokens_per_unit"]
+            ratios.append(f"{drafts['mrp_spec']['tokens_per_unit'] / best:.2f}x")
+        target_speed = measured[family, setting_name(alone(target))]["tokens_per_unit"]
         rows.append(
-            [f"`{target}`", family, f"{own:.2f}", *cells, *over, str(_differ(of, [family], target))]
+            [
+                f"`{target}`",
+                family,
+                f"{target_speed:.2f}",
+                *entries,
+                *ratios,
+                str(_differ(measured, [family], target)),
+            ]
         )
-    head = [f"{way} K={states}" for states in (4, 8) for way in _made(of, "math", "static", states)]
-    over = [f"mrp_spec over the best without a head, K={states}" for states in (4, 8)]
-    return markdown_table(["target", "problems", "alone", *head, *over, "texts that differ"], rows)
+    head = []
+    ratios = []
+    for states in (4, 8):
+        for name in _draft_lines(measured, "math", "static", states):
+            head.append(f"{name} K={states}")
+        ratios.append(f"mrp_spec over the best without a head, K={states}")
+    return markdown_table(
+        ["target", "problems", "alone", *head, *ratios, "texts that differ"], rows
+    )
 
 
 # By target and K, the aims for math and code: tokens per unit over those of the best draft without
 # a head.
 AIMS = {
     **{(target, 4): (1.05, 1.05) for target in TARGETS},
-    **{("dynamic", 4): (1.3, 1.3), ("static", 8): (1.35, 1.35), ("sequential", 8): (1.2, 1.3)},
-    **{(target, 8): (1.4, 1.4) for target in ("dynamic", "entropy_bound")},
+    ("dynamic", 4): (1.3, 1.3),
+    ("static", 8): (1.35, 1.35),
+    ("sequential", 8): (1.2, 1.3),
+    ("dynamic", 8): (1.4, 1.4),
+    ("entropy_bound", 8): (1.4, 1.4),
 }
 
 
@@ -219,20 +249,21 @@ def aims(folder: Path = RESULTS) -> str:
 
     Passes are charged as with a shortlist; columns are by number of passes, with 95 % intervals.
     """
-    of, rows = by_setting(folder), []
-    for target, states, (place, family) in product(TARGETS, WIDTHS, enumerate(JUDGED)):
-        made, aim = _made(of, family, target, states), AIMS[target, states][place]
-        best = _headless(made)
-        drafts = [
-            charged({**line, "draft_shortlist": SHORTLIST})
-            for line in made.values()
-            if line["head_per_token"]
-        ]
-        over = f"over_{best['decoding']}"
-        cells = [
-            f"{line['tokens_per_unit']:.2f} ({ratio(line, best, over)})" for line in drafts
-        ] + [""] * (2 - len(drafts))
-        reached = max(line["tokens_per_unit"] for line in drafts) >= aim * best["tokens_per_unit"]
+    measured = by_setting(folder)
+    rows = []
+    for target, states, (index, family) in product(TARGETS, WIDTHS, enumerate(JUDGED)):
+        lines = _draft_lines(measured, family, target, states)
+        aim = AIMS[target, states][index]
+        best = _headless(lines)
+        field = f"over_{best['decoding']}"
+        entries = []
+        speeds = []
+        for line in _with_head(lines):
+            draft = charged({**line, "draft_shortlist": SHORTLIST})
+            speeds.append(draft["tokens_per_unit"])
+            entries.append(f"{draft['tokens_per_unit']:.2f} ({ratio(draft, best, field)})")
+        entries += [""] * (2 - len(entries))
+        reached = max(speeds) >= aim * best["tokens_per_unit"]
         stale = f"{best['decoding']} {best['tokens_per_unit']:.2f}"
         rows.append(
             [
@@ -240,7 +271,7 @@ def aims(folder: Path = RESULTS) -> str:
                 str(states),
                 family,
                 stale,
-                *cells,
+                *entries,
                 f"{aim}x",
                 "yes" if reached else "no",
             ]
@@ -266,56 +297,71 @@ def break_even(folder: Path = RESULTS) -> str:
 
     Drafts with and without a head have the same K, and are compared by tokens per unit.
     """
-    of, rows = by_setting(folder), []
+    measured = by_setting(folder)
+    rows = []
     for family, target in product(FAMILIES, TARGETS):
-        cells = []
+        entries = []
         for states in WIDTHS:
-            made = _made(of, family, target, states)
-            cells += [
-                f"{100 * affordable(line, _headless(made)):.0f}"
-                for line in made.values()
-                if line["head_per_token"]
-            ]
-        rows.append([f"`{target}`", family, *cells])
+            drafts = _draft_lines(measured, family, target, states)
+            for line in _with_head(drafts):
+                entries.append(f"{100 * affordable(line, _headless(drafts)):.0f}")
+        rows.append([f"`{target}`", family, *entries])
     return markdown_table(["target", "problems", "K=4", "K=8", "K=8, two passes"], rows)
 
 
-def _differ(of: dict[tuple[str, str], Line], families: Sequence[str], target: str) -> int:
+def _differ(measured: dict[tuple[str, str], Line], families: Sequence[str], target: str) -> int:
     """Count the drafted texts of some families that differ from those of their target alone."""
-    drafts = (
-        line
-        for (family, _), line in of.items()
-        if family in families and line.get("target") == target
-    )
-    return sum(line["texts_that_differ"] for line in drafts)
+    count = 0
+    for (family, _), line in measured.items():
+        if family in families and line.get("target") == target:
+            count += line["texts_that_differ"]
+    return count
+
+
+# Titles of columns, and the settings whose numbers they hold: K = 4, then K = 8.
+_BOTH_DRAFTERS: list[str] = []
+for _states in WIDTHS:
+    _BOTH_DRAFTERS += [f"`self_spec`, K = {_states}", f"`mrp_spec`, K = {_states}"]
+
+
+def _drafted_by_both(target: str) -> list[Line]:
+    settings = []
+    for states in WIDTHS:
+        settings.append(drafted("self_spec", target, states))
+        settings.append(drafted("mrp_spec", target, states))
+    return settings
 
 
 def summary(folder: Path = RESULTS) -> str:
     """Tabulate problems solved and tokens per unit of each target, alone and drafted, then the
     widest interval."""
-    of, rows, arms = by_setting(folder), [], list[float]()
+    measured = by_setting(folder)
+    rows = []
+    arms = []
     for target in TARGETS:
-        settings = [
-            alone(target),
-            *(drafted(mode, target, k) for k in (4, 8) for mode in ("self_spec", "mrp_spec")),
-        ]
-        made = [[of[family, setting_name(setting)] for family in JUDGED] for setting in settings]
-        units = [row_of(pair, "tokens_per_unit") for pair in made]
-        arms += [
-            abs(end / line["tokens_per_unit"] - 1)
-            for pair in made
-            for line in pair
-            for end in line["tokens_per_unit_95"]
-        ]
-        others = [row_of(made[-1], "tokens_per_unit", shape) for shape in _OTHERS]
-        solved = ", ".join(f"{line['accuracy']:.1f}" for line in made[0])
-        plain = row_of(made[-1], "tokens_per_forward")
+        solved = row_of(lines_of(measured, alone(target)), "accuracy", digits=1)
+        units = []
+        for setting in (alone(target), *_drafted_by_both(target)):
+            lines = lines_of(measured, setting)
+            units.append(row_of(lines, "tokens_per_unit"))
+            for line in lines:
+                for end in line["tokens_per_unit_95"]:
+                    arms.append(abs(end / line["tokens_per_unit"] - 1))
+        # of the last setting, `mrp_spec` with the largest K
+        other_shapes = [row_of(lines, "tokens_per_unit", shape) for shape in _OTHER_SHAPES]
+        plain = row_of(lines, "tokens_per_forward")
         rows.append(
-            [f"`{target}`", solved, *units, *others, plain, str(_differ(of, JUDGED, target))]
+            [
+                f"`{target}`",
+                solved,
+                *units,
+                *other_shapes,
+                plain,
+                str(_differ(measured, JUDGED, target)),
+            ]
         )
-    head = ["alone", *(f"`{mode}`, K = {k}" for k in (4, 8) for mode in ("self_spec", "mrp_spec"))]
-    last = [*(f"at {shape}" for shape in _OTHERS), "a forward"]
-    table = markdown_table(["target", "solved, %", *head, *last, "texts that differ"], rows)
+    head = ["target", "solved, %", "alone", *_BOTH_DRAFTERS, *_AT_OTHER_SHAPES, "a forward"]
+    table = markdown_table([*head, "texts that differ"], rows)
     return (
         f"{table}\n"
         "\n"
@@ -334,55 +380,42 @@ _BESIDE_RELEASED: tuple[tuple[str, str, dict[str, bool]], ...] = (
 def headline(folder: Path = RESULTS) -> str:
     """Tabulate tokens per unit of drafted `static` by family, and in brackets over the released
     reference at the same K."""
-    of, rows = by_setting(folder), []
+    measured = by_setting(folder)
+    rows = []
     for states in STATES:
-        released = {
-            family: of[
-                family, setting_name(drafted("released", "static", states, head_prefix=False))
-            ]
-            for family in FAMILIES
-        }
-        for title, mode, more in _BESIDE_RELEASED:
-            made = {
-                family: of[family, setting_name(drafted(mode, "static", states, **more))]
-                for family in FAMILIES
-            }
-            cells = []
-            for family, line in made.items():
-                over = (
-                    f" ({ratio(line, released[family], 'over_released')})"
-                    if "over_released" in line
-                    else ""
-                )
-                cells.append(f"{line['tokens_per_unit']:.2f}{over}")
-            rows.append(
-                [f"{title} K={states}", *cells, row_of(made.values(), "tokens_per_forward")]
-            )
+        released = setting_name(drafted("released", "static", states, head_prefix=False))
+        for title, mode, options in _BESIDE_RELEASED:
+            name = setting_name(drafted(mode, "static", states, **options))
+            lines = [measured[family, name] for family in FAMILIES]
+            entries = []
+            for family, line in zip(FAMILIES, lines, strict=True):
+                entry = f"{line['tokens_per_unit']:.2f}"
+                if "over_released" in line:
+                    entry += f" ({ratio(line, measured[family, released], 'over_released')})"
+                entries.append(entry)
+            rows.append([f"{title} K={states}", *entries, row_of(lines, "tokens_per_forward")])
     return markdown_table(["mode", *FAMILIES, f"tokens / forward ({', '.join(FAMILIES)})"], rows)
 
 
 def rules(folder: Path = RESULTS) -> str:
     """Tabulate the problems that each reveal rule solves, with 95 % intervals, and its tokens per
     unit, alone and drafted."""
-    of, rows = named(read_lines(folder / "tiny_rules.jsonl")), []
+    measured = named(read_lines(folder / "tiny_rules.jsonl"))
+    rows = []
     for target in RULES:
-        ways = [
-            alone(target),
-            *(drafted("mrp_spec", target, states, draft_passes=1) for states in WIDTHS),
-        ]
-        made = [[of[family, setting_name(way)] for family in JUDGED] for way in ways]
-        pairs = [row_of(pair, "tokens_per_unit") for pair in made]
-        differ = sum(line["texts_that_differ"] for pair in made[1:] for line in pair)
-        rows.append(
-            [
-                f"`{target}`",
-                *(interval(line, "accuracy", 1) for line in made[0]),
-                *pairs,
-                str(differ),
-            ]
-        )
-    head = [*(f"{family} %" for family in JUDGED), "alone", *(f"K = {states}" for states in WIDTHS)]
-    return markdown_table(["rule", *head, "texts that differ"], rows)
+        lines = lines_of(measured, alone(target))
+        solved = [interval(line, "accuracy", 1) for line in lines]
+        units = [row_of(lines, "tokens_per_unit")]
+        differ = 0
+        for states in WIDTHS:
+            lines = lines_of(measured, drafted("mrp_spec", target, states, draft_passes=1))
+            units.append(row_of(lines, "tokens_per_unit"))
+            differ += sum(line["texts_that_differ"] for line in lines)
+        rows.append([f"`{target}`", *solved, *units, str(differ)])
+    solved_head = [f"{family} %" for family in JUDGED]
+    drafted_head = [f"K = {states}" for states in WIDTHS]
+    head = ["rule", *solved_head, "alone", *drafted_head, "texts that differ"]
+    return markdown_table(head, rows)
 
 
 def fresh(folder: Path = RESULTS) -> str:
@@ -391,39 +424,41 @@ def fresh(folder: Path = RESULTS) -> str:
 
     The number in brackets is the difference divided by its standard error; tokens are per forward.
     """
-    of, rows = by_setting(folder, JUDGED), []
-    again = named(
-        line for family in JUDGED for line in read_lines(folder / f"tiny_fresh_{family}.jsonl")
-    )
+    measured = by_setting(folder, JUDGED)
+    rows = []
+    fresh_lines: dict[tuple[str, str], Line] = {}
+    for family in JUDGED:
+        fresh_lines |= named(read_lines(folder / f"tiny_fresh_{family}.jsonl"))
 
-    def apart(old: Line, new: Line, name: str, digits: int) -> str:
+    def compare(old: Line, new: Line, name: str, digits: int) -> str:
         errors = [(high - low) / 3.92 for low, high in (old[f"{name}_95"], new[f"{name}_95"])]
-        distance = f" ({(new[name] - old[name]) / hypot(*errors):+.1f})" if any(errors) else ""
-        return f"{old[name]:.{digits}f}, {new[name]:.{digits}f}{distance}"
+        text = f"{old[name]:.{digits}f}, {new[name]:.{digits}f}"
+        if any(errors):
+            text += f" ({(new[name] - old[name]) / hypot(*errors):+.1f})"
+        return text
 
     for target, family in product(TARGETS, JUDGED):
-        pairs = [(setting, setting) for setting in (alone(target), drafted("self_spec", target, 8))]
-        pairs += [
+        settings = [
+            (alone(target), alone(target)),
+            (drafted("self_spec", target, 8), drafted("self_spec", target, 8)),
             (drafted(GRAPH, target, 8), graph_of(target, 8)),
-            (drafted("mrp_spec", target, 8), listed(target, 8, 1)),
+            (drafted("mrp_spec", target, 8), shortlisted(target, 8, 1)),
         ]
-        made = [
-            (of[family, setting_name(old)], again[family, setting_name(new)]) for old, new in pairs
-        ]
-        speeds = [apart(*pair, "tokens_per_forward", 2) for pair in made]
-        listing = [charged({**line, "draft_shortlist": SHORTLIST}) for line in made[-1]]
-        best = [
-            max(line["tokens_per_forward"] for line in side[1:3])
-            for side in zip(*made, strict=True)
-        ]
-        over = ", ".join(
-            f"{line['tokens_per_unit'] / other:.2f}x"
-            for line, other in zip(listing, best, strict=True)
-        )
-        differ = sum(line["texts_that_differ"] for _, line in made[1:])
-        rows.append(
-            [f"`{target}`", family, apart(*made[0], "accuracy", 1), *speeds, over, str(differ)]
-        )
+        old_lines = []
+        new_lines = []
+        speeds = []
+        for old, new in settings:
+            old_lines.append(measured[family, setting_name(old)])
+            new_lines.append(fresh_lines[family, setting_name(new)])
+            speeds.append(compare(old_lines[-1], new_lines[-1], "tokens_per_forward", 2))
+        ratios = []
+        for _, *headless, by_head in (old_lines, new_lines):
+            best = max(line["tokens_per_forward"] for line in headless)
+            speed = charged({**by_head, "draft_shortlist": SHORTLIST})["tokens_per_unit"]
+            ratios.append(f"{speed / best:.2f}x")
+        differ = sum(line["texts_that_differ"] for line in new_lines[1:])
+        solved = compare(old_lines[0], new_lines[0], "accuracy", 1)
+        rows.append([f"`{target}`", family, solved, *speeds, ", ".join(ratios), str(differ)])
     head = [
         "solved, %",
         "alone",
@@ -438,15 +473,19 @@ def fresh(folder: Path = RESULTS) -> str:
 def sampled(folder: Path = RESULTS) -> str:
     """Tabulate targets at temperature 1: problems solved and tokens per unit, alone and drafted;
     cells hold math and code."""
-    of, settings, rows = named(read_lines(folder / "tiny_sampled.jsonl")), sampled_settings(), []
+    measured = named(read_lines(folder / "tiny_sampled.jsonl"))
+    lines_of_target: dict[str, list[list[Line]]] = {}
+    for setting in sampled_settings():
+        target = setting["target"] if "target" in setting else setting["decoding"]
+        lines_of_target.setdefault(target, []).append(lines_of(measured, setting))
+    rows = []
     for target in TARGETS:
-        own = [one for one in settings if one.get("target", one["decoding"]) == target]
-        made = [[of[family, setting_name(one)] for family in JUDGED] for one in own]
-        solved = ", ".join(interval(line, "accuracy", 1) for line in made[0])
-        units = [row_of(pair, "tokens_per_unit") for pair in made]
-        rows.append([f"`{target}`", solved, *units, str(_differ(of, JUDGED, target))])
-    head = [f"`{mode}`, K = {states}" for states in WIDTHS for mode in ("self_spec", "mrp_spec")]
-    return markdown_table(["target", "solved, %", "alone", *head, "texts that differ"], rows)
+        settings_lines = lines_of_target[target]
+        solved = ", ".join(interval(line, "accuracy", 1) for line in settings_lines[0])
+        units = [row_of(lines, "tokens_per_unit") for lines in settings_lines]
+        rows.append([f"`{target}`", solved, *units, str(_differ(measured, JUDGED, target))])
+    head = ["target", "solved, %", "alone", *_BOTH_DRAFTERS, "texts that differ"]
+    return markdown_table(head, rows)
 
 
 def seeds(folder: Path = RESULTS) -> str:
@@ -458,7 +497,8 @@ def seeds(folder: Path = RESULTS) -> str:
     """
     paths = sorted(folder.glob("tiny_seed_*.jsonl"))
     trained = [named(read_lines(path, embedded=False)) for path in paths]
-    of, rows = by_setting(folder, JUDGED), []
+    measured = by_setting(folder, JUDGED)
+    rows = []
     for target, states, family in product(TARGETS, WIDTHS, JUDGED):
         name = family, setting_name(drafted("mrp_spec", target, states))
         speeds = [lines[name]["tokens_per_forward"] for lines in trained]
@@ -469,24 +509,20 @@ def seeds(folder: Path = RESULTS) -> str:
             )
         )
         differ = sum(lines[name]["texts_that_differ"] for lines in trained)
-        cells = [f"{speed:.2f}" for speed in (*speeds, of[name]["tokens_per_forward"])]
-        rows.append(
-            [f"`{target}`", str(states), family, *cells[:-1], spread, cells[-1], str(differ)]
-        )
-    head = [
-        *(f"seed {path.stem.rsplit('_', 1)[1]}" for path in paths),
-        "spread",
-        "embedded",
-        "texts that differ",
-    ]
+        entries = [f"{speed:.2f}" for speed in speeds]
+        embedded = f"{measured[name]['tokens_per_forward']:.2f}"
+        rows.append([f"`{target}`", str(states), family, *entries, spread, embedded, str(differ)])
+    head = [f"seed {path.stem.rsplit('_', 1)[1]}" for path in paths]
+    head += ["spread", "embedded", "texts that differ"]
     return markdown_table(["target", "K", "problems", *head], rows)
 
 
 def heldout(folder: Path = RESULTS) -> str:
     """Tabulate accuracy and cost of the modes on the model card."""
-    return results_table(
-        [line for family in JUDGED for line in read_lines(folder / f"tiny_heldout_{family}.jsonl")]
-    )
+    lines = []
+    for family in JUDGED:
+        lines += read_lines(folder / f"tiny_heldout_{family}.jsonl")
+    return results_table(lines)
 
 
 def provenance(folder: Path = RESULTS) -> str:
@@ -494,15 +530,15 @@ def provenance(folder: Path = RESULTS) -> str:
     decoding code."""
     rows = []
     for path in sorted(folder.glob("*.jsonl")):
-        headers = [
-            line for line in map(json.loads, path.read_text().splitlines()) if "benchmark" in line
-        ]
-        commits = ", ".join(dict.fromkeys(str(header["commit"]) for header in headers))
-        noted = ", ".join(
-            dict.fromkeys(header.get("deciding", "of that commit") for header in headers)
-        )
-        if headers:  # training logs have none
-            rows.append([f"`{path.name}`", commits, noted])
+        # dictionaries, to drop repetitions and keep the order
+        commits: dict[str, None] = {}
+        digests: dict[str, None] = {}
+        for line in map(json.loads, path.read_text().splitlines()):
+            if "benchmark" in line:
+                commits[str(line["commit"])] = None
+                digests[line.get("deciding", "of that commit")] = None
+        if commits:  # training logs have no header
+            rows.append([f"`{path.name}`", ", ".join(commits), ", ".join(digests)])
     return markdown_table(["results", "commit", "deciding code"], rows)
 
 

@@ -28,7 +28,13 @@ def alone(target: str) -> dict[str, Any]:
     return {"decoding": target, **RULES[target]}
 
 
-def drafted(mode: str, target: str, states: int | str, **more: Any) -> dict[str, Any]:
-    """Return the options of `generate` for a target drafted by `mode` with K = `states`, and `more`
-    options."""
-    return {"decoding": mode, "target": target, **RULES[target], "num_draft_states": states, **more}
+def drafted(mode: str, target: str, states: int | str, **options: Any) -> dict[str, Any]:
+    """Return the options of `generate` for a target drafted by `mode` with K = `states`, and
+    further `options`."""
+    return {
+        "decoding": mode,
+        "target": target,
+        **RULES[target],
+        "num_draft_states": states,
+        **options,
+    }

@@ -28,14 +28,13 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from mrp_trainer.data.problems import encode
 from mrp_trainer.data.tasks import problems
 from mrp_trainer.evaluate.decoded import NEW_TOKENS, pad_left
 from transformers import PreTrainedTokenizerFast
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from .bare_loop import decoded
-from .common import TINY, emit, header, now, parser_of
+from .common import TINY, emit, encode_prompts, header, now, parser_of
 from .targets import TARGETS, alone, drafted
 
 Name = TypeVar("Name")
@@ -46,27 +45,28 @@ CLOCKS: dict[str, Callable[[torch.device], float]] = {
 
 
 def take_turns(
-    ways: Mapping[Name, Callable[[int], float]], turns: int, warm_ups: int = 1
+    functions: Mapping[Name, Callable[[int], float]], repeats: int, warm_ups: int = 1
 ) -> dict[Name, list[float]]:
     """Call every function once per turn, a different one first each time; return the times of each,
     by name.
 
     Args:
-        ways: By name, a function of the turn's number that returns the time it took.
-        turns: Number of turns that count, numbered from 0 on.
+        functions: By name, a function of the turn's number that returns the time it took.
+        repeats: Number of turns that count, numbered from 0 on.
         warm_ups: Number of turns before, which do not count, with negative numbers.
     """
-    taken: dict[Name, list[float]] = {name: [] for name in ways}
-    names = list(ways)
-    for turn in range(-warm_ups, turns):
-        first = turn % len(names)
+    seconds: dict[Name, list[float]] = {name: [] for name in functions}
+    names = list(functions)
+    for number in range(-warm_ups, repeats):
+        first = number % len(names)
         for name in names[first:] + names[:first]:
-            seconds = ways[name](turn)
-            taken[name] += [seconds] if turn >= 0 else []
-    return taken
+            elapsed = functions[name](number)
+            if number >= 0:
+                seconds[name].append(elapsed)
+    return seconds
 
 
-def spread(values: Sequence[float], digits: int = 3) -> dict[str, Any]:
+def spread(values: Sequence[float] | np.ndarray, digits: int = 3) -> dict[str, Any]:
     """Return the median of values, their range (least and most) and their first and third
     quartile."""
     low, first, median, third, high = (
@@ -75,13 +75,13 @@ def spread(values: Sequence[float], digits: int = 3) -> dict[str, Any]:
     return {"median": median, "range": [low, high], "quartiles": [first, third]}
 
 
-def faster(seconds: Sequence[float], base: Sequence[float]) -> dict[str, Any]:
+def speed_ratios(seconds: Sequence[float], base: Sequence[float]) -> dict[str, Any]:
     """Return the spread of `base` / `seconds`, turn by turn: the speed of one way to decode over
     that of another."""
-    return spread([other / mine for mine, other in zip(seconds, base, strict=True)])
+    return spread([reference / own for own, reference in zip(seconds, base, strict=True)])
 
 
-class Way:
+class TimedDecoder:
     """A way to decode batches with a checkpoint: a function of the turn, for `take_turns`, that
     keeps the texts.
 
@@ -104,7 +104,9 @@ class Way:
         clock: Callable[[torch.device], float],
         **options: Any,
     ) -> None:
-        self.model, self.batches, self.clock = model, batches, clock
+        self.model = model
+        self.batches = batches
+        self.clock = clock
         self.most = options.pop("most", None)
         self.options: dict[str, Any] = {
             "do_sample": False,
@@ -114,15 +116,17 @@ class Way:
         self.texts: dict[int, torch.Tensor] = {}
         self.forwards: dict[int, int] = {}
 
-    def __call__(self, turn: int) -> float:
+    def __call__(self, number: int) -> float:
         """Decode a batch; return the seconds that it took."""
-        place = turn % len(self.batches)
-        inputs = {name: value.to(self.model.device) for name, value in self.batches[place].items()}
+        batch_index = number % len(self.batches)
+        inputs = {}
+        for name, value in self.batches[batch_index].items():
+            inputs[name] = value.to(self.model.device)
         code = sys.modules[type(self.model).__module__]  # the code of its folder: all in one file
         with patch.object(code, "WIDTHS", (self.most,)) if self.most else nullcontext():
-            begun = self.clock(self.model.device)
-            self.texts[place], self.forwards[place] = self.decode(inputs)
-            return self.clock(self.model.device) - begun
+            start_time = self.clock(self.model.device)
+            self.texts[batch_index], self.forwards[batch_index] = self.decode(inputs)
+            return self.clock(self.model.device) - start_time
 
     def decode(self, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
         """Decode a batch; return its ids, prompts included, and its backbone forwards, summed over
@@ -130,16 +134,20 @@ class Way:
         out = self.model.generate(**inputs, **self.options, return_dict_in_generate=True)
         return out.sequences, int(out.stats.row_forwards.sum())
 
-    def same(self, other: "Way") -> bool:
-        """Return whether all texts are equal to those of `other`."""
-        return all(torch.equal(text, other.texts[place]) for place, text in self.texts.items())
+    def same(self, reference: "TimedDecoder") -> bool:
+        """Return whether all texts are equal to those of `reference`."""
+        for batch_index, text in self.texts.items():
+            if not torch.equal(text, reference.texts[batch_index]):
+                return False
+        return True
 
 
-class Bare(Way):
-    """A `Way` that decodes single rows of `dynamic` in the minimal loop; it counts no forwards."""
+class BareDecoder(TimedDecoder):
+    """A `TimedDecoder` that decodes single rows of `dynamic` in the minimal loop; it counts no
+    forwards."""
 
     def decode(self, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
-        """See `Way.decode`."""
+        """See `TimedDecoder.decode`."""
         prompt, options = inputs["input_ids"][0].tolist(), self.options
         ids = decoded(
             self.model, prompt, options["max_new_tokens"], options["confidence_threshold"]
@@ -147,7 +155,7 @@ class Bare(Way):
         return torch.tensor([ids]), 0
 
 
-WAYS = {"bare": Bare}  # in place of `generate`
+DECODERS = {"bare": BareDecoder}  # in place of `generate`
 
 
 def batches_of(
@@ -155,11 +163,11 @@ def batches_of(
 ) -> list[dict[str, torch.Tensor]]:
     """Encode `count` math problems of a split; return inputs of `generate`, batches of `rows`
     prompts."""
-    prompts = [encode(problem, tokenizer)[0] for problem in problems("math", split, count)]
-    return [
-        pad_left(prompts[begin : begin + rows], tokenizer.pad_token_id)
-        for begin in range(0, count, rows)
-    ]
+    prompts = encode_prompts(problems("math", split, count), tokenizer)
+    batches = []
+    for begin in range(0, count, rows):
+        batches.append(pad_left(prompts[begin : begin + rows], tokenizer.pad_token_id))
+    return batches
 
 
 def own_code(folder: str) -> Any:
@@ -205,58 +213,52 @@ def main(arguments: list[str] | None = None) -> None:
     if "bare" in options.states and (options.batches, options.targets) != ([1], ["dynamic"]):
         parser.error("bare is a loop of `dynamic` and one row: --batches 1 --targets dynamic")
     torch.set_num_threads(options.threads)
-    models = [
-        own_code(folder)
-        .from_pretrained(folder, dtype=getattr(torch, options.dtype))
-        .to(options.device)
-        .eval()
-        for folder in options.folders
-    ]
+    models = []
+    folder_names = []
+    for folder in options.folders:
+        model = own_code(folder).from_pretrained(folder, dtype=getattr(torch, options.dtype))
+        models.append(model.to(options.device).eval())
+        folder_names.append(Path(folder).name)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(options.folders[-1])
-    named = argparse.Namespace(
-        **{**vars(options), "folders": [Path(folder).name for folder in options.folders]}
-    )
+    named = argparse.Namespace(**{**vars(options), "folders": folder_names})
     emit(header("turns", named, models[-1]))
     for rows in options.batches:
         batches = batches_of(tokenizer, "tune", max(2, options.count // rows) * rows, rows)
         for target in options.targets:
-            ways = {
-                (place, states): WAYS.get(states, Way)(
-                    model, batches, CLOCKS[options.clock], **options_of(target, states)
-                )
-                for place, model in enumerate(models)
-                for states in options.states
-            }
-            taken = take_turns(ways, options.turns or len(batches))
-            for (place, states), way in ways.items():
+            decoders: dict[tuple[int, str], TimedDecoder] = {}
+            for model_index, model in enumerate(models):
+                for states in options.states:
+                    make = DECODERS.get(states, TimedDecoder)
+                    decoders[model_index, states] = make(
+                        model, batches, CLOCKS[options.clock], **options_of(target, states)
+                    )
+            seconds = take_turns(decoders, options.turns or len(batches))
+            for (model_index, states), decoder in decoders.items():
                 line: dict[str, Any] = {
-                    "checkpoint": Path(options.folders[place]).name,
+                    "checkpoint": folder_names[model_index],
                     "rows": rows,
                     "target": target,
-                }
-                line |= {
-                    "folder": place,
+                    "folder": model_index,
                     "states": states,
-                    "seconds": spread(taken[place, states], 4),
+                    "seconds": spread(seconds[model_index, states], 4),
+                    "forwards": sum(decoder.forwards.values()),
+                    "texts_equal": decoder.same(decoders[0, options.states[0]]),
                 }
-                line |= {
-                    "forwards": sum(way.forwards.values()),
-                    "texts_equal": way.same(ways[0, options.states[0]]),
+                bases = {
+                    "over_first": (model_index, options.states[0]),
+                    "over_first_folder": (0, states),
                 }
-                bases = {"over_first": (place, options.states[0]), "over_first_folder": (0, states)}
-                line |= {
-                    name: faster(taken[place, states], taken[base])
-                    for name, base in bases.items()
-                    if base != (place, states)
-                }
+                for name, base in bases.items():
+                    if base != (model_index, states):
+                        line[name] = speed_ratios(seconds[model_index, states], seconds[base])
                 emit(line)
 
 
 def options_of(target: str, states: str) -> dict[str, Any]:
-    """Return the options of a `Way` for a value of `--states`."""
+    """Return the options of a `TimedDecoder` for a value of `--states`."""
     if states == "rests":
         return drafted("self_spec", target, "auto", most=1)
-    if states in ("alone", *WAYS):
+    if states in ("alone", *DECODERS):
         return alone(target)
     return drafted("mrp_spec", target, states if states == "auto" else int(states))
 

@@ -22,19 +22,20 @@ def version_obstacle() -> str | None:
     """Explain why the installed engine cannot be extended, with the remedy; return None if it can
     be."""
     try:
-        found = version("sglang")
+        installed = version("sglang")
     except PackageNotFoundError:
         return "sglang is not installed: pip install 'modeling-mrp[sglang]'"
+    if SUPPORTED_SGLANG.contains(installed, prereleases=True):
+        return None
+    return _misfit(f"{installed} is installed")
+
+
+def _misfit(problem: str) -> str:
+    requirement = f"sglang{SUPPORTED_SGLANG}"
     return (
-        None
-        if SUPPORTED_SGLANG.contains(found, prereleases=True)
-        else _misfit(f"{found} is installed")
+        f"this version of modeling-mrp serves with {requirement}, and {problem}: "
+        f"pip install '{requirement}'"
     )
-
-
-def _misfit(found: str) -> str:
-    wanted = f"sglang{SUPPORTED_SGLANG}"
-    return f"this version of modeling-mrp serves with {wanted}, and {found}: pip install '{wanted}'"
 
 
 def register() -> None:

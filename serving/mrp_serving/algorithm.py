@@ -45,9 +45,9 @@ class MRP(DllmAlgorithm):
         super().__init__(config)
         share = share_in(get_tp_group().cpu_group)
         self.rounds = Rounds(config.mrp_settings, self.block_size, self.mask_id, abort, share)
-        self.batch: Any = None  # the scheduler's batch, while a round runs (`plugin.with_requests`)
+        self.batch: Any = None  # the scheduler's batch, while a round runs (`plugin.hold_batch`)
         SchedulerOutputStreamer.has_additional_customized_info = (
-            True  # `plugin.with_progress` fills it
+            True  # `plugin.stream_reports` fills it
         )
         if get_observability().enable_metrics and get_parallel().tp_rank == 0:
             self.rounds.report.count_in(Counter)
@@ -85,7 +85,8 @@ class MRP(DllmAlgorithm):
 def rows_of(server_args: Any) -> int:
     """Compute the most rows of a forward: `--max-running-requests`, which counts requests, times
     the states per request."""
-    view, config = resolving_view(server_args), DllmConfig.from_server_args(server_args)
+    view = resolving_view(server_args)
+    config = DllmConfig.from_server_args(server_args)
     rows = int(view.max_running_requests * config.mrp_settings.mode.width)
     graphs = view.cuda_graph_config.decode
     if graphs.backend != Backend.DISABLED and (graphs.max_bs or rows) < rows:

@@ -23,7 +23,7 @@ class Backbone(NamedTuple):
     """The backbone checkpoint that a head repository names: a folder or a repository's id, and a
     commit, branch or tag."""
 
-    where: str
+    location: str
     revision: str | None
 
 
@@ -59,13 +59,13 @@ def open_checkpoint(source: str, revision: str | None, weights: bool = True) -> 
         )
     backbone = named_backbone(config, source)
     if backbone is not None:
-        of_backbone: Any = MRPConfig.from_pretrained(backbone.where, revision=backbone.revision)
+        of_backbone: Any = MRPConfig.from_pretrained(backbone.location, revision=backbone.revision)
         check_same_backbone(config, of_backbone, source)
         if getattr(of_backbone, "quantization_config", None) != getattr(
             config, "quantization_config", None
         ):
             raise ValueError(
-                f"the backbone {backbone.where} that {source} names has another "
+                f"the backbone {backbone.location} that {source} names has another "
                 f"quantization_config, and the engine reads that of {source} alone: copy the "
                 "backbone's into its config.json"
             )
@@ -81,12 +81,14 @@ def open_checkpoint(source: str, revision: str | None, weights: bool = True) -> 
 def _check_tensors(
     config: Any, source: str, revision: str | None, backbone: Backbone | None
 ) -> None:
-    found = stored_tensors(weight_files(source, revision=revision))
+    tensors = stored_tensors(weight_files(source, revision=revision))
     if backbone is not None:
-        check_tensors(config, found, HEAD)
-        of_backbone = stored_tensors(weight_files(backbone.where, revision=backbone.revision))
-        found |= {name: tensor for name, tensor in of_backbone.items() if not name.startswith(HEAD)}
-    check_tensors(config, found)
+        check_tensors(config, tensors, HEAD)
+        of_backbone = stored_tensors(weight_files(backbone.location, revision=backbone.revision))
+        tensors |= {
+            name: tensor for name, tensor in of_backbone.items() if not name.startswith(HEAD)
+        }
+    check_tensors(config, tensors)
 
 
 def named_backbone(config: Any, source: str) -> Backbone | None:
@@ -98,15 +100,17 @@ def named_backbone(config: Any, source: str) -> Backbone | None:
     """
     if (name := getattr(config, "base_model_name_or_path", None)) is None:
         return None
-    where = backbone_location(name, source)
-    return Backbone(where, None if os.path.isdir(where) else config.base_model_revision)
+    location = backbone_location(name, source)
+    if os.path.isdir(location):
+        return Backbone(location, None)
+    return Backbone(location, config.base_model_revision)
 
 
 def head_weight(name: str) -> str | None:
     """Translate a tensor's name in the checkpoint into its name in the head; return None for a
     tensor of the backbone."""
-    ours = our_name(name)
-    return ours.removeprefix(HEAD) if ours.startswith(HEAD) else None
+    own_name = our_name(name)
+    return own_name.removeprefix(HEAD) if own_name.startswith(HEAD) else None
 
 
 def backbone_weights(config: Any, source: str) -> Iterator[tuple[str, Tensor]]:
@@ -114,7 +118,7 @@ def backbone_weights(config: Any, source: str) -> Iterator[tuple[str, Tensor]]:
     its config names none."""
     if (backbone := named_backbone(config, source)) is None:
         return
-    for file in weight_files(backbone.where, revision=backbone.revision):
+    for file in weight_files(backbone.location, revision=backbone.revision):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118  not a dict: it has no iterator
                 if head_weight(name) is None:

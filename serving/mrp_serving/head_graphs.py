@@ -45,9 +45,9 @@ class HeadGraphs(DecodeCudaGraphRunner):
         super().capture_one_shape(size, self._head, *args, **more)
 
     def _head(self, ids: Tensor, positions: Tensor, batch: Any, **_: Any) -> LogitsProcessorOutput:
-        given = self.buffers.input_embeds[: len(ids)]
-        made = self.model_runner.model.residual(ids, positions, batch, given)
-        return LogitsProcessorOutput(next_token_logits=None, hidden_states=made)
+        hidden = self.buffers.input_embeds[: len(ids)]
+        residual = self.model_runner.model.residual(ids, positions, batch, hidden)
+        return LogitsProcessorOutput(next_token_logits=None, hidden_states=residual)
 
     def takes(self, batch: Any) -> bool:
         """Tell if a recorded graph fits a batch."""
@@ -61,13 +61,13 @@ class HeadGraphs(DecodeCudaGraphRunner):
             ArithmeticError: if one of a graph's first replays differs from the result of `eagerly`.
         """
         self.buffers.input_embeds[: len(hidden)].copy_(hidden)
-        made: Tensor = self.execute(
+        output: Tensor = self.execute(
             batch
         ).hidden_states.clone()  # the next replay of any graph overwrites it
-        if made.device.type in CHECKED_ON and self.compared[self.bs] < _COMPARED:
-            check_close("a replay of the head and the head differ", made, eagerly())
+        if output.device.type in CHECKED_ON and self.compared[self.bs] < _COMPARED:
+            check_close("a replay of the head and the head differ", output, eagerly())
             self.compared[self.bs] += 1
-        return made
+        return output
 
 
 def record_head(engine: Any) -> HeadGraphs | None:
@@ -82,10 +82,10 @@ def record_head(engine: Any) -> HeadGraphs | None:
         return None
 
 
-def give_up(why: str, error: Exception) -> None:
+def give_up(failure: str, error: Exception) -> None:
     """Warn that the head runs without CUDA graphs, and why."""
     log.warning(
         "The head %s as CUDA graphs (%s): it runs without them. --disable-cuda-graph records none",
-        why,
+        failure,
         error,
     )

@@ -49,7 +49,9 @@ class Head(nn.Module):
 
     def __init__(self, config: Any, quant_config: Any = None) -> None:
         super().__init__()
-        size, eps, first = config.hidden_size, config.rms_norm_eps, config.num_hidden_layers
+        size = config.hidden_size
+        eps = config.rms_norm_eps
+        first = config.num_hidden_layers
         self.enorm, self.hnorm, self.norm = (RMSNorm(size, eps=eps) for _ in range(3))
         self.eh_proj = ReplicatedLinear(2 * size, size, bias=False)
         self.layers = nn.ModuleList(
@@ -128,8 +130,8 @@ class MRPForCausalLM(SDARForCausalLM):
         """Compute h_C from ids and positions [tokens] and hidden states; h_C and hidden states are
         [tokens, hidden_size]."""
         assert self.mrp_head is not None
-        made: Tensor = self.mrp_head(self.model.embed_tokens(ids), hidden, positions, batch)
-        return made
+        output: Tensor = self.mrp_head(self.model.embed_tokens(ids), hidden, positions, batch)
+        return output
 
     @torch.no_grad()
     def unembed(self, batch: Any, hidden: Tensor) -> Tensor:
@@ -147,28 +149,29 @@ class MRPForCausalLM(SDARForCausalLM):
             ValueError: for a tensor that the head does not have.
         """
         head = {} if self.mrp_head is None else dict(self.mrp_head.named_parameters())
-        others = False
+        has_backbone = False
 
         def of_backbone() -> Iterator[tuple[str, Tensor]]:
-            nonlocal others
+            nonlocal has_backbone
             for name, tensor in weights:
-                if (part := head_weight(name)) is None:
-                    others = True
+                if (head_name := head_weight(name)) is None:
+                    has_backbone = True
                     yield name, tensor
                 else:
-                    _load_head(head, part, tensor)
+                    _load_head(head, head_name, tensor)
 
         super().load_weights(of_backbone())
-        if not self.has_weights and not others:
+        if not self.has_weights and not has_backbone:
             super().load_weights(backbone_weights(self.config, get_model().model_path))
         self.has_weights = True
 
 
 def _load_head(head: dict[str, Any], name: str, tensor: Tensor) -> None:
     shards: tuple[str | int, ...] = ()
-    for part, (whole, shard) in _STACKED.items():
-        if f".{part}." in name:
-            name, shards = name.replace(part, whole), (shard,)
+    for projection, (stacked, shard) in _STACKED.items():
+        if f".{projection}." in name:
+            name = name.replace(projection, stacked)
+            shards = (shard,)
     if name not in head:
         raise ValueError(
             f"{name} is given for the head, which has no such tensor: check the config"

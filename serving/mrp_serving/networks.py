@@ -24,165 +24,181 @@ from modeling_mrp.networks.picker import Picker
 from modeling_mrp.rules.state import Row, Scores, State
 
 from .picker import Pickers, Sampling
-from .scratch import Borrowed
-from .transfer import Part, sent
+from .scratch import BorrowedSlots
+from .transfer import IntVector, send_to_device
 
 
 @dataclass(frozen=True)
-class Own:
+class RequestRows:
     """The rows of an engine batch that take part in a round.
 
     Attributes:
-        places: Their places in the batch.
+        indices: Their indices in the batch.
         rows: Their rows in the pool that maps positions to slots.
         starts: The absolute position of each row's current block.
     """
 
-    places: list[int]
+    indices: list[int]
     rows: list[int]
     starts: list[int]
 
 
-class Room:
-    """The places that the states of a round may take: rows of the pool, and blocks of slots.
+class SlotPool:
+    """The rows of the engine's pool and the blocks of slots that the states of a round may use.
 
     Args:
         slots: [batch, block] long, the slots of each batch row's current block.
-        own: The batch rows that take part.
-        lent: Rows and slots that are borrowed.
+        request_rows: The batch rows that take part.
+        loan: Rows and slots that are borrowed.
 
     Attributes:
         blocks: [batch + borrowed, block] long: `slots`, then the borrowed slots.
         rows: For each row that takes part, its own row of the pool and then its borrowed ones.
-        homes: For each row that takes part, its own block and then its borrowed ones, as places in
-            `blocks`.
+        slot_blocks: For each row that takes part, its own block and then its borrowed ones, as
+            indices in `blocks`.
     """
 
-    def __init__(self, slots: Tensor, own: Own, lent: Borrowed) -> None:
-        self.own, self.lent, self.batch = own, lent, len(slots)
-        self.blocks = torch.cat([slots, lent.slots]) if lent.width else slots
-        self.rows = [[row, *more] for row, more in zip(own.rows, lent.rows, strict=True)]
-        self.homes = [
-            [place, *range(self.batch + at * lent.width, self.batch + (at + 1) * lent.width)]
-            for at, place in enumerate(own.places)
+    def __init__(self, slots: Tensor, request_rows: RequestRows, loan: BorrowedSlots) -> None:
+        self.request_rows = request_rows
+        self.loan = loan
+        self.batch = len(slots)
+        self.blocks = torch.cat([slots, loan.slots]) if loan.width else slots
+        self.rows = [
+            [row, *borrowed] for row, borrowed in zip(request_rows.rows, loan.rows, strict=True)
         ]
+        self.slot_blocks = []
+        for row_index, batch_index in enumerate(request_rows.indices):
+            begin = self.batch + row_index * loan.width
+            self.slot_blocks.append([batch_index, *range(begin, begin + loan.width)])
 
-    def keep(self, at: int, home: int) -> int:
-        """Swap row `at`'s own block for its block `home`, a borrowed one; return the place of its
-        new block in `blocks`."""
-        homes = self.homes[at]
-        self.lent.swapped[homes[home] - self.batch] = self.blocks[homes[0]]
-        homes[0], homes[home] = homes[home], homes[0]
-        return homes[0]
+    def keep(self, row_index: int, block_index: int) -> int:
+        """Swap a row's own block for its borrowed block `block_index`; return the index of the
+        row's new block in `blocks`."""
+        slot_blocks = self.slot_blocks[row_index]
+        self.loan.swapped[slot_blocks[block_index] - self.batch] = self.blocks[slot_blocks[0]]
+        slot_blocks[0], slot_blocks[block_index] = slot_blocks[block_index], slot_blocks[0]
+        return slot_blocks[0]
 
 
 @dataclass(frozen=True)
-class Cells:
+class PackedStates:
     """The states of a forward as flat lists, and the blocks to write to the map of positions to
     slots for them.
 
     Attributes:
-        states: The states; `row`, `pool_row`, `home` and `prefix` have an entry for each.
-        row: The state's row, by place among the rows that take part.
+        states: The states; `row`, `pool_row`, `slot_block` and `prefix` have an entry for each.
+        row: Index of the state's row among the rows that take part.
         pool_row: The state's row of the pool.
-        home: The state's block, by place in `Room.blocks`.
+        slot_block: Index of the state's block in `SlotPool.blocks`.
         prefix: Number of tokens before the state that it attends to.
-        written: Blocks to write to the map: row of the pool, position, and place in `Room.blocks`.
+        map_entries: Blocks to write to the map: row of the pool, position, and index in
+            `SlotPool.blocks`.
     """
 
     states: list[State]
     row: list[int]
     pool_row: list[int]
-    home: list[int]
+    slot_block: list[int]
     prefix: list[int]
-    written: list[tuple[int, int, int]]
+    map_entries: list[tuple[int, int, int]]
 
 
-def place_states(
-    room: Room, packed: Packed, held: Sequence[int], block: int, parents: bool
-) -> Cells:
+def assign_states(
+    slot_pool: SlotPool, packed: Packed, cached_lengths: Sequence[int], block: int, parents: bool
+) -> PackedStates:
     """Assign each state a row of the pool, and list the blocks to map in that row after the shared
     prefix.
 
     A row's first state uses the row's own slots while its block is the engine's current one.
 
     Args:
-        room: The rows of the pool and the blocks that states may take.
+        slot_pool: The rows of the pool and the blocks that states may take.
         packed: The states of each row.
-        held: Tokens of each row that have keys and values.
+        cached_lengths: Tokens of each row that have keys and values.
         block: Tokens of a block.
         parents: Whether states attend to their clean parents.
     """
-    cells = Cells([], [], [], [], [], [])
-    for at, (start, of_row) in enumerate(zip(room.own.starts, packed, strict=True)):
-        further = held[at] > start  # the engine's current block is clean and committed
-        for place, (state, looks_at) in enumerate(of_row):
-            home = max(place, 1) if further else place
-            behind = 0 if further else looks_at if parents else -1
-            pool_row, own = room.rows[at][home], room.homes[at][home]
+    packed_states = PackedStates([], [], [], [], [], [])
+    for row_index, (start, row_states) in enumerate(
+        zip(slot_pool.request_rows.starts, packed, strict=True)
+    ):
+        pool_rows = slot_pool.rows[row_index]
+        slot_blocks = slot_pool.slot_blocks[row_index]
+        # whether the engine's current block is clean and committed
+        own_block_done = cached_lengths[row_index] > start
+        for state_index, (state, parent) in enumerate(row_states):
+            block_index = state_index
+            parent_block = parent if parents else -1
+            if own_block_done:
+                block_index = max(state_index, 1)
+                parent_block = 0
+            pool_row = pool_rows[block_index]
+            slot_block = slot_blocks[block_index]
             prefix = start
-            if home and behind >= 0:
-                cells.written.append((pool_row, prefix, room.homes[at][behind]))
-            prefix += block * (behind >= 0)
-            if home:
-                cells.written.append((pool_row, prefix, own))
-            cells.states.append(state)
-            cells.row.append(at)
-            cells.pool_row.append(pool_row)
-            cells.home.append(own)
-            cells.prefix.append(prefix)
-    return cells
+            if block_index and parent_block >= 0:
+                packed_states.map_entries.append((pool_row, prefix, slot_blocks[parent_block]))
+            prefix += block * (parent_block >= 0)
+            if block_index:
+                packed_states.map_entries.append((pool_row, prefix, slot_block))
+            packed_states.states.append(state)
+            packed_states.row.append(row_index)
+            packed_states.pool_row.append(pool_row)
+            packed_states.slot_block.append(slot_block)
+            packed_states.prefix.append(prefix)
+    return packed_states
 
 
-def map_positions(written: Sequence[tuple[int, int, int]], block: int, stride: int) -> np.ndarray:
+def map_positions(
+    map_entries: Sequence[tuple[int, int, int]], block: int, stride: int
+) -> np.ndarray:
     """Return the indices [n * block] of blocks in the flattened map of positions to slots, whose
     rows have `stride` entries."""
-    firsts = np.array([row * stride + position for row, position, _ in written], np.int64)
+    firsts = np.array([row * stride + position for row, position, _ in map_entries], np.int64)
     return (firsts[:, None] + np.arange(block)).ravel()
 
 
 def packed_batch(
     batch: Any,
-    own: Own,
-    cells: Cells,
-    there: dict[str, Tensor],
-    host: dict[str, Tensor],
+    request_rows: RequestRows,
+    packed_states: PackedStates,
+    on_device: dict[str, Tensor],
+    on_host: dict[str, Tensor],
     slots: Tensor,
 ) -> Any:
     """Make a `ForwardBatch` in which each state is a row, from the engine's batch of requests.
 
     Args:
         batch: The engine's batch.
-        own: The rows of the batch that take part.
-        cells: The states, with their rows of the pool and their blocks.
-        there: The states' fields on the device.
-        host: The same fields on the host.
+        request_rows: The rows of the batch that take part.
+        packed_states: The states, with their rows of the pool and their blocks.
+        on_device: The states' fields on the device.
+        on_host: The same fields on the host.
         slots: [n, block], slots for the states' keys and values.
     """
     count, block = slots.shape
-    of_rows = [own.places[row] for row in cells.row]
+    batch_rows = [request_rows.indices[row] for row in packed_states.row]
     nonpadded = batch.global_num_token_non_padded
     return replace(
         batch,
         batch_size=count,
-        input_ids=there["ids"],
-        positions=there["positions"],
-        req_pool_indices=there["pool_row"],
+        input_ids=on_device["ids"],
+        positions=on_device["positions"],
+        req_pool_indices=on_device["pool_row"],
         req_pool_indices_cpu=None,
-        seq_lens=there["lengths"],
-        seq_lens_cpu=host["lengths"],
-        seq_lens_sum=sum(cells.prefix) + count * block,
-        orig_seq_lens=there.get("orig_lengths"),
+        seq_lens=on_device["lengths"],
+        seq_lens_cpu=on_host["lengths"],
+        seq_lens_sum=sum(packed_states.prefix) + count * block,
+        orig_seq_lens=on_device.get("orig_lengths"),
         out_cache_loc=slots.flatten(),
         extend_num_tokens=count * block,
-        extend_seq_lens=there["sizes"],
-        extend_prefix_lens=there["prefix"],
-        extend_start_loc=there["begins"],
+        extend_seq_lens=on_device["sizes"],
+        extend_prefix_lens=on_device["prefix"],
+        extend_start_loc=on_device["begins"],
         extend_seq_lens_cpu=[block] * count,
-        extend_prefix_lens_cpu=cells.prefix,
+        extend_prefix_lens_cpu=packed_states.prefix,
         extend_logprob_start_lens_cpu=[0] * count,
-        rids=[batch.rids[row] for row in of_rows],
-        lora_ids=None if batch.lora_ids is None else [batch.lora_ids[row] for row in of_rows],
+        rids=[batch.rids[row] for row in batch_rows],
+        lora_ids=None if batch.lora_ids is None else [batch.lora_ids[row] for row in batch_rows],
         global_num_token_non_padded=None
         if nonpadded is None
         else torch.full_like(nonpadded, count * block),
@@ -207,8 +223,8 @@ class EngineNetworks(Networks):
     Args:
         engine: The engine's `ModelRunner`.
         batch: The engine's `ForwardBatch` of the rows.
-        own: The rows that take part.
-        lent: Rows and slots borrowed for the round.
+        request_rows: The rows that take part.
+        loan: Rows and slots borrowed for the round.
         with_head: Whether the head takes part.
         pickers: The pickers of tokens, for reveals and drafts.
         block: Tokens of a block.
@@ -221,39 +237,42 @@ class EngineNetworks(Networks):
         self,
         engine: Any,
         batch: Any,
-        own: Own,
-        lent: Borrowed,
+        request_rows: RequestRows,
+        loan: BorrowedSlots,
         with_head: bool,
         pickers: Pickers,
         block: int,
     ) -> None:
-        self.engine, self.batch, self.own, self.lent = engine, batch, own, lent
-        self.with_head, self.block = with_head, block
-        # it has all members of `Picker` that `Networks` uses
-        self.pickers, each = pickers, cast(Picker, pickers)
-        self.picker = self.drafter = each
-        self.device, self.graph_ran, self.shifted = batch.input_ids.device, False, False
+        self.engine = engine
+        self.batch = batch
+        self.request_rows = request_rows
+        self.loan = loan
+        self.with_head = with_head
+        self.block = block
+        self.pickers = pickers
+        # `Pickers` has all members of `Picker` that `Networks` uses
+        self.picker = self.drafter = cast(Picker, pickers)
+        self.device = batch.input_ids.device
+        self.graph_ran = False
+        self.shifted = False
         self.forwards = {"prefill": 0, "denoise": 0, "head": 0}
-        slots = (
-            batch.out_cache_loc
-            if batch.out_cache_loc_virtual is None
-            else batch.out_cache_loc_virtual
-        )
-        self.room = Room(slots.long().view(-1, block), own, lent)
+        slots = batch.out_cache_loc_virtual
+        if slots is None:
+            slots = batch.out_cache_loc
+        self.slot_pool = SlotPool(slots.long().view(-1, block), request_rows, loan)
         # the map's borrowed rows still lack the prefix
-        self._shares = lent.width > 0 and max(own.starts) > 0
+        self._copies_prefix = loan.width > 0 and max(request_rows.starts) > 0
         self._scored: Tensor | None = None
-        self._firsts: list[int] = []  # by row, the place of its first state in `_scored`
-        # borrowed blocks that rows now keep, as `Cells.written`
-        self._kept: list[tuple[int, int, int]] = []
-        self._last: tuple[Tensor, np.ndarray, Tensor] | None = (
-            None  # the last result; its free columns, on host and device
-        )
+        self._first_states: list[int] = []  # by row, the index of its first state in `_scored`
+        # borrowed blocks that rows now keep, as `PackedStates.map_entries`
+        self._kept_entries: list[tuple[int, int, int]] = []
+        # the last result; its free columns, on host and device
+        self._last_result: tuple[Tensor, np.ndarray, Tensor] | None = None
 
     def _forward(
         self,
         packed: Packed,
-        held: Sequence[int],
+        cached_lengths: Sequence[int],
         hidden: Sequence[Hidden] = (),
         residual: bool = False,
     ) -> Tensor:
@@ -263,91 +282,111 @@ class EngineNetworks(Networks):
             [states, block, hidden_size]: the backbone's hidden states; the head's h_A + h_C, or h_C
             alone if `residual`.
         """
-        block, table = self.block, self.engine.req_to_token_pool.req_to_token
-        cells = place_states(self.room, packed, held, block, parents=not hidden)
-        written, self._kept = [*self._kept, *cells.written], []
-        parts = self._parts(cells) | self._to_write(written, cells.home)
-        parts["sources"] = Part(places_of(hidden))
-        if self._shares:
-            parts["from"] = Part([row for row, *more in self.room.rows for _ in more])
-            parts["to"] = Part([row for _, *more in self.room.rows for row in more])
-        there, host = sent(parts, self.device)
-        if self._shares:
-            prefixes = table[:, : max(self.own.starts)]
-            prefixes.index_copy_(0, there["to"], prefixes.index_select(0, there["from"]))
-            self._shares = False
-        blocks = self.room.blocks.index_select(0, there["homes"])
-        if written:
-            self._write(there, blocks[len(cells.home) :])
-        batch = packed_batch(self.batch, self.own, cells, there, host, blocks[: len(cells.home)])
+        block = self.block
+        table = self.engine.req_to_token_pool.req_to_token
+        packed_states = assign_states(
+            self.slot_pool, packed, cached_lengths, block, parents=not hidden
+        )
+        map_entries = [*self._kept_entries, *packed_states.map_entries]
+        self._kept_entries = []
+        vectors = self._state_vectors(packed_states) | self._map_vectors(
+            map_entries, packed_states.slot_block
+        )
+        vectors["sources"] = IntVector(block_indices(hidden))
+        if self._copies_prefix:
+            sources: list[int] = []
+            targets: list[int] = []
+            for own_row, *borrowed_rows in self.slot_pool.rows:
+                sources += [own_row] * len(borrowed_rows)
+                targets += borrowed_rows
+            vectors["from"] = IntVector(sources)
+            vectors["to"] = IntVector(targets)
+        on_device, on_host = send_to_device(vectors, self.device)
+        if self._copies_prefix:
+            prefixes = table[:, : max(self.request_rows.starts)]
+            prefixes.index_copy_(0, on_device["to"], prefixes.index_select(0, on_device["from"]))
+            self._copies_prefix = False
+        blocks = self.slot_pool.blocks.index_select(0, on_device["blocks"])
+        count = len(packed_states.states)
+        if map_entries:
+            self._write_map(on_device, blocks[count:])
+        batch = packed_batch(
+            self.batch, self.request_rows, packed_states, on_device, on_host, blocks[:count]
+        )
         translator = self.engine.kv_index_translator
         translator.own_plan(batch).bind(batch, translator)
         if not hidden:
-            output = self.engine.forward(batch, pp_proxy_tensors=None)
-            self.graph_ran = bool(output.can_run_graph)
-            made = output.logits_output.hidden_states
-            made = made.clone() if self.graph_ran else made  # the next replay overwrites the states
+            result = self.engine.forward(batch, pp_proxy_tensors=None)
+            self.graph_ran = bool(result.can_run_graph)
+            output = result.logits_output.hidden_states
+            if self.graph_ran:
+                output = output.clone()  # the next replay overwrites the states
         else:
-            made = self._read(
-                batch, join_blocks(hidden).index_select(0, there["sources"]).flatten(0, 1), residual
-            )
-        made = made.unflatten(0, (-1, block))
-        self._last = made, np.asarray(parts["free"].numbers), there["free"]
-        return made
+            inputs = join_blocks(hidden).index_select(0, on_device["sources"])
+            output = self._apply_head(batch, inputs.flatten(0, 1), residual)
+        output = output.unflatten(0, (-1, block))
+        self._last_result = output, np.asarray(vectors["free"].numbers), on_device["free"]
+        return output
 
-    def _to_write(
-        self, written: Sequence[tuple[int, int, int]], homes: Sequence[int] = ()
-    ) -> dict[str, Part]:
-        """Lay out the map indices of the blocks to write, and the places in `Room.blocks` of these
-        blocks, then `homes`."""
+    def _map_vectors(
+        self, map_entries: Sequence[tuple[int, int, int]], slot_blocks: Sequence[int] = ()
+    ) -> dict[str, IntVector]:
+        """Return `slot_blocks` and the blocks of `map_entries` as indices in `SlotPool.blocks`, and
+        the map indices of the latter."""
         stride = self.engine.req_to_token_pool.req_to_token.stride(0)
-        places = [*homes, *(place for _, _, place in written)]
-        return {"homes": Part(places), "written": Part(map_positions(written, self.block, stride))}
+        blocks = [*slot_blocks, *(block for _, _, block in map_entries)]
+        return {
+            "blocks": IntVector(blocks),
+            "map_indices": IntVector(map_positions(map_entries, self.block, stride)),
+        }
 
-    def _write(self, there: dict[str, Tensor], slots: Tensor) -> None:
+    def _write_map(self, on_device: dict[str, Tensor], slots: Tensor) -> None:
         """Write slots [n, block] to the map of positions to slots, at the indices
-        `there["written"]`."""
+        `on_device["map_indices"]`."""
         table = self.engine.req_to_token_pool.req_to_token
-        table.view(-1).index_copy_(0, there["written"], slots.flatten().to(table.dtype))
+        table.view(-1).index_copy_(0, on_device["map_indices"], slots.flatten().to(table.dtype))
 
-    def _parts(self, cells: Cells) -> dict[str, Part]:
-        """Lay out the fields of a `ForwardBatch` of states, and the indices of the states' free
+    def _state_vectors(self, packed_states: PackedStates) -> dict[str, IntVector]:
+        """Return the fields of a `ForwardBatch` of states, and the indices of the states' free
         columns."""
-        block, count, batch = self.block, len(cells.states), self.batch
-        starts = np.array([state.start for state in cells.states], np.int64)
-        prefix = np.array(cells.prefix, np.int64)
-        parts = {
-            "ids": Part(
-                [token for state in cells.states for token in state.ids], batch.input_ids.dtype
+        block = self.block
+        count = len(packed_states.states)
+        batch = self.batch
+        ids: list[int] = []
+        starts = np.empty(count, np.int64)
+        free_columns = []
+        for state_index, state in enumerate(packed_states.states):
+            ids += state.ids
+            starts[state_index] = state.start
+            for column in state.free:
+                free_columns.append(state_index * block + column)
+        prefix = np.array(packed_states.prefix, np.int64)
+        vectors = {
+            "ids": IntVector(ids, batch.input_ids.dtype),
+            "positions": IntVector(
+                (starts[:, None] + np.arange(block)).ravel(), batch.positions.dtype
             ),
-            "positions": Part((starts[:, None] + np.arange(block)).ravel(), batch.positions.dtype),
-            "pool_row": Part(cells.pool_row, batch.req_pool_indices.dtype),
-            "lengths": Part(prefix + block, batch.seq_lens.dtype),
-            "prefix": Part(prefix, batch.extend_prefix_lens.dtype),
-            "sizes": Part(np.full(count, block), batch.extend_seq_lens.dtype),
-            "begins": Part(np.arange(0, count * block, block), batch.extend_start_loc.dtype),
-            "free": Part(
-                [
-                    at * block + column
-                    for at, state in enumerate(cells.states)
-                    for column in state.free
-                ]
-            ),
+            "pool_row": IntVector(packed_states.pool_row, batch.req_pool_indices.dtype),
+            "lengths": IntVector(prefix + block, batch.seq_lens.dtype),
+            "prefix": IntVector(prefix, batch.extend_prefix_lens.dtype),
+            "sizes": IntVector(np.full(count, block), batch.extend_seq_lens.dtype),
+            "begins": IntVector(np.arange(0, count * block, block), batch.extend_start_loc.dtype),
+            "free": IntVector(free_columns),
         }
         if batch.orig_seq_lens is not None:
-            parts["orig_lengths"] = Part(prefix + block, batch.orig_seq_lens.dtype)
-        return parts
+            vectors["orig_lengths"] = IntVector(prefix + block, batch.orig_seq_lens.dtype)
+        return vectors
 
-    def _read(self, batch: Any, given: Tensor, residual: bool) -> Tensor:
+    def _apply_head(self, batch: Any, hidden: Tensor, residual: bool) -> Tensor:
         """Run the head on hidden states [tokens, hidden_size]; return h_A + h_C of the same shape,
         or h_C if `residual`."""
-        made: Tensor = self.engine.model.run_head(self.engine, batch, given)
-        return made if residual else given + made
+        residual_output: Tensor = self.engine.model.run_head(self.engine, batch, hidden)
+        return residual_output if residual else hidden + residual_output
 
     def _run_backbone(self, packed: Packed, held: Sequence[int]) -> tuple[Tensor, Sequence[int]]:
         """See `Networks`."""
-        self._firsts = np.cumsum([0, *map(len, packed)])[:-1].tolist()
-        return self._forward(packed, held), self._firsts
+        self._first_states = np.cumsum([0, *map(len, packed)])[:-1].tolist()
+        return self._forward(packed, held), self._first_states
 
     def head(
         self,
@@ -356,18 +395,20 @@ class EngineNetworks(Networks):
         residual: bool = False,
     ) -> list[list[Hidden]]:
         """See `Networks.head`; here the head has read every committed block already."""
-        packed = [[(state, -1) for state, _ in states] for states in asked]
-        made = self._forward(
-            packed,
-            [row.held for row in rows],
-            [hidden for states in asked for _, hidden in states],
-            residual,
-        )
+        packed = []
+        hidden: list[Hidden] = []
+        for states in asked:
+            packed.append([(state, -1) for state, _ in states])
+            hidden += [state_hidden for _, state_hidden in states]
+        output = self._forward(packed, [row.held for row in rows], hidden, residual)
         self.forwards["head"] += 1
+        results: list[list[Hidden]] = []
+        first = 0
         for row, states in zip(rows, asked, strict=True):
             row.counts.head_forwards += bool(states)
-        places = iter(range(len(made)))
-        return [[(made, next(places)) for _ in states] for states in asked]
+            results.append([(output, first + index) for index in range(len(states))])
+            first += len(states)
+        return results
 
     def commit(self, rows: Sequence[Row], clean: Sequence[Sequence[int]]) -> None:
         """Keep the accepted clean state of each row, and let the head read it.
@@ -375,21 +416,22 @@ class EngineNetworks(Networks):
         A clean state that was drafted lies in borrowed slots: the row keeps those slots and gives
         back its own instead.
         """
-        for at, (row, slots) in enumerate(zip(rows, clean, strict=True)):
+        for row_index, (row, slots) in enumerate(zip(rows, clean, strict=True)):
             if slots and slots[0] > 0:
-                self._kept.append((self.own.rows[at], row.held, self.room.keep(at, slots[0])))
+                pool_row = self.request_rows.rows[row_index]
+                new_block = self.slot_pool.keep(row_index, slots[0])
+                self._kept_entries.append((pool_row, row.held, new_block))
         if self.with_head:
             assert self._scored is not None
-            asked: list[list[tuple[State, Hidden]]] = [[] for _ in rows]
-            for at, (row, slots) in enumerate(zip(rows, clean, strict=True)):
+            inputs: list[list[tuple[State, Hidden]]] = [[] for _ in rows]
+            for row_index, (row, slots) in enumerate(zip(rows, clean, strict=True)):
                 if slots:
-                    asked[at].append(
-                        (row.opened(row.held), (self._scored, self._firsts[at] + slots[0]))
-                    )
-            self.head(rows, asked)
-        elif self._kept:
-            there, _ = sent(self._to_write(self._kept), self.device)
-            self._write(there, self.room.blocks.index_select(0, there["homes"]))
+                    hidden = (self._scored, self._first_states[row_index] + slots[0])
+                    inputs[row_index].append((row.opened(row.held), hidden))
+            self.head(rows, inputs)
+        elif self._kept_entries:
+            on_device, _ = send_to_device(self._map_vectors(self._kept_entries), self.device)
+            self._write_map(on_device, self.slot_pool.blocks.index_select(0, on_device["blocks"]))
         for row, slots in zip(rows, clean, strict=True):
             row.held += self.block * bool(slots)
 
@@ -404,53 +446,58 @@ class EngineNetworks(Networks):
         """See `Networks.pick`; there is one pick, and one transfer to the host, for all rows with
         equal `Sampling`."""
         groups: dict[Sampling, list[int]] = {}
-        for at, (row, _) in enumerate(states):
-            groups.setdefault(row.sampling, []).append(at)
+        for index, (row, _) in enumerate(states):
+            groups.setdefault(row.sampling, []).append(index)
         if len(groups) == 1:
             return super().pick(
                 self.pickers.of(next(iter(groups))), states, hidden, parents, shortlists
             )
-        found: dict[int, Scores] = {}
-        for sampling, places in groups.items():
-            part: list[Any] = [
-                [of[at] for at in places] if of else of
-                for of in (states, hidden, parents, shortlists)
-            ]
-            found |= zip(places, super().pick(self.pickers.of(sampling), *part), strict=True)
-        return [found[at] for at in range(len(states))]
+        scores: dict[int, Scores] = {}
+        for sampling, indices in groups.items():
+            arguments: list[Any] = []
+            for values in (states, hidden, parents, shortlists):
+                arguments.append([values[index] for index in indices] if values else values)
+            scores |= zip(indices, super().pick(self.pickers.of(sampling), *arguments), strict=True)
+        return [scores[index] for index in range(len(states))]
 
     def _at_columns(self, columns: np.ndarray, *several: Sequence[Hidden]) -> list[Tensor]:
         """See `Networks`; indices of columns that the last forward copied to the device are not
         copied again."""
-        made, free, there = self._last or (None, None, None)
-        known = free is not None and np.array_equal(columns, free)
-        parts = {} if known else {"columns": Part(columns)}
+        last_output, last_columns, last_index = self._last_result or (None, None, None)
+        is_last = last_columns is not None and np.array_equal(columns, last_columns)
+        vectors = {}
+        if not is_last:
+            vectors["columns"] = IntVector(columns)
         for name, blocks in enumerate(several):
-            if not (
-                known and all(one is made and place == at for at, (one, place) in enumerate(blocks))
-            ):
-                places = (
-                    np.array(places_of(blocks), np.int64)[columns // self.block] * self.block
-                    + columns % self.block
-                )
-                parts[str(name)] = Part(places)
-        numbers = sent(parts, self.device)[0] if parts else {}
-        index = there if there is not None and known else numbers["columns"]
-        gathered = (
-            join_blocks(blocks).flatten(0, 1).index_select(0, numbers.get(str(name), index))
-            for name, blocks in enumerate(several)
-        )
-        return [index, *gathered]
+            in_order = all(
+                tensor is last_output and block_index == state_index
+                for state_index, (tensor, block_index) in enumerate(blocks)
+            )
+            if not (is_last and in_order):
+                first_columns = np.array(block_indices(blocks), np.int64) * self.block
+                positions = first_columns[columns // self.block] + columns % self.block
+                vectors[str(name)] = IntVector(positions)
+        numbers: dict[str, Tensor] = {}
+        if vectors:
+            numbers, _ = send_to_device(vectors, self.device)
+        index = last_index
+        if index is None or not is_last:
+            index = numbers["columns"]
+        gathered = [index]
+        for name, blocks in enumerate(several):
+            positions_on_device = numbers.get(str(name), index)
+            gathered.append(join_blocks(blocks).flatten(0, 1).index_select(0, positions_on_device))
+        return gathered
 
 
 def join_blocks(blocks: Sequence[Hidden]) -> Tensor:
     """Concatenate the distinct tensors that hold the blocks along their first dimension."""
-    first, *others = {id(tensor): tensor for tensor, _ in blocks}.values()
-    return torch.cat([first, *others]) if others else first
+    first, *further = {id(tensor): tensor for tensor, _ in blocks}.values()
+    return torch.cat([first, *further]) if further else first
 
 
-def places_of(blocks: Sequence[Hidden]) -> list[int]:
-    """Return each block's place in the result of `join_blocks`."""
+def block_indices(blocks: Sequence[Hidden]) -> list[int]:
+    """Return each block's index in the result of `join_blocks`."""
     sizes = {id(tensor): len(tensor) for tensor, _ in blocks}
     begins = dict(zip(sizes, np.cumsum([0, *sizes.values()]).tolist(), strict=False))
-    return [begins[id(tensor)] + place for tensor, place in blocks]
+    return [begins[id(tensor)] + index for tensor, index in blocks]

@@ -23,7 +23,7 @@ SERVED = tuple(option.name for option in OPTIONS if option.name not in _NOT_SERV
 _OF_SERVER = ("draft_branches", "draft_passes", "draft_shortlist", "kernels")
 OF_REQUEST = tuple(name for name in SERVED if name not in _OF_SERVER)
 # Further `custom_params` of a request: they add fields to its response.
-TOLD = ("return_reveal_step", "return_provisional")
+RESPONSE_FIELDS = ("return_reveal_step", "return_provisional")
 
 
 @dataclass(frozen=True)
@@ -46,44 +46,42 @@ class Settings:
     has_head: bool
     devices: int = 1
 
-    def config_of(self, asked: Mapping[str, Any], eos: Collection[int]) -> MRPGenerationConfig:
+    def config_of(
+        self, custom_params: Mapping[str, Any], eos: Collection[int]
+    ) -> MRPGenerationConfig:
         """Return the checked options of a request: the server's options, some of them overridden by
         the request.
 
         Args:
-            asked: The request's `custom_params`, which override the server's options.
+            custom_params: The request's `custom_params`, which override the server's options.
             eos: Ids that end the request's text.
 
         Raises:
             ValueError: if an option is unknown or cannot be honoured; the message gives its value
                 and the remedy.
         """
-        if not isinstance(asked, Mapping):
-            raise ValueError(f"custom_params is {asked!r}: it must be an object of options")
-        asked = {
-            name: value
-            for name, value in asked.items()
-            if value is not None and not name.startswith("__")
-        }
-        wrong = [
-            f"{name} is one of the server's options (--dllm-algorithm-config)"
-            if name in _OF_SERVER
-            else f"{name} is no option of a request{closest_name(name, (*OF_REQUEST, *TOLD))}"
-            for name in asked
-            if name not in (*OF_REQUEST, *TOLD)
-        ]
-        wrong += [
-            f"{name} is {asked[name]!r}, not true or false"
-            for name in TOLD
-            if not isinstance(asked.get(name, True), bool)
-        ]
-        if wrong:
+        if not isinstance(custom_params, Mapping):
+            raise ValueError(f"custom_params is {custom_params!r}: it must be an object of options")
+        params = {}
+        for name, value in custom_params.items():
+            if value is not None and not name.startswith("__"):
+                params[name] = value
+        allowed = (*OF_REQUEST, *RESPONSE_FIELDS)
+        problems = []
+        for name in params:
+            if name in _OF_SERVER:
+                problems.append(f"{name} is one of the server's options (--dllm-algorithm-config)")
+            elif name not in allowed:
+                problems.append(f"{name} is no option of a request{closest_name(name, allowed)}")
+        for name in RESPONSE_FIELDS:
+            if not isinstance(params.get(name, True), bool):
+                problems.append(f"{name} is {params[name]!r}, not true or false")
+        if problems:
             raise ValueError(
-                f"custom_params: {'; '.join(wrong)}. They may hold "
-                f"{', '.join((*OF_REQUEST, *TOLD))}"
+                f"custom_params: {'; '.join(problems)}. They may hold {', '.join(allowed)}"
             )
-        given = {name: value for name, value in asked.items() if name not in TOLD}
-        config = MRPGenerationConfig(**{**self.options, **given, "eos_token_id": sorted(eos)})
+        overrides = {name: value for name, value in params.items() if name not in RESPONSE_FIELDS}
+        config = MRPGenerationConfig(**{**self.options, **overrides, "eos_token_id": sorted(eos)})
         config.check(self.block_size, self.has_head)
         return config
 
@@ -93,37 +91,36 @@ class Settings:
         Raises:
             ValueError: if the mode needs a head, or more drafted states than this server has.
         """
-        mode, own, given = (
-            config.mode(self.block_size),
-            self.mode,
-            f"decoding is {config.decoding!r}",
-        )
+        mode = config.mode(self.block_size)
+        server_mode = self.mode
+        described = f"decoding is {config.decoding!r}"
         check_devices(mode, self.devices)
-        if mode.uses_head and not own.uses_head:
+        if mode.uses_head and not server_mode.uses_head:
             raise ValueError(
-                f"{given}: this server has no use of its head. Start it with 'decoding: mrp_spec', "
-                "or choose another"
+                f"{described}: this server has no use of its head. Start it with "
+                "'decoding: mrp_spec', or choose another"
             )
         if mode.drafting is None:
             return mode
-        if own.drafting is None:
+        if server_mode.drafting is None:
             raise ValueError(
-                f"{given}: this server drafts nothing. Start it with a mode that does, or choose "
-                "another"
+                f"{described}: this server drafts nothing. Start it with a mode that does, or "
+                "choose another"
             )
-        asked, most = config.num_draft_states, own.drafting.states
-        if asked != "auto" and asked is not None and int(asked) > most:
+        requested = config.num_draft_states
+        limit = server_mode.drafting.states
+        if requested != "auto" and requested is not None and int(requested) > limit:
             raise ValueError(
-                f"num_draft_states is {asked}: this server has {most} at most. Ask for less, or "
-                "start it with more"
+                f"num_draft_states is {requested}: this server has {limit} at most. Ask for less, "
+                "or start it with more"
             )
         return replace(
-            mode, drafting=replace(mode.drafting, states=min(mode.drafting.states, most))
+            mode, drafting=replace(mode.drafting, states=min(mode.drafting.states, limit))
         )
 
 
 def settings_of(
-    given: Mapping[str, Any],
+    file_options: Mapping[str, Any],
     defaults: Mapping[str, Any],
     block_size: int,
     has_head: bool,
@@ -132,7 +129,7 @@ def settings_of(
     """Check the options of a server and return its settings.
 
     Args:
-        given: The options in the YAML file.
+        file_options: The options in the YAML file.
         defaults: The checkpoint's generation config; its options that are not served are ignored.
         block_size: Tokens of a block, from the checkpoint.
         has_head: Whether the checkpoint has a head.
@@ -142,16 +139,19 @@ def settings_of(
         ValueError: if an option is unknown, a value cannot be honoured, or the mode needs a head
             and there is none.
     """
-    check_names(given)
-    if given.get("block_size", block_size) != block_size:
+    check_names(file_options)
+    if file_options.get("block_size", block_size) != block_size:
         raise ValueError(
-            f"block_size is {given['block_size']!r}: the checkpoint's is {block_size}. Leave it out"
+            f"block_size is {file_options['block_size']!r}: the checkpoint's is {block_size}. "
+            "Leave it out"
         )
     options = {"decoding": "mrp_spec"}
-    options |= {name: defaults[name] for name in SERVED if defaults.get(name) is not None}
-    options |= {
-        name: value for name, value in given.items() if name != "block_size" and value is not None
-    }
+    for name in SERVED:
+        if defaults.get(name) is not None:
+            options[name] = defaults[name]
+    for name, value in file_options.items():
+        if name != "block_size" and value is not None:
+            options[name] = value
     config = MRPGenerationConfig(**options)
     config.check(block_size, has_head)
     mode = config.mode(block_size)
@@ -176,16 +176,16 @@ def decodes_as_stock(config: MRPGenerationConfig, block_size: int) -> bool:
     return rule == "dynamic" or (rule == "static" and config.denoising_steps in (None, block_size))
 
 
-def check_names(given: Mapping[str, Any]) -> None:
+def check_names(names: Mapping[str, Any]) -> None:
     """Raise a `ValueError` that lists the given options that are not served, if there are any."""
-    wrong = []
-    for name in map(str, given):
+    problems = []
+    for name in map(str, names):
         if name in _NOT_SERVED:
-            wrong.append(f"{name} is not served, as {_NOT_SERVED[name]}: leave it out")
+            problems.append(f"{name} is not served, as {_NOT_SERVED[name]}: leave it out")
         elif name not in (*SERVED, "block_size"):
-            wrong.append(f"{name} is no option of MRP{closest_name(name, SERVED)}")
-    if wrong:
+            problems.append(f"{name} is no option of MRP{closest_name(name, SERVED)}")
+    if problems:
         raise ValueError(
-            f"the file of --dllm-algorithm-config: {'; '.join(wrong)}. Options are "
+            f"the file of --dllm-algorithm-config: {'; '.join(problems)}. Options are "
             f"{', '.join(SERVED)}"
         )

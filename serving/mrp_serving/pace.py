@@ -16,7 +16,7 @@ from modeling_mrp.rules.state import Row
 Share = Callable[[list[int]], list[int]]
 
 
-class Led:
+class BroadcastBudget:
     """A draft budget of several processes: the first process chooses the amounts for all.
 
     Args:
@@ -25,12 +25,13 @@ class Led:
     """
 
     def __init__(self, budget: Budget, share: Share) -> None:
-        self.budget, self.share = budget, share
+        self.budget = budget
+        self.share = share
 
     def choose(self, rows: Sequence[Row]) -> Amount:
         """See `Budget`."""
-        own = self.budget.choose(rows)
-        states, passes, narrow = self.share([own.states, own.passes, int(own.narrow)])
+        amount = self.budget.choose(rows)
+        states, passes, narrow = self.share([amount.states, amount.passes, int(amount.narrow)])
         return Amount(states, passes, bool(narrow))
 
     def learn(
@@ -52,7 +53,7 @@ def pace_of(model: Any, mode: Mode, share: Share | None) -> Budget:
     if drafting is None or not drafting.paced or torch.are_deterministic_algorithms_enabled():
         return budget_of(model, mode)
     by_clock = Auto(drafting.states, drafting.passes)
-    return by_clock if share is None else Led(by_clock, share)
+    return by_clock if share is None else BroadcastBudget(by_clock, share)
 
 
 def share_in(group: Any) -> Share | None:
@@ -62,8 +63,8 @@ def share_in(group: Any) -> Share | None:
         return None
 
     def share(numbers: list[int]) -> list[int]:
-        given = torch.tensor(numbers)
-        dist.broadcast(given, group=group, group_src=0)
-        return [int(number) for number in given]
+        received = torch.tensor(numbers)
+        dist.broadcast(received, group=group, group_src=0)
+        return list(map(int, received))
 
     return share

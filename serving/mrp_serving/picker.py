@@ -58,28 +58,30 @@ class Sampling:
 
     def processors(self) -> LogitsProcessorList:
         """Make the logits processors, in the order of transformers."""
-        found = LogitsProcessorList()
+        processors = LogitsProcessorList()
         if self.logit_bias:
-            found.append(
+            processors.append(
                 SequenceBiasLogitsProcessor({(token,): bias for token, bias in self.logit_bias})
             )
         if self.repetition_penalty != 1:
-            found.append(RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
+            processors.append(RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
         if self.frequency_penalty or self.presence_penalty:
-            found.append(CountPenalties(self.prompt, self.frequency_penalty, self.presence_penalty))
-        return found
+            processors.append(
+                CountPenalties(self.prompt, self.frequency_penalty, self.presence_penalty)
+            )
+        return processors
 
     def truncation(self) -> LogitsProcessorList:
         """Make the processors that limit which tokens may be drawn, in the order of
         transformers."""
-        found = LogitsProcessorList()
+        warpers = LogitsProcessorList()
         if self.top_k:
-            found.append(TopKLogitsWarper(self.top_k))
+            warpers.append(TopKLogitsWarper(self.top_k))
         if self.top_p < 1:
-            found.append(TopPLogitsWarper(self.top_p))
+            warpers.append(TopPLogitsWarper(self.top_p))
         if self.min_p:
-            found.append(MinPLogitsWarper(self.min_p))
-        return found
+            warpers.append(MinPLogitsWarper(self.min_p))
+        return warpers
 
     def picker(self, unembed: Callable[[Tensor], Tensor], shortlist: int, **fixed: Any) -> Picker:
         """Make the picker for these options.
@@ -120,16 +122,20 @@ class CountPenalties(LogitsProcessor):
     """
 
     def __init__(self, prompt: int, frequency: float, presence: float) -> None:
-        self.prompt, self.frequency, self.presence = prompt, frequency, presence
+        self.prompt = prompt
+        self.frequency = frequency
+        self.presence = presence
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         """Subtract the penalties of the ids [n, length] before n positions from the positions'
         scores [n, vocab]."""
         counts = torch.zeros_like(scores).scatter_add_(
-            1, behind := input_ids[:, self.prompt :], torch.ones_like(behind, dtype=scores.dtype)
+            1,
+            generated := input_ids[:, self.prompt :],
+            torch.ones_like(generated, dtype=scores.dtype),
         )
-        made: Any = scores - self.frequency * counts - self.presence * (counts > 0)
-        return made
+        penalised: Any = scores - self.frequency * counts - self.presence * (counts > 0)
+        return penalised
 
 
 @dataclass(frozen=True)
@@ -165,8 +171,13 @@ class EnginePicker(Picker):
     @cached_property
     def unembedding(self) -> Unembedding:
         """See `Picker.unembedding`."""
-        made = (self.lm_head_weight, self.mask_token_id, self.temperature, self.eos_token_ids)
-        return EngineUnembedding(*made, unembed=self.unembed)
+        return EngineUnembedding(
+            self.lm_head_weight,
+            self.mask_token_id,
+            self.temperature,
+            self.eos_token_ids,
+            unembed=self.unembed,
+        )
 
 
 @dataclass(frozen=True)
@@ -189,10 +200,10 @@ class StockPicker(EnginePicker):
     def _pick(self, logits: Tensor, keys: Tensor | None) -> Picks:
         """Pick tokens from logits [n, vocab], the largest tensor of a round, in few passes over
         memory."""
-        own = logits[:, self.mask_token_id].clone()
+        mask_logits = logits[:, self.mask_token_id].clone()
         logits[:, self.mask_token_id] = -torch.inf
         token = logits.argmax(-1, keepdim=True)
-        logits[:, self.mask_token_id] = own
+        logits[:, self.mask_token_id] = mask_logits
         probability = logits.softmax(-1)
         odds = probability.gather(1, token)[:, 0].double().logit()
         entropy = torch.special.entr(probability).sum(-1) if self.entropy else None
@@ -208,11 +219,20 @@ class StockPicker(EnginePicker):
         are overwritten."""
         best, ids = likeliest_tokens(logits, self.shortlist)
         total = best[:, :1] - probability.gather(1, ids[:, :1]).log()
-        of_mask = probability[:, self.mask_token_id].clone()
-        others = probability.scatter_(1, ids, 0.0)
-        others[:, self.mask_token_id] = of_mask  # the mask is never picked, but counts in the sum
-        kept = best.masked_fill(ids == self.mask_token_id, -torch.inf)
-        return torch.cat([ids.to(kept.dtype), kept, others.sum(-1, keepdim=True).log() + total], 1)
+        mask_probability = probability[:, self.mask_token_id].clone()
+        rest_probability = probability.scatter_(1, ids, 0.0)
+        rest_probability[:, self.mask_token_id] = (
+            mask_probability  # the mask is never picked, but counts in the sum
+        )
+        best_logits = best.masked_fill(ids == self.mask_token_id, -torch.inf)
+        return torch.cat(
+            [
+                ids.to(best_logits.dtype),
+                best_logits,
+                rest_probability.sum(-1, keepdim=True).log() + total,
+            ],
+            1,
+        )
 
 
 class Pickers:
@@ -224,28 +244,31 @@ class Pickers:
     """
 
     def __init__(self, lm_head_weight: Tensor, make: Callable[[Sampling], Picker]) -> None:
-        self.lm_head_weight, self.make = lm_head_weight, make
-        self.made: dict[Sampling, Picker] = {}
+        self.lm_head_weight = lm_head_weight
+        self.make = make
+        self.pickers: dict[Sampling, Picker] = {}
 
     def of(self, sampling: Sampling) -> Picker:
         """Return the picker of a `Sampling`."""
-        if sampling not in self.made:
-            self.made[sampling] = self.make(sampling)
-        return self.made[sampling]
+        if sampling not in self.pickers:
+            self.pickers[sampling] = self.make(sampling)
+        return self.pickers[sampling]
 
     def token_odds(self, hidden: Tensor, token: Tensor, spots: Spots) -> Tensor:
         """See `Picker.token_odds`."""
         states: Sequence[tuple[Any, State]] = spots.states
-        owner: list[Sampling] = [row.sampling for row, state in states for _ in state.free]
-        found = None
-        for sampling in dict.fromkeys(owner):
-            some = Spots([one for one in states if one[0].sampling == sampling], spots.device)
-            at = torch.tensor(
-                [place for place, other in enumerate(owner) if other == sampling],
+        samplings: list[Sampling] = [row.sampling for row, state in states for _ in state.free]
+        all_odds = None
+        for sampling in dict.fromkeys(samplings):
+            group = [(row, state) for row, state in states if row.sampling == sampling]
+            indices = torch.tensor(
+                [index for index, candidate in enumerate(samplings) if candidate == sampling],
                 device=hidden.device,
             )
-            odds = self.of(sampling).token_odds(hidden[at], token[at], some)
-            found = odds.new_empty(len(token)) if found is None else found
-            found[at] = odds
-        assert found is not None
-        return found
+            group_spots = Spots(group, spots.device)
+            odds = self.of(sampling).token_odds(hidden[indices], token[indices], group_spots)
+            if all_odds is None:
+                all_odds = odds.new_empty(len(token))
+            all_odds[indices] = odds
+        assert all_odds is not None
+        return all_odds

@@ -23,8 +23,8 @@ from .head_graphs import record_head
 from .model import MRPForCausalLM, SDARMRPForCausalLM
 from .options import settings_of
 from .requests import GREEDY, refusal_of_body
-from .room import fetch_what_fits, whole_blocks
-from .usage import SHOWN, shown_of
+from .room import fetch_fitting, schedule_block
+from .usage import META_KEY, report_of
 
 
 class PublishedConfig(MRPConfig):
@@ -44,19 +44,19 @@ def register_parts() -> None:
         AutoConfig.register(config.model_type, config, exist_ok=True)
     hooks: dict[str, Callable[..., Any]] = {
         "sglang.srt.dllm.config.DllmConfig.from_server_args": dllm_config,
-        "sglang.srt.model_executor.model_runner.ModelRunner.init_cuda_graphs": with_head,
-        "sglang.srt.model_executor.model_runner.ModelRunner.init_decode_cuda_graph": with_head,
-        "sglang.srt.managers.tp_worker.TpModelWorker._forward_batch_generation_dllm": with_requests,
-        "sglang.srt.dllm.mixin.scheduler.SchedulerDllmMixin._fetch_waiting_reqs": fetch_what_fits,
-        "sglang.srt.managers.schedule_policy.PrefillAdder._get_dllm_remain_tokens": whole_blocks,
+        "sglang.srt.model_executor.model_runner.ModelRunner.init_cuda_graphs": record_graphs,
+        "sglang.srt.model_executor.model_runner.ModelRunner.init_decode_cuda_graph": record_graphs,
+        "sglang.srt.managers.tp_worker.TpModelWorker._forward_batch_generation_dllm": hold_batch,
+        "sglang.srt.dllm.mixin.scheduler.SchedulerDllmMixin._fetch_waiting_reqs": fetch_fitting,
+        "sglang.srt.managers.schedule_policy.PrefillAdder._get_dllm_remain_tokens": schedule_block,
         "sglang.srt.configs.model_config.ModelConfig."
         "get_default_sampling_params": sampling_defaults,
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager.pause_generation": pause_in_place,
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request": with_sense,
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.pause_generation": reject_retract,
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request": check_body,
         "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer."
-        "build_additional_customized_info": with_progress,
+        "build_additional_customized_info": stream_reports,
         "sglang.srt.managers.tokenizer_manager.TokenizerManager."
-        "update_request_meta_info": with_text,
+        "update_request_meta_info": add_report,
     }
     for target, hook in hooks.items():
         HookRegistry.register(target, hook, HookType.AROUND)
@@ -89,14 +89,14 @@ def dllm_config(
         return original(server_args)
     if args.dllm_algorithm == ALGORITHM:
         check_arguments(args)
-    found = open_checkpoint(args.model_path, args.revision, args.load_format != "dummy")
+    checkpoint = open_checkpoint(args.model_path, args.revision, args.load_format != "dummy")
     options = yaml_mapping(args.dllm_algorithm_config)
-    block = found.config.block_size
+    block = checkpoint.config.block_size
     config = DllmConfig(
         algorithm=args.dllm_algorithm,
         algorithm_config=options,
         block_size=block,
-        mask_id=found.config.mask_token_id,
+        mask_id=checkpoint.config.mask_token_id,
         max_running_requests=args.max_running_requests or 1,  # rows of a forward, see `rows_of`
         first_done_first_out_mode=args.dllm_fdfo,
     )
@@ -107,7 +107,7 @@ def dllm_config(
                 f"{block}, or leave it out"
             )
         config.mrp_settings = settings_of(
-            options, found.defaults, block, found.config.has_head, args.tp_size
+            options, checkpoint.defaults, block, checkpoint.config.has_head, args.tp_size
         )
         config.max_running_requests = max(
             1, config.max_running_requests // config.mrp_settings.mode.width
@@ -117,7 +117,7 @@ def dllm_config(
 
 def check_arguments(args: Any) -> None:
     """Raise `ValueError` for server arguments that the algorithm does not work with."""
-    wrong = {
+    problems = {
         "--no-dllm-fdfo is given, and MRP needs first-done-first-out scheduling, in which no row "
         "waits: leave it out": (not args.dllm_fdfo),
         "--max-running-requests is not given, and the engine "
@@ -126,7 +126,7 @@ def check_arguments(args: Any) -> None:
         "--enable-dp-attention is given, and MRP does not serve with "
         "it: leave it out": args.enable_dp_attention,
     }
-    if reasons := [reason for reason, is_so in wrong.items() if is_so]:
+    if reasons := [reason for reason, applies in problems.items() if applies]:
         raise ValueError("; ".join(reasons))
 
 
@@ -140,13 +140,13 @@ def yaml_mapping(path: str | None) -> dict[str, Any]:
     if path is None:
         return {}
     with open(path, encoding="utf-8") as file:
-        found = yaml.safe_load(file) or {}
-    if not isinstance(found, dict):
+        options = yaml.safe_load(file) or {}
+    if not isinstance(options, dict):
         raise ValueError(
-            f"{path} of --dllm-algorithm-config holds a {type(found).__name__}: write one option a "
-            "line, 'name: value'"
+            f"{path} of --dllm-algorithm-config holds a {type(options).__name__}: write one option "
+            "a line, 'name: value'"
         )
-    return found
+    return options
 
 
 def sampling_defaults(original: Callable[[Any], dict[str, Any]], config: Any) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def sampling_defaults(original: Callable[[Any], dict[str, Any]], config: Any) ->
     return dict(GREEDY) if get_exec().dllm.dllm_algorithm == ALGORITHM else original(config)
 
 
-def with_head(original: Callable[..., None], engine: Any, *args: Any, **more: Any) -> None:
+def record_graphs(original: Callable[..., None], engine: Any, *args: Any, **more: Any) -> None:
     """Record the head's CUDA graphs, if the head takes part, after the engine has recorded the
     backbone's."""
     original(engine, *args, **more)
@@ -166,7 +166,7 @@ def with_head(original: Callable[..., None], engine: Any, *args: Any, **more: An
         engine.model.head_graphs = record_head(engine)
 
 
-def with_requests(
+def hold_batch(
     original: Callable[..., Any], worker: Any, forward_batch: Any, batch: Any = None
 ) -> Any:
     """Give the algorithm the scheduler's batch while a round runs: the requests, and the cache of
@@ -180,31 +180,31 @@ def with_requests(
         worker.dllm_algorithm.batch = None
 
 
-async def pause_in_place(
-    original: Callable[..., Awaitable[None]], manager: Any, asked: Any
+async def reject_retract(
+    original: Callable[..., Awaitable[None]], manager: Any, request: Any
 ) -> None:
     """Raise an `HTTPException` 400 for the pause mode 'retract', which would end the engine."""
-    if asked.mode == "retract" and get_exec().dllm.dllm_algorithm == ALGORITHM:
+    if request.mode == "retract" and get_exec().dllm.dllm_algorithm == ALGORITHM:
         raise HTTPException(
             400,
             "mode 'retract' is not served with MRP: 'in_place' keeps requests, 'abort' ends them",
         )
-    await original(manager, asked)
+    await original(manager, request)
 
 
-def with_sense(
-    original: Callable[..., None], manager: Any, asked: Any, prompt: Sequence[int] | None
+def check_body(
+    original: Callable[..., None], manager: Any, request: Any, prompt: Sequence[int] | None
 ) -> None:
     """Raise a `ValueError`, which becomes a response 400, for a request that the engine would
     wrongly accept."""
-    original(manager, asked, prompt)
+    original(manager, request, prompt)
     if get_exec().dllm.dllm_algorithm == ALGORITHM and (
-        reason := refusal_of_body(asked, prompt or ())
+        reason := refusal_of_body(request, prompt or ())
     ):
         raise ValueError(reason)
 
 
-def with_progress(
+def stream_reports(
     original: Callable[..., dict[str, list[Any]]], streamer: Any, reqs: Sequence[Any]
 ) -> dict[str, list[Any]]:
     """Add the costs and traces of requests to what the engine streams."""
@@ -212,10 +212,10 @@ def with_progress(
     # log-probability
     for req in reqs:
         req.send_output_token_logprobs_offset = len(req.output_ids_through_stop)
-    return {**original(streamer, reqs), SHOWN: [shown_of(req) for req in reqs]}
+    return {**original(streamer, reqs), META_KEY: [report_of(req) for req in reqs]}
 
 
-def with_text(
+def add_report(
     original: Callable[..., None],
     manager: Any,
     meta_info: dict[str, Any],
@@ -225,10 +225,10 @@ def with_text(
     *rest: Any,
 ) -> None:
     """Add a request's costs and traces to its metadata, with the text of the provisional tokens."""
-    others = {key: values for key, values in info.items() if key != SHOWN}
-    if others:
-        original(manager, meta_info, state, others, index, *rest)
-    if SHOWN in info and (shown := info[SHOWN][index]) is not None:
-        meta_info[SHOWN] = shown
-        if "provisional_ids" in shown and manager.tokenizer is not None:
-            shown["provisional_text"] = manager.tokenizer.decode(shown["provisional_ids"])
+    other_info = {key: values for key, values in info.items() if key != META_KEY}
+    if other_info:
+        original(manager, meta_info, state, other_info, index, *rest)
+    if META_KEY in info and (report := info[META_KEY][index]) is not None:
+        meta_info[META_KEY] = report
+        if "provisional_ids" in report and manager.tokenizer is not None:
+            report["provisional_text"] = manager.tokenizer.decode(report["provisional_ids"])

@@ -26,17 +26,17 @@ def count_fitting(
         block: Tokens of a block.
         context_length: The model's context length.
     """
-    left = slots - sum(end_of_text(req, block, context_length) for req in running)
+    free_slots = slots - sum(end_of_text(req, block, context_length) for req in running)
     count = 0
     for req in waiting:
-        left -= end_of_text(req, block, context_length)
-        if left < 0:
+        free_slots -= end_of_text(req, block, context_length)
+        if free_slots < 0:
             break
         count += 1
     return count
 
 
-def fetch_what_fits(original: Callable[[Any], None], scheduler: Any) -> None:
+def fetch_fitting(original: Callable[[Any], None], scheduler: Any) -> None:
     """Let the engine take only as many waiting requests into its rounds as have room.
 
     The first request's limit is cut to what the pool holds, so that it has room when nothing runs.
@@ -45,19 +45,24 @@ def fetch_what_fits(original: Callable[[Any], None], scheduler: Any) -> None:
     """
     if scheduler.dllm_config.algorithm != ALGORITHM:
         return original(scheduler)
-    waiting, running = scheduler.waiting_queue, scheduler.dllm_manager.waiting_queue
-    block, context_length = scheduler.dllm_config.block_size, scheduler.model_config.context_len
+    waiting = scheduler.waiting_queue
+    running = scheduler.dllm_manager.waiting_queue
+    block = scheduler.dllm_config.block_size
+    context_length = scheduler.model_config.context_len
     slots = scheduler.max_total_num_tokens // block * block - 3 * block
     for req in waiting[:1]:
-        asked = req.sampling_params
-        asked.max_new_tokens = min(asked.max_new_tokens, max(1, slots - len(req.origin_input_ids)))
+        params = req.sampling_params
+        params.max_new_tokens = min(
+            params.max_new_tokens, max(1, slots - len(req.origin_input_ids))
+        )
     count = max(count_fitting(waiting, running, slots, block, context_length), int(not running))
-    scheduler.waiting_queue, later = waiting[:count], waiting[count:]
+    scheduler.waiting_queue = waiting[:count]
+    later = waiting[count:]
     original(scheduler)
     scheduler.waiting_queue = scheduler.waiting_queue + later
 
 
-def whole_blocks(original: Callable[..., int], adder: Any, req: Any = None) -> int:
+def schedule_block(original: Callable[..., int], adder: Any, req: Any = None) -> int:
     """Let the engine always schedule a row's whole block, whatever the engine estimates: admission
     has ensured the room."""
     if adder.dllm_config.algorithm != ALGORITHM:

@@ -12,16 +12,17 @@ import torch
 from modeling_mrp.generate.budget import Amount, Budget
 from modeling_mrp.generate.loop import Decoder
 from modeling_mrp.generate.refine import Refinement, refined
+from modeling_mrp.networks.picker import Picker
 from modeling_mrp.rules.draft import Node, UnscoredError
 from modeling_mrp.rules.reveal import RevealRule
 from modeling_mrp.rules.state import Counts, Frontier, Key, Scores
 
-from .networks import EngineNetworks, Own
+from .networks import EngineNetworks, RequestRows
 from .options import Settings
 from .pace import Share, pace_of
-from .picker import Pickers
-from .requests import EngineRow, Progress, end_of_text, interpreted, text_of_block
-from .scratch import borrowed
+from .picker import Pickers, Sampling
+from .requests import EngineRow, Progress, end_of_text, parse_options, text_of_block
+from .scratch import borrow_slots
 from .usage import Report, totals
 
 NEVER = 1 << 40  # a position beyond every text: the engine ends texts itself
@@ -42,7 +43,7 @@ class Name(NamedTuple):
     """
 
     row: int
-    turn: int
+    generation: int
     start: int
 
 
@@ -61,23 +62,23 @@ class EngineDecoder(Decoder):
 
     def rule_of(self, row: Any) -> RevealRule:
         """See `Decoder.rule_of`."""
-        rule: RevealRule = row.asked.mode.rule
+        rule: RevealRule = row.options.mode.rule
         return rule
 
     def draft(self, rows: Sequence[Any], amount: Amount) -> list[list[Node]]:
         """See `Decoder.draft`; no row has more states than its request allows."""
         drafts = super().draft(rows, amount)
-        for at, (row, nodes) in enumerate(zip(rows, drafts, strict=True)):
-            drafting = row.asked.mode.drafting
+        for row_index, (row, nodes) in enumerate(zip(rows, drafts, strict=True)):
+            drafting = row.options.mode.drafting
             # A request without drafts still has the next block's first state scored beside a clean
             # state.
-            most = (
-                drafting.states
-                if drafting is not None
-                else 1 + (not row.state.masks and not amount.narrow)
-            )
-            most = 1 if row.alone else most
-            drafts[at] = [node for node in nodes[:most] if self.sees_new or node.parent < 0]
+            if row.single_state:
+                limit = 1
+            elif drafting is not None:
+                limit = drafting.states
+            else:
+                limit = 1 + (not row.state.masks and not amount.narrow)
+            drafts[row_index] = [node for node in nodes[:limit] if self.sees_new or node.parent < 0]
         return drafts
 
     def read(
@@ -87,28 +88,27 @@ class EngineDecoder(Decoder):
         estimates: Sequence[dict[Key, Scores]],
     ) -> None:
         """See `Decoder.read`; only for rows whose drafts use the head."""
-        drafted = [row.asked.mode.drafting for row in rows]
-        super().read(
-            rows,
-            [
-                nodes if one and one.passes else []
-                for one, nodes in zip(drafted, drafts, strict=True)
-            ],
-            estimates,
-        )
+        head_drafts: list[Sequence[Node]] = []
+        for row, nodes in zip(rows, drafts, strict=True):
+            drafting = row.options.mode.drafting
+            head_drafts.append(nodes if drafting and drafting.passes else [])
+        super().read(rows, head_drafts, estimates)
 
     def write(self, rows: Sequence[Any], frontiers: Sequence[Frontier | None]) -> None:
         """See `Decoder.write`."""
-        kept = list(frontiers)
-        asked: list[Refinement | None] = [row.asked.mode.refine for row in rows]
-        for refine in dict.fromkeys(one for one in asked if one is not None):
-            some = [
-                frontier if one == refine else None
-                for one, frontier in zip(asked, frontiers, strict=True)
-            ]
-            made = refined(refine, self.networks, rows, some)
-            kept = [old if new is None else new for old, new in zip(kept, made, strict=True)]
-        super().write(rows, kept)
+        results = list(frontiers)
+        row_indices: dict[Refinement, list[int]] = {}
+        for index, row in enumerate(rows):
+            if row.options.mode.refine is not None:
+                row_indices.setdefault(row.options.mode.refine, []).append(index)
+        for refine, indices in row_indices.items():
+            matching: list[Frontier | None] = [None] * len(rows)
+            for index in indices:
+                matching[index] = frontiers[index]
+            for index, update in enumerate(refined(refine, self.networks, rows, matching)):
+                if update is not None:
+                    results[index] = update
+        super().write(rows, results)
 
 
 class Rounds:
@@ -124,7 +124,8 @@ class Rounds:
     Attributes:
         rows: For each row of the engine's pool, the `Name` and the `EngineRow` of its request, kept
             between rounds.
-        whole: By `Name`, the final ids of a block that was decoded before the engine asks for it.
+        finished_blocks: By `Name`, the final ids of a block that was decoded before the engine asks
+            for it.
         report: Counts for the metrics endpoint.
     """
 
@@ -136,16 +137,14 @@ class Rounds:
         abort: Callable[[Any, str], None],
         share: Share | None = None,
     ) -> None:
-        self.settings, self.block, self.mask_id, self.abort, self.share = (
-            settings,
-            block,
-            mask_id,
-            abort,
-            share,
-        )
+        self.settings = settings
+        self.block = block
+        self.mask_id = mask_id
+        self.abort = abort
+        self.share = share
         self.budget: Budget | None = None
         self.rows: dict[int, tuple[Name, EngineRow]] = {}
-        self.whole: dict[Name, list[int]] = {}
+        self.finished_blocks: dict[Name, list[int]] = {}
         self.report = Report()
 
     def __call__(
@@ -170,54 +169,60 @@ class Rounds:
             grown (a block, or 0); and whether a CUDA graph ran.
         """
         starts = list(batch.extend_prefix_lens_cpu)
-        names = self._names(engine, requests, starts)
-        ids = [self.whole.pop(name, []) for name in names]
-        grown, graph_ran = [self.block] * len(names), False
-        if places := [place for place, known in enumerate(ids) if not known]:
-            some, names_of = (
-                [requests[place] for place in places],
-                [names[place] for place in places],
+        names = self._row_names(engine, requests, starts)
+        ids = [self.finished_blocks.pop(name, []) for name in names]
+        grown = [self.block] * len(names)
+        graph_ran = False
+        if pending := [index for index, block_ids in enumerate(ids) if not block_ids]:
+            pending_requests = [requests[index] for index in pending]
+            pending_names = [names[index] for index in pending]
+            request_rows = RequestRows(
+                pending,
+                [name.row for name in pending_names],
+                [name.start for name in pending_names],
             )
-            own = Own(places, [name.row for name in names_of], [name.start for name in names_of])
-            rows = [self._row(engine, req, name) for req, name in zip(some, names_of, strict=True)]
-            before = totals(rows)
+            rows = self._rows(engine, pending_requests, pending_names)
+            counts_before = totals(rows)
             failed = -1
             try:
-                graph_ran = self._round(engine, batch, own, rows, evict, sees_new)
+                graph_ran = self._round(engine, batch, request_rows, rows, evict, sees_new)
             except UnscoredError as error:
-                place = places[[row.place for row in rows].index(error.place)]
-                if starts[place] + self.block > len(requests[place].origin_input_ids):
-                    failed = place
-                    self.abort(requests[place], UNSCORED.format(error.position))
+                index = pending[[row.place for row in rows].index(error.place)]
+                if starts[index] + self.block > len(requests[index].origin_input_ids):
+                    failed = index
+                    self.abort(requests[index], UNSCORED.format(error.position))
                 else:
-                    requests[
-                        place
-                    ].mrp.alone = (
-                        True  # the fault is in the next block, which will fail in a later round
-                    )
-                rows = self._begun_anew(engine, some, names_of)
-            self.report.count(
-                **{name: number - before[name] for name, number in totals(rows).items()}
-            )
-            for place, row, req in zip(places, rows, some, strict=True):
-                ids[place], grown[place] = self._come_to(row, names[place], req)
+                    # the fault is in the next block, which will fail in a later round
+                    requests[index].mrp.single_state = True
+                rows = self._restart_rows(engine, pending_requests, pending_names)
+            counts = totals(rows)
+            for counter, previous in counts_before.items():
+                counts[counter] -= previous
+            self.report.count(**counts)
+            for index, row, req in zip(pending, rows, pending_requests, strict=True):
+                ids[index], grown[index] = self._finish_round(row, names[index], req)
                 # the engine ends it after a whole block; no other request shares a block of masks
-                if place == failed:
-                    grown[place] = self.block
+                if index == failed:
+                    grown[index] = self.block
         for name, req, start, size in zip(names, requests, starts, grown, strict=True):
-            self._finish(self.rows[name.row][1], req, start + size if size else 0)
+            end = start + size if size else 0
+            self._finish(self.rows[name.row][1], req, end)
         return ids, grown, graph_ran
 
-    def _begun_anew(
+    def _restart_rows(
         self, engine: Any, requests: Sequence[Any], names: Sequence[Name]
     ) -> list[EngineRow]:
         """Replace the rows of requests by new ones, each at the start of its block; return the new
         rows."""
         for name in names:
             self.rows.pop(name.row, None)
+        return self._rows(engine, requests, names)
+
+    def _rows(self, engine: Any, requests: Sequence[Any], names: Sequence[Name]) -> list[EngineRow]:
+        """Return the rows of requests, in the same order."""
         return [self._row(engine, req, name) for req, name in zip(requests, names, strict=True)]
 
-    def _come_to(self, row: EngineRow, name: Name, req: Any) -> tuple[list[int], int]:
+    def _finish_round(self, row: EngineRow, name: Name, req: Any) -> tuple[list[int], int]:
         """Return a row's block after a round and the number of tokens by which its text has grown;
         keep the row.
 
@@ -225,17 +230,21 @@ class Rounds:
         block then takes no forward.
         """
         row.stop = None  # the engine ends texts itself
-        here, behind = (
-            row.text[at : at + self.block] for at in (name.start, name.start + self.block)
-        )
-        kept = row.held > name.start
-        text = text_of_block(req, row.asked, here, name.start, self.mask_id)
-        grown = self.block if kept or text else 0
-        name = name._replace(start=name.start + grown)
+        end = name.start + self.block
+        current = row.text[name.start : end]
+        following = row.text[end : end + self.block]
+        final_ids = text_of_block(req, row.options, current, name.start, self.mask_id)
+        if row.held <= name.start:  # not committed
+            grown = self.block if final_ids else 0
+            name = name._replace(start=name.start + grown)
+            self.rows[name.row] = name, row
+            return final_ids or current, grown
+        name = name._replace(start=end)
         self.rows[name.row] = name, row
-        if kept and (whole := text_of_block(req, row.asked, behind, name.start, self.mask_id)):
-            self.whole[name] = whole
-        return here if kept else text or here, grown
+        next_ids = text_of_block(req, row.options, following, end, self.mask_id)
+        if next_ids:
+            self.finished_blocks[name] = next_ids
+        return current, self.block
 
     def _finish(self, row: EngineRow, req: Any, end: int) -> None:
         """Record the finished tokens of a request, which lie before `end`, and the generated tokens
@@ -252,32 +261,39 @@ class Rounds:
             )
         ]
 
-    def _names(self, engine: Any, requests: Sequence[Any], starts: list[int]) -> list[Name]:
+    def _row_names(self, engine: Any, requests: Sequence[Any], starts: list[int]) -> list[Name]:
         pool = engine.req_to_token_pool
-        turns, free = pool.req_generation.numpy(), set(pool.free_slots)  # both on the host
+        # both are on the host
+        generations = pool.req_generation.numpy()
+        free = set(pool.free_slots)
 
         def alive(name: Name) -> bool:
-            return name.row not in free and int(turns[name.row]) == name.turn
+            return name.row not in free and int(generations[name.row]) == name.generation
 
-        self.rows = {at: (name, row) for at, (name, row) in self.rows.items() if alive(name)}
-        self.whole = {name: ids for name, ids in self.whole.items() if alive(name)}
-        rows = [req.kv.req_pool_idx for req in requests]
-        return [Name(row, int(turns[row]), start) for row, start in zip(rows, starts, strict=True)]
+        self.rows = {
+            pool_row: (name, row) for pool_row, (name, row) in self.rows.items() if alive(name)
+        }
+        self.finished_blocks = {
+            name: ids for name, ids in self.finished_blocks.items() if alive(name)
+        }
+        names = []
+        for req, start in zip(requests, starts, strict=True):
+            pool_row = req.kv.req_pool_idx
+            names.append(Name(pool_row, int(generations[pool_row]), start))
+        return names
 
     def _row(self, engine: Any, req: Any, name: Name) -> EngineRow:
         """Return the kept row of a request, or make one at the engine's current block."""
-        found = self.rows.get(name.row)
-        if found is not None and found[0] == name:
-            return found[1]
+        stored = self.rows.get(name.row)
+        if stored is not None and stored[0] == name:
+            return stored[1]
         if getattr(req, "mrp", None) is None:
             mode = self.settings.mode
             req.mrp = Progress(
-                interpreted(req, self.settings), Counts(mode.width, mode.drafting is not None)
+                parse_options(req, self.settings), Counts(mode.width, mode.drafting is not None)
             )
-        ids, end = (
-            [*req.origin_input_ids, *req.output_ids],
-            end_of_text(req, self.block, engine.model_config.context_len),
-        )
+        ids = [*req.origin_input_ids, *req.output_ids]
+        end = end_of_text(req, self.block, engine.model_config.context_len)
         return fresh_row(
             ids,
             len(req.origin_input_ids),
@@ -293,47 +309,52 @@ class Rounds:
         self,
         engine: Any,
         batch: Any,
-        own: Own,
+        request_rows: RequestRows,
         rows: Sequence[EngineRow],
         evict: Callable[[int], Any],
         sees_new: bool,
     ) -> bool:
         """Draft as many states as pay and have room, verify, accept and commit; return whether a
         CUDA graph ran."""
-        mode, drafting = self.settings.mode, self.settings.mode.drafting
+        mode = self.settings.mode
+        drafting = self.settings.mode.drafting
         budget = self.budget = self.budget or pace_of(engine.model, mode, self.share)
         amount = budget.choose(rows)
-        pool, allocator = engine.req_to_token_pool, engine.token_to_kv_pool_allocator
+        pool = engine.req_to_token_pool
+        allocator = engine.token_to_kv_pool_allocator
         clean = any(not row.state.masks for row in rows)
         width = amount.states - 1 or int(clean and not amount.narrow)
-        with borrowed(pool, allocator, evict, len(rows), width, self.block) as lent:
-            states = min(amount.states, 1 + lent.width)
-            amount = Amount(states, min(amount.passes, states - 1), narrow=not lent.width)
-            weight, vocab_size = engine.model.lm_head.weight, engine.model_config.vocab_size
+        with borrow_slots(pool, allocator, evict, len(rows), width, self.block) as loan:
+            states = min(amount.states, 1 + loan.width)
+            amount = Amount(states, min(amount.passes, states - 1), narrow=not loan.width)
+            weight = engine.model.lm_head.weight
+            vocab_size = engine.model_config.vocab_size
             # The weight is neither packed (quantized) nor divided among devices.
-            whole = type(weight) in (torch.Tensor, torch.nn.Parameter) and len(weight) >= vocab_size
-            fixed = {
+            weight_is_complete = (
+                type(weight) in (torch.Tensor, torch.nn.Parameter) and len(weight) >= vocab_size
+            )
+            shared_arguments = {
                 "lm_head_weight": weight,
                 "mask_token_id": self.mask_id,
                 "dispatch": self.settings.dispatch,
             }
             unembed = partial(engine.model.unembed, batch)
-            pickers = Pickers(
-                weight,
-                lambda one: one.picker(
-                    unembed,
-                    drafting.listed(vocab_size, one.sample)
-                    if drafting is not None and whole
-                    else 0,
-                    **fixed,
-                ),
+
+            def make_picker(sampling: Sampling) -> Picker:
+                shortlist = 0
+                if drafting is not None and weight_is_complete:
+                    shortlist = drafting.listed(vocab_size, sampling.sample)
+                return sampling.picker(unembed, shortlist, **shared_arguments)
+
+            pickers = Pickers(weight, make_picker)
+            networks = EngineNetworks(
+                engine, batch, request_rows, loan, mode.uses_head, pickers, self.block
             )
-            networks = EngineNetworks(engine, batch, own, lent, mode.uses_head, pickers, self.block)
-            begun = perf_counter()
+            start_time = perf_counter()
             steps = EngineDecoder(sees_new, replace(mode, refine=None), networks, budget).round(
                 rows, amount
             )
-            budget.learn(amount, rows, steps, perf_counter() - begun)
+            budget.learn(amount, rows, steps, perf_counter() - start_time)
         return networks.graph_ran
 
 
@@ -344,7 +365,7 @@ def fresh_row(
     end: int,
     block: int,
     mask_id: int,
-    place: int,
+    pool_row: int,
     progress: Progress,
 ) -> EngineRow:
     """Make a request's row at the start of a block, before any of its states is scored.
@@ -356,21 +377,19 @@ def fresh_row(
         end: End of the request's last block; no state is drafted beyond.
         block: Tokens of a block.
         mask_id: The mask's id.
-        place: The request's row of the engine's pool.
+        pool_row: The request's row of the engine's pool.
         progress: The progress of the request.
     """
     text = [*ids, *[mask_id] * (end - len(ids))]
     text += [0 if mask_id else 1] * (2 * block - len(text) % block)
-    asked = progress.asked
+    options = progress.options
     # The engine ends texts itself: no row has an end.
-    ends = (prompt, prompt, len(text), NEVER, prompt + asked.least)
-    row = EngineRow(place, text, block, mask_id, asked.eos, *ends, asked.seed)
-    row.asked, row.alone, row.counts, row.steps = (
-        asked,
-        progress.alone,
-        progress.counts,
-        progress.steps,
-    )
+    ends = (prompt, prompt, len(text), NEVER, prompt + options.min_new_tokens)
+    row = EngineRow(pool_row, text, block, mask_id, options.eos, *ends, options.seed)
+    row.options = options
+    row.single_state = progress.single_state
+    row.counts = progress.counts
+    row.steps = progress.steps
     row.state = row.opened(start)
     row.held = row.head_held = start
     return row

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 @dataclass
-class Borrowed:
+class BorrowedSlots:
     """Room for `width` more states per row of a batch.
 
     Attributes:
@@ -30,20 +30,21 @@ class Borrowed:
         """Number of borrowed states per row."""
         return len(self.rows[0]) if self.rows else 0
 
-    def given_back(self) -> Tensor:
+    def returned_slots(self) -> Tensor:
         """List the slots to return to the engine's pool when the round is over, [rows * width *
         block]."""
         if not self.swapped:
             return self.slots.flatten()
-        return torch.cat(
-            [self.swapped.get(place, slots) for place, slots in enumerate(self.slots.unbind())]
-        )
+        blocks = []
+        for index, slots in enumerate(self.slots.unbind()):
+            blocks.append(self.swapped.get(index, slots))
+        return torch.cat(blocks)
 
 
 @contextmanager
-def borrowed(
+def borrow_slots(
     pool: Any, allocator: Any, evict: Callable[[int], Any], batch: int, width: int, block: int
-) -> Iterator[Borrowed]:
+) -> Iterator[BorrowedSlots]:
     """Borrow rows and slots for up to `width` more states per row, as far as they are free; give
     them back after the round.
 
@@ -63,19 +64,19 @@ def borrowed(
         evict(batch * width * block)
     width = min(width, allocator.available_size() // (batch * block)) if width else 0
     rows = pool.alloc_rows(batch * width) if width else []
-    lent = Borrowed(
+    loan = BorrowedSlots(
         [[] for _ in range(batch)], torch.empty(0, block, dtype=torch.long, device=pool.device)
     )
     try:
         if rows and (slots := allocator.alloc(batch * width * block)) is not None:
-            lent = Borrowed(
-                [rows[at * width : (at + 1) * width] for at in range(batch)],
+            loan = BorrowedSlots(
+                [rows[row_index * width : (row_index + 1) * width] for row_index in range(batch)],
                 slots.long().view(-1, block),
             )
-        yield lent
+        yield loan
     finally:
-        if lent.width:
+        if loan.width:
             # whole pages in order, so the pool need not sort them
-            allocator.free_segment(lent.given_back(), start_pos=0)
+            allocator.free_segment(loan.returned_slots(), start_pos=0)
         if rows:
             pool.free_rows(rows)

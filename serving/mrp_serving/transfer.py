@@ -7,11 +7,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_WORD = 8  # bytes: parts are aligned to this, for both dtypes
+_WORD = 8  # bytes: vectors are aligned to this, for both dtypes
 
 
 @dataclass(frozen=True)
-class Part:
+class IntVector:
     """A vector of integers to send to a device.
 
     Attributes:
@@ -23,33 +23,34 @@ class Part:
     dtype: torch.dtype = torch.long
 
 
-def sent(
-    parts: Mapping[str, Part], device: torch.device
+def send_to_device(
+    vectors: Mapping[str, IntVector], device: torch.device
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Send vectors of integers to a device in one copy.
 
     Args:
-        parts: The vectors, by name.
+        vectors: The vectors, by name.
         device: The target.
 
     Returns:
         By name, views of the tensor on the device, and views of the tensor on the host that it was
         copied from.
     """
-    begins, words = dict[str, int](), 0
-    for name, part in parts.items():
+    begins = dict[str, int]()
+    words = 0
+    for name, vector in vectors.items():
         begins[name] = words
-        words += -(-len(part.numbers) * part.dtype.itemsize // _WORD)
+        words += -(-len(vector.numbers) * vector.dtype.itemsize // _WORD)
     buffer = np.empty(words, np.int64)
-    for name, part in parts.items():
-        kind = np.int32 if part.dtype == torch.int32 else np.int64
-        buffer[begins[name] :].view(kind)[: len(part.numbers)] = part.numbers
+    for name, vector in vectors.items():
+        kind = np.int32 if vector.dtype == torch.int32 else np.int64
+        buffer[begins[name] :].view(kind)[: len(vector.numbers)] = vector.numbers
     host = torch.from_numpy(buffer)
 
-    def views(whole: Tensor) -> dict[str, Tensor]:
-        return {
-            name: whole[begins[name] :].view(part.dtype)[: len(part.numbers)]
-            for name, part in parts.items()
-        }
+    def views(tensor: Tensor) -> dict[str, Tensor]:
+        named_views = {}
+        for name, vector in vectors.items():
+            named_views[name] = tensor[begins[name] :].view(vector.dtype)[: len(vector.numbers)]
+        return named_views
 
     return views(host.to(device, non_blocking=True)), views(host)

@@ -8,7 +8,7 @@ from modeling_mrp.rules.state import Row
 
 from .requests import Progress
 
-SHOWN = "mrp"
+META_KEY = "mrp"
 _COUNTED = {
     "forwards": "Forwards of the backbone, one for each request that took part",
     "head_forwards": "Forwards of the head, one for each request that took part",
@@ -25,37 +25,44 @@ class Report:
 
     def count_in(self, make: Any) -> None:
         """Create the counters, each by `make(name, documentation)`, and count from now on."""
-        told = {**_COUNTED, "tokens": "Tokens of finished blocks, prompts not included"}
-        self.counters = {name: make(f"sglang:mrp_{name}", text) for name, text in told.items()}
+        documentation = {**_COUNTED, "tokens": "Tokens of finished blocks, prompts not included"}
+        self.counters = {
+            name: make(f"sglang:mrp_{name}", text) for name, text in documentation.items()
+        }
 
     def count(self, **numbers: int) -> None:
         """Add each number to the counter of its name."""
-        for name, number in numbers.items() if self.counters else ():
+        if not self.counters:
+            return
+        for name, number in numbers.items():
             self.counters[name].inc(number)
 
 
 def totals(rows: Sequence[Row]) -> dict[str, int]:
     """Sum each count over rows; return the sums by name."""
-    return {name: sum(getattr(row.counts, name) for row in rows) for name in _COUNTED}
+    sums = dict.fromkeys(_COUNTED, 0)
+    for row in rows:
+        for name in _COUNTED:
+            sums[name] += getattr(row.counts, name)
+    return sums
 
 
-def shown_of(req: Any) -> dict[str, Any] | None:
+def report_of(req: Any) -> dict[str, Any] | None:
     """Return the costs and traces for a request's metadata; None if the request has not been
     decoded yet."""
     progress: Progress | None = getattr(req, "mrp", None)
     if progress is None:
         return None
-    counts, text = progress.counts, req.output_ids_through_stop
-    shown: dict[str, Any] = {name: getattr(counts, name) for name in _COUNTED}
-    shown["revoked"] = counts.revoked
-    shown["tokens_per_forward"] = len(text) / max(1, counts.forwards)
-    shown["acceptance"] = counts.accepted / max(1, counts.drafted)
-    shown["offered_at_depth"], shown["accepted_at_depth"] = (
-        list(counts.offered_at_depth),
-        list(counts.accepted_at_depth),
-    )
-    if progress.asked.reveal_step:
-        shown["reveal_step"] = progress.step[: len(text)]
-    if progress.asked.provisional:
-        shown["provisional_ids"] = [] if req.finished() else progress.block
-    return shown
+    counts = progress.counts
+    text = req.output_ids_through_stop
+    report: dict[str, Any] = {name: getattr(counts, name) for name in _COUNTED}
+    report["revoked"] = counts.revoked
+    report["tokens_per_forward"] = len(text) / max(1, counts.forwards)
+    report["acceptance"] = counts.accepted / max(1, counts.drafted)
+    report["offered_at_depth"] = list(counts.offered_at_depth)
+    report["accepted_at_depth"] = list(counts.accepted_at_depth)
+    if progress.options.reveal_step:
+        report["reveal_step"] = progress.step[: len(text)]
+    if progress.options.provisional:
+        report["provisional_ids"] = [] if req.finished() else progress.block
+    return report

@@ -13,7 +13,7 @@ from conftest import ROOT
 from fake_engine import SAMPLING_PARAMS, FakeRequest
 from mrp_serving.options import Settings, settings_of
 from mrp_serving.picker import Sampling
-from mrp_serving.requests import interpreted, refusal, refusal_of_body, seed_of, text_of_block
+from mrp_serving.requests import parse_options, refusal, refusal_of_body, seed_of, text_of_block
 from packaging.requirements import Requirement
 
 from modeling_mrp.generate.loop import Drafting, Mode
@@ -91,7 +91,7 @@ def request_with(settings: Settings = SERVER, **asked: Any) -> Any:
 def test_a_greedy_request_is_decoded_as_the_engines_own_algorithms_do() -> None:
     """Whatever its temperature, by a threshold in float32; rules that these do not have, and
     processors, as `generate` does."""
-    asked = interpreted(request_with(temperature=0.5, top_p=0.5), SERVER)
+    asked = parse_options(request_with(temperature=0.5, top_p=0.5), SERVER)
     assert asked.mode == Mode(Dynamic(logit(float(np.float32(0.7)))), drafting=Drafting(4, 3, 1))
     assert (asked.sampling, asked.eos) == (Sampling(stock=True, drafts=True), frozenset())
     for other in (
@@ -99,11 +99,11 @@ def test_a_greedy_request_is_decoded_as_the_engines_own_algorithms_do() -> None:
         {"repetition_penalty": 1.5},
         {"min_new_tokens": 1},
     ):
-        assert not interpreted(request_with(**other), SERVER).sampling.stock
-    assert interpreted(request_with(min_new_tokens=1), SERVER).mode.rule == Dynamic(logit(0.7))
+        assert not parse_options(request_with(**other), SERVER).sampling.stock
+    assert parse_options(request_with(min_new_tokens=1), SERVER).mode.rule == Dynamic(logit(0.7))
     # ints, for which transformers wants floats
     assert refusal(request_with(repetition_penalty=2, top_k=5, min_p=1)) is None
-    assert interpreted(request_with(), SERVER).seed == seed_of("request") != seed_of("other")
+    assert parse_options(request_with(), SERVER).seed == seed_of("request") != seed_of("other")
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_what_the_client_is_not_shown_is_not_decoded(
     asked: dict[str, Any], ids: list[int], start: int, final: Any
 ) -> None:
     req = FakeRequest([1] * 6, max_new_tokens=8, stop=(9,), asked=asked)
-    assert text_of_block(req, interpreted(req, SERVER), ids, start, M) == final
+    assert text_of_block(req, parse_options(req, SERVER), ids, start, M) == final
 
 
 @pytest.mark.parametrize(

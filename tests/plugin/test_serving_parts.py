@@ -15,10 +15,10 @@ from conftest import TINY
 from fake_engine import FakeAllocator, FakePool, FakeRequest
 from mrp_serving.checkpoint import ARCHITECTURES, backbone_weights, head_weight, open_checkpoint
 from mrp_serving.options import settings_of
-from mrp_serving.pace import Led, pace_of
+from mrp_serving.pace import BroadcastBudget, pace_of
 from mrp_serving.picker import CountPenalties, Sampling
-from mrp_serving.room import fetch_what_fits
-from mrp_serving.scratch import borrowed
+from mrp_serving.room import fetch_fitting
+from mrp_serving.scratch import borrow_slots
 from published import as_published
 from safetensors.torch import load_file, save_file
 
@@ -33,7 +33,7 @@ from modeling_mrp.kernels.dispatch import AUTOMATIC
 def test_what_is_lent_is_what_is_there_and_comes_back(rows: int, pages: int, width: int) -> None:
     """From a round that fails, too."""
     pool, allocator, asked = FakePool(rows, 32), FakeAllocator(pages, 4), list[int]()
-    with suppress(ZeroDivisionError), borrowed(pool, allocator, asked.append, 2, 3, 4) as lent:
+    with suppress(ZeroDivisionError), borrow_slots(pool, allocator, asked.append, 2, 3, 4) as lent:
         assert (lent.width, [len(rows) for rows in lent.rows], lent.slots.shape) == (
             width,
             [width] * 2,
@@ -76,7 +76,7 @@ def test_requests_wait_for_room_in_their_order(
         engine.dllm_manager.waiting_queue += engine.waiting_queue
         engine.waiting_queue = []
 
-    fetch_what_fits(take_all, scheduler)
+    fetch_fitting(take_all, scheduler)
     assert scheduler.dllm_manager.waiting_queue == begun + waiting[:taken]
     assert scheduler.waiting_queue == waiting[taken:]
     assert [req.sampling_params.max_new_tokens for req in waiting] == [limit, 24, 24, 24]
@@ -87,13 +87,17 @@ def test_all_processes_draft_as_the_clock_of_the_first_one_chooses() -> None:
     said, chosen, other = list[int](), Amount(4, 3), Mock()
     other.choose.return_value = Amount(1, narrow=True)
     leads, follows = (
-        Led(Fixed(chosen), lambda numbers: said.extend(numbers) or said),
-        Led(other, lambda numbers: said),
+        BroadcastBudget(Fixed(chosen), lambda numbers: said.extend(numbers) or said),
+        BroadcastBudget(other, lambda numbers: said),
     )
     assert [each.choose([]) for each in (leads, follows)] == [chosen, chosen]
     follows.learn(chosen, [], [], 0.1)
     other.learn.assert_called_once_with(chosen, [], [], 0.1)
-    for states, share, kind in (("auto", None, Auto), ("auto", list, Led), (4, list, Fixed)):
+    for states, share, kind in (
+        ("auto", None, Auto),
+        ("auto", list, BroadcastBudget),
+        (4, list, Fixed),
+    ):
         mode = settings_of({"num_draft_states": states, "target": "dynamic"}, {}, 16, True).mode
         assert isinstance(pace_of(torch.nn.Linear(1, 1), mode, share), kind)
 

@@ -13,8 +13,8 @@ from conftest import TINY
 from engine_reference import low_confidence
 from fake_engine import FakeEngine, FakeRequest, FakeScheduler, rounds_of
 from mrp_serving.options import Settings
-from mrp_serving.requests import interpreted, seed_of
-from mrp_serving.usage import shown_of
+from mrp_serving.requests import parse_options, seed_of
+from mrp_serving.usage import report_of
 from mrp_trainer.data.tasks import make_problem
 from request_kinds import KINDS, as_engine, as_options
 
@@ -71,7 +71,7 @@ def kinds_of(settings: Settings) -> list[dict[str, Any]]:
     found = []
     for kind in KINDS:
         with suppress(ValueError):
-            interpreted(FakeRequest([5], asked=as_engine(kind)), settings)
+            parse_options(FakeRequest([5], asked=as_engine(kind)), settings)
             found.append(kind)
     return found
 
@@ -79,7 +79,7 @@ def kinds_of(settings: Settings) -> list[dict[str, Any]]:
 def assert_its_text(model: Any, req: Any, kind: dict[str, Any], server: dict[str, Any]) -> None:
     """Compare a text, its log-probabilities and steps with those of `generate`, or with the text of
     `LowConfidence`."""
-    ids, asked = req.origin_input_ids, req.mrp.asked
+    ids, asked = req.origin_input_ids, req.mrp.options
     if asked.sampling.stock:
         threshold = (
             1.0 if isinstance(asked.mode.rule, Static) else server.get("confidence_threshold", 0.9)
@@ -99,7 +99,7 @@ def assert_its_text(model: Any, req: Any, kind: dict[str, Any], server: dict[str
     }
     options |= as_options({**kind, "sampling_seed": seed}, len(ids))
     out = model.generate(torch.tensor([ids]), return_dict_in_generate=True, **options)
-    text, shown = out.sequences[0, len(ids) :].tolist(), shown_of(req)
+    text, shown = out.sequences[0, len(ids) :].tolist(), report_of(req)
     assert req.output_ids_through_stop == text, kind
     assert shown is not None
     assert shown["reveal_step"] == out.reveal_step[0].tolist(), kind
@@ -181,7 +181,7 @@ def test_what_requests_cost(model: Any, prompts: list[list[int]]) -> None:
         before = len(engine.widths)
         scheduler.add(req)
         scheduler.run()
-        shown = shown_of(req)
+        shown = report_of(req)
         assert shown is not None
         assert shown["forwards"] == len(engine.widths) - before
         assert shown["tokens_per_forward"] == len(req.output_ids_through_stop) / shown["forwards"]
@@ -206,7 +206,7 @@ def test_what_requests_cost(model: Any, prompts: list[list[int]]) -> None:
     scheduler = FakeScheduler(FakeEngine(model, 64, 128, graphs=True), rounds_of(model, DYNAMIC))
     scheduler.add(*beside)
     scheduler.run()
-    assert [shown_of(req) for req in beside] == [shown_of(req) for req in alone]
+    assert [report_of(req) for req in beside] == [report_of(req) for req in alone]
 
 
 # numpy's, of infinities, where a kernel is interpreted
@@ -241,7 +241,7 @@ def test_requests_end_with_kernels_as_without(
         )
         scheduler.add(req)
         scheduler.run()
-        told.append((req.output_ids_through_stop, shown_of(req)))
+        told.append((req.output_ids_through_stop, report_of(req)))
     assert told[0] == told[1]
     assert len(told[0][0]) > 1
     picks = len(names) // 2
