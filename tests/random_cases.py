@@ -143,7 +143,7 @@ class StopsBehind(StoppingCriteria):
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         """See `StoppingCriteria`."""
-        return torch.isin(input_ids[:, -1], self.ids)
+        return torch.isin(input_ids[:, -1], self.ids.to(input_ids.device))
 
 
 def random_processors(rng: random.Random, left_to_right: bool) -> dict[str, Any]:
