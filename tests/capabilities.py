@@ -405,6 +405,7 @@ SOURCES = [
     Capability(
         "a source of one's own",
         "drafts",
+        ("cache",),  # whose first call has a mode of its own
         arguments=lambda trial, *_: {
             "decoding": "self_spec",
             "target": trial.mode,
@@ -760,7 +761,9 @@ SAME = [
         arguments=lambda *_: {"graphs": True},
         without={
             **dict.fromkeys(QUANTIZED, UNKNOWN),
-            **dict.fromkeys(("two devices", "a small device"), "graphs is True, but the model is on"),
+            **dict.fromkeys(
+                ("two devices", "a small device"), "graphs is True, but the model is on"
+            ),
             **dict.fromkeys(
                 ("offloaded to disk", "offloaded to the host"),
                 "graphs is True, but the model lies on several devices",
