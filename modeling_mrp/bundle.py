@@ -46,6 +46,8 @@ READING = [
     "rules.published",
     "rules",
     "rules.draft",
+    "rules.sources",
+    "rules.lookup",
     "generate.budget",
     "generate.loop",
     "generate.refine",

@@ -19,6 +19,7 @@ from modeling_mrp import MRPForCausalLM
 from modeling_mrp.generate.option_table import PUBLISHED, REMASK_RULES
 from modeling_mrp.kernels.dispatch import triton
 from modeling_mrp.networks import graphs
+from modeling_mrp.rules.sources import Candidates
 from tests.devices import FIRST, SECOND, SMALL, place, small_device, spread, two_devices
 from tests.pairs import MASK, PAD, Capability, Options, Result, Run, Trial, base_of, padded
 from tests.random_cases import Row, Sways, given_in
@@ -384,6 +385,37 @@ def drafted(name: str) -> Capability:
     )
 
 
+class Guesses:
+    """A source of drafts that proposes the same tokens, likely or not, at every column."""
+
+    def propose(self, row: Any, state: Any, parent: Any) -> Candidates:
+        tokens = {column: [(3, 0.9), (5 + column % 9, 0.4)] for column in state.free}
+        return Candidates(tokens, [float(column % 3) for column in range(len(state.ids))])
+
+
+SOURCES = [
+    Capability(
+        "prompt lookup",
+        "lookup",
+        arguments=lambda trial, *_: {
+            "prompt_lookup_num_tokens": 1 + trial.seeds[0] % 9,
+            "max_matching_ngram_size": 1 + trial.seeds[0] % 3,
+        },
+    ),
+    Capability(
+        "a source of one's own",
+        "drafts",
+        ("cache",),  # whose first call has a mode of its own
+        arguments=lambda trial, *_: {
+            "decoding": "self_spec",
+            "target": trial.mode,
+            "num_draft_states": 2 + trial.seeds[0] % 7,
+            "draft_sources": [Guesses()],
+        },
+    ),
+]
+
+
 def in_way(way: str) -> Capability:
     """Make an entry of a way in which options are given."""
 
@@ -694,6 +726,7 @@ BY_LISTS = ("bias", "a LoRA for each row")
 SAME = [
     drafted("self_spec"),
     drafted("mrp_spec"),
+    *SOURCES,
     argument("num_draft_states", 1, 3, 9, "auto"),
     argument("draft_branches", 1, 2, 5),
     argument("draft_passes", 2, 3),

@@ -7,6 +7,7 @@ the state before a reveal, x' the state after it, h_A the backbone's hidden stat
 2605.18817).
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -581,10 +582,11 @@ class Row:
         while len(nodes) < size:
             state, told, behind = nodes[-1]
             if not self.masked(state):
-                if self.masked(opened := self.opened(state)):
+                if len(state) == len(own) and self.masked(opened := self.opened(state)):
                     waiting[opened] = (chance, (opened, None, True))
-            elif (said := estimates.get(state, told)) is not None and not behind:
-                for made, of, likely in self.followers(state, said, memory):
+            else:
+                said = None if behind else estimates.get(state, told)
+                for made, of, likely in self.followers(own, state, said, memory):
                     if all(made != other for other, _, _ in nodes):
                         before = waiting.get(made, (0.0, (made, of, False)))
                         waiting[made] = before[0] + likely * chance, before[1]
@@ -596,27 +598,99 @@ class Row:
         return nodes
 
     def followers(
-        self, state: State, said: Said, memory: set[State]
-    ) -> Iterator[tuple[State, Said, float]]:
+        self, own: State, state: State, said: Said | None, memory: set[State]
+    ) -> Iterator[tuple[State, Said | None, float]]:
         """Yield the states after the rule's likely reveals, each with the predictions that led to
         it and its chance."""
         start, free = len(state) - self.block, self.candidates(state)
-        # with this state's noise
-        picks = self.picks(state, {i: (said.picks[i].scores, said.picks[i].kept) for i in free})
+        # heard where the order of reveals is known beforehand
+        looked, right = self.looked_up(own, state) if self.rule.left_to_right else ({}, 0.0)
+        if said is None and not looked:
+            return
+        picks = (
+            {}
+            if said is None
+            else self.picks(state, {i: (said.picks[i].scores, said.picks[i].kept) for i in free})
+        )
         odds = [
             picks[start + c].log_odds if start + c in picks else -torch.inf
             for c in range(self.block)
         ]
+        tokens = {i: [(picks[i].token, sigmoid(picks[i].log_odds + 2.0))] for i in picks}
+        for i, token in looked.items():
+            ranked = dict(tokens.get(i, []))
+            ranked[token] = max(right, ranked.get(token, 0.0))
+            tokens[i] = sorted(ranked.items(), key=lambda entry: -entry[1])
         named: Any = SimpleNamespace(
             free=tuple([i - start for i in free]), step=self.step_of[state]
         )
-        for where, chance in self.rule.likely(named, odds, self.options.draft_branches):
-            made, told = self.after(state, [picks[start + column] for column in where]), said
-            while made in memory:  # the state after a scored one is known
-                told = self.said(made)
-                made = self.after(made, self.choose(made, told, self.options.target))
-            if chance > 0 and not self.whole(made):
-                yield made, told, chance
+        for where, chance in self.rule.likely(
+            named, odds if said else [0.0] * self.block, self.options.draft_branches
+        ):
+            if all(start + column in tokens for column in where):
+                for reveal, share in self.reveals([start + column for column in where], tokens):
+                    made, told = self.after(state, reveal), said
+                    while made in memory:  # the state after a scored one is known
+                        told = self.said(made)
+                        made = self.after(made, self.choose(made, told, self.options.target))
+                    if chance > 0 and not self.whole(made):
+                        yield made, told, chance * share
+
+    def reveals(
+        self, where: Sequence[int], tokens: dict[int, list[tuple[int, float]]]
+    ) -> Iterator[tuple[list[Any], float]]:
+        """Yield reveals of some positions, with shares: of the likeliest tokens, then of another at
+        the least sure position."""
+        total = {i: sum(chance for _, chance in tokens[i]) for i in where}
+        shares = {
+            i: tokens[i][0][1] / total[i] if len(tokens[i]) > 1 and total[i] > 0 else 1.0
+            for i in where
+        }
+        share = math.prod(shares[i] for i in where if len(tokens[i]) > 1)
+        best = {i: tokens[i][0][0] for i in where}
+        yield [SimpleNamespace(position=i, token=token) for i, token in best.items()], share
+        unsure = [i for i in where if len(tokens[i]) > 1 and total[i] > 0]
+        if unsure:
+            least = min(unsure, key=lambda i: shares[i])
+            for token, chance in tokens[least][1:]:
+                other = {**best, least: token}
+                made = [SimpleNamespace(position=i, token=one) for i, one in other.items()]
+                yield made, share * (chance / total[least]) / shares[least]
+
+    def looked_up(self, own: State, state: State) -> tuple[dict[int, int], float]:
+        """Return by position the tokens behind the last place of the final text that has the tokens
+        before the first mask, and the share of the text's own tokens, late ones counting more, that
+        a lookup by as many tokens would have got right."""
+        final, count, free = (
+            own[: len(own) - self.block],
+            self.options.prompt_lookup_num_tokens,
+            self.candidates(state),
+        )
+        place = self.last_place(final, state, free[0]) if count and free else None
+        if place is None:
+            return {}, 0.0
+        position, size = place
+        right, tried = 0.0, 0.0
+        for end in range(1, len(final)):
+            place = self.last_place(final[:end], final, end)
+            if place is not None and place[1] == size and end >= len(self.prompt):
+                right, tried = 0.95 * right + (final[place[0]] == final[end]), 0.95 * tried + 1.0
+        looked = {}
+        for i, token in zip(range(free[0], len(state)), final[position:][:count], strict=False):
+            if token == self.mask or state[i] not in (self.mask, token):
+                break
+            if i in free:
+                looked[i] = token
+        return looked, (right + 0.25) / (tried + 1.0)
+
+    def last_place(self, final: State, text: State, end: int) -> tuple[int, int] | None:
+        """Find the last position of `final` behind the longest n-gram before `text[end]`; return it
+        and the n-gram's size."""
+        for size in range(min(self.options.max_matching_ngram_size, end), 0, -1):
+            for position in range(len(final) - 1, size - 1, -1):
+                if final[position - size : position] == text[end - size : end]:
+                    return position, size
+        return None
 
     def target_rule(self) -> RevealRule:
         """Make the target's reveal rule, for its guesses, which `tests/rules/test_rules.py` derives
@@ -708,6 +782,11 @@ def log_odds(scores: Tensor, token: Tensor) -> list[float]:
     """Compute log(p / (1 - p)) of one token per row, without ever computing 1 - p."""
     others = scores.scatter(1, token[:, None], -torch.inf)
     return (scores.gather(1, token[:, None])[:, 0] - others.logsumexp(-1)).tolist()
+
+
+def sigmoid(odds: float) -> float:
+    """Compute a probability from its log-odds."""
+    return torch.tensor(odds, dtype=torch.float64).sigmoid().item()
 
 
 def logit(p: float) -> float:

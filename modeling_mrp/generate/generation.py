@@ -26,6 +26,7 @@ from ..networks.networks import Networks
 from ..networks.picker import TRUNCATIONS, Picker
 from ..rules.bans import Bans
 from ..rules.draft import UnscoredError
+from ..rules.sources import CheckedSource, DraftSource
 from ..rules.state import Counts, Row
 from ..versions import tested_versions
 from .budget import budget_of
@@ -57,6 +58,7 @@ class MRPGenerationMixin(GenerationMixin):
         infill_ids: Tensor | None = None,
         past_key_values: BlockCache | None = None,
         cache: BlockCache | None = None,
+        draft_sources: Sequence[DraftSource] | None = None,
         **kwargs: Any,
     ) -> Tensor | MRPGenerateOutput:
         """Decode block by block; take the arguments of `GenerationMixin.generate` and every field
@@ -87,6 +89,8 @@ class MRPGenerationMixin(GenerationMixin):
                 The cache is overwritten, or copied if too small or with `num_return_sequences`:
                 continue from the one in the new output instead.
             cache: Another name of `past_key_values`, transformers' own from 5.24 on.
+            draft_sources: With 'self_spec' or 'mrp_spec', objects that propose tokens for drafts
+                beside scores (`DraftSource`). They change how fast the text comes, never the text.
 
         Returns:
             [rows, prompt + generated] long, or an `MRPGenerateOutput` with
@@ -116,7 +120,9 @@ class MRPGenerationMixin(GenerationMixin):
         """
         cache = chosen_cache(cache, past_key_values)
         if custom_generate is not None:
-            kwargs |= set_fields({"infill_ids": infill_ids, CACHE_NAME: cache})
+            kwargs |= set_fields(
+                {"infill_ids": infill_ids, CACHE_NAME: cache, "draft_sources": draft_sources}
+            )
             return super().generate(
                 inputs,
                 generation_config,
@@ -124,7 +130,13 @@ class MRPGenerationMixin(GenerationMixin):
                 streamer=streamer,
                 **kwargs,
             )
+        if draft_sources is not None:
+            kwargs["draft_sources"] = draft_sources
         config, others = resolved(self, generation_config, kwargs)
+        vocab_size, mask_id = self.config.vocab_size, self.config.mask_token_id
+        sources = [
+            CheckedSource(each, vocab_size, mask_id) for each in others.pop("draft_sources", ())
+        ]
         prompt: Any = inputs if inputs is not None else others.get("input_ids")
         mask, pad = others.get("attention_mask"), config.pad_id()
         real = check_ids(prompt, mask, self.config)
@@ -158,7 +170,9 @@ class MRPGenerationMixin(GenerationMixin):
             infill_ids = infill_ids.repeat_interleave(copies, 0)
             if config.max_new_tokens is None and config.max_length is None:
                 config.max_new_tokens = infill_ids.shape[1]
-        decode = partial(_decode, streamer, real.repeat_interleave(copies, 0), infill_ids, cache)
+        decode = partial(
+            _decode, streamer, real.repeat_interleave(copies, 0), infill_ids, cache, sources
+        )
         with fetched(self.lm_head):
             return super().generate(
                 inputs, generation_config=config, custom_generate=decode, **others
@@ -219,6 +233,7 @@ def _decode(
     real: Tensor,
     infill_ids: Tensor | None,
     past: BlockCache | None,
+    sources: Sequence[DraftSource],
     model: Any,
     input_ids: Tensor,
     logits_processor: kinds.LogitsProcessorList,
@@ -226,7 +241,7 @@ def _decode(
     generation_config: MRPGenerationConfig,
     **others: Any,
 ) -> Tensor | MRPGenerateOutput:
-    """Decode prompts; `generate` binds the first four arguments, `GenerationMixin.generate`
+    """Decode prompts; `generate` binds the first five arguments, `GenerationMixin.generate`
     prepares the others."""
     config, block, device = generation_config, model.config.block_size, model.lm_head.weight.device
     width = input_ids.shape[1]
@@ -303,7 +318,9 @@ def _decode(
         # The batch keeps all rows if adapters go by row; recorded, a round of under 4 rows takes no
         # less time than one of 4.
         fewest = len(rows) if adapters_of_rows(model) else 1 if graphs is None else 4
-        decoder = Decoder(mode, networks, budget_of(model, mode), watches, fewest)
+        if mode.drafting is not None:
+            sources = [*sources, *mode.drafting.sources()]
+        decoder = Decoder(mode, networks, budget_of(model, mode), watches, fewest, sources)
         try:
             decoder.decode(rows, reused)
         except UnscoredError as error:

@@ -34,7 +34,9 @@ from ..rules.draft import (
     target_nodes,
     write,
 )
+from ..rules.lookup import PromptLookup
 from ..rules.reveal import RevealRule
+from ..rules.sources import DraftSource
 from ..rules.state import Frontier, Key, Row, Scores, State
 from .budget import Amount, Budget
 from .refine import Refinement, refined
@@ -55,6 +57,8 @@ class Drafting:
             measured time says pays (`Budget`).
         shortlist: Tokens that a head pass chooses among at each position; 0: all; None: decided by
             the size of the vocabulary.
+        lookup_tokens: Tokens of a `PromptLookup` at a state, at most; 0: none is made.
+        lookup_ngram_size: Tokens that have to be the same for it, at most.
     """
 
     states: int
@@ -62,6 +66,14 @@ class Drafting:
     passes: int = 0
     paced: bool = False
     shortlist: int | None = None
+    lookup_tokens: int = 0
+    lookup_ngram_size: int = 2
+
+    def sources(self) -> list[DraftSource]:
+        """Make the sources of drafts besides scores and the head, for one call."""
+        if not self.lookup_tokens:
+            return []
+        return [PromptLookup(self.lookup_tokens, self.lookup_ngram_size)]
 
     def listed(self, vocab_size: int, sample: bool) -> int:
         """Return how many tokens a head pass chooses among at each position; 0: all of them, or
@@ -111,6 +123,7 @@ class Decoder:
         watches: Callbacks that get the batch's rows after the prefill and after every round; they
             may end rows (stopping criteria).
         least_rows: The batch is halved as its rows end, but keeps at least this many rows.
+        sources: Sources of drafts that are asked beside scores.
 
     Attributes:
         verified: Forwards that scored drafts.
@@ -124,6 +137,7 @@ class Decoder:
         budget: Budget,
         watches: Sequence[Callable[[Sequence[Row]], None]] = (),
         least_rows: int = 1,
+        sources: Sequence[DraftSource] = (),
     ) -> None:
         self.mode, self.networks, self.budget, self.watches, self.least_rows = (
             mode,
@@ -132,6 +146,7 @@ class Decoder:
             watches,
             least_rows,
         )
+        self.sources = sources
         self.verified = self.slots = 0
 
     def decode(self, rows: list[Row], reused: Sequence[int]) -> None:
@@ -178,9 +193,7 @@ class Decoder:
         drafts = self.draft(rows, amount)
         scores = self.networks.score(rows, drafts)
         self.slots += len(rows)
-        # Nodes after the row's own are drafts if they have no parent; nodes with a parent are first
-        # states of next blocks.
-        self.verified += any(node.parent < 0 for nodes in drafts for node in nodes[1:])
+        self.verified += any(not node.opens for nodes in drafts for node in nodes[1:])
         self.write(rows, self.accept(rows, drafts, scores, amount.states > 1))
         return [row.steps - steps for row, steps in zip(rows, before, strict=True)]
 
@@ -193,7 +206,7 @@ class Decoder:
 
         def grown(size: int) -> list[list[Node]]:
             return [
-                build_draft(row, self.rule_of(row), size, drafting.branches, known)
+                build_draft(row, self.rule_of(row), size, drafting.branches, known, self.sources)
                 if row.stop is None
                 else []
                 for row, known in zip(rows, estimates, strict=True)

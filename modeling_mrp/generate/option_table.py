@@ -192,6 +192,11 @@ class DecodingOptions:
         draft_shortlist: size of the list of likeliest tokens among which a head pass chooses at a
             position, if no processors or bans act; 0: all tokens; None: 16 (sampling: 64) if the
             vocabulary has more than 16,384, else all
+        prompt_lookup_num_tokens: with the target `sequential`, one token a step: tokens that are
+            drafted from an earlier place of prompt and text with the same last tokens, at most,
+            beside other drafts; None or 0: none
+        max_matching_ngram_size: how many last tokens have to be the same, at most; the longest
+            match counts
         remask_rule: `reread`, `threshold` or `residual`
         residual_delta: for the rule `residual`, in logits
         seed: with `do_sample`: an int s seeds row i with s + i, a list each row, None draws by
@@ -216,6 +221,8 @@ class DecodingOptions:
     draft_branches: Annotated[int | None, None, _COUNT, DRAFTING] = None
     draft_passes: Annotated[int | None, 1, _COUNT, ("mrp_spec",)] = None
     draft_shortlist: Annotated[int | None, None, _LISTED, ("mrp_spec",)] = None
+    prompt_lookup_num_tokens: Annotated[int | None, 0, _LISTED, DRAFTING] = None
+    max_matching_ngram_size: Annotated[int | None, 2, _COUNT, DRAFTING] = None
     remask_rule: Annotated[str | None, "reread", _one_of(REMASK_RULES), ("mrp_remask",)] = None
     residual_delta: Annotated[float | None, 1.0, _POSITIVE, ("mrp_remask",)] = None
     seed: Annotated[int | list[int] | None, None, _SEED] = None
@@ -357,8 +364,7 @@ _REASONS = {
     "prefix_allowed_tokens_fn": _PREFIXES,
     "exponential_decay_length_penalty begin_suppress_tokens forced_bos_token_id "
     "forced_eos_token_id": _COLUMNS,
-    "use_mtp prompt_lookup_num_tokens assistant_early_exit": "decoding='self_spec' or 'mrp_spec' "
-    "drafts",
+    "use_mtp assistant_early_exit": "decoding='self_spec' or 'mrp_spec' drafts",
     "assistant_model is_assistant": "decoding='self_spec' or 'mrp_spec' drafts",
     "guidance_scale negative_prompt_ids dola_layers output_attentions "
     "output_hidden_states": _ROUNDS,

@@ -1,5 +1,6 @@
 """Checks of the input of `generate`: its config, the options of a call, and prompts."""
 
+import copy
 import reprlib
 from collections.abc import Mapping
 from typing import Any
@@ -36,6 +37,7 @@ _ARGUMENTS = {
     "stopping_criteria",
     "tokenizer",
     "synced_gpus",
+    "draft_sources",
 }
 
 
@@ -103,9 +105,22 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
         branches = options.draft_branches or (1 if chain else BRANCHES)
         passes = min(options.draft_passes, states - 1) if with_head else 0
         drafting = Drafting(
-            states, branches, passes, auto, options.draft_shortlist if with_head else None
+            states,
+            branches,
+            passes,
+            auto,
+            options.draft_shortlist if with_head else None,
+            options.prompt_lookup_num_tokens,
+            options.max_matching_ngram_size,
         )
         return Mode(RULES[options.target](self, block_size), drafting=drafting)
+
+    def get_generation_mode(self, assistant_model: Any = None) -> Any:
+        """See `GenerationConfig`; a lookup drafts in this package's loop, and asks for no assisted
+        generation."""
+        others = copy.copy(self)
+        others.prompt_lookup_num_tokens = None
+        return super(MRPGenerationConfig, others).get_generation_mode(assistant_model)
 
     def eos_ids(self) -> list[int]:
         """List the ids that end a row; `eos_token_id` may be None, one id, several, or a tensor of
@@ -184,6 +199,17 @@ def resolved(
             f"{', '.join(unknown)}: not supported by generate here. Check the spelling, or leave "
             "it unset"
         )
+    if others.get("draft_sources") and config.decoding not in DRAFTING:
+        raise ValueError(
+            f"decoding={config.decoding!r} drafts nothing: with draft_sources use "
+            f"{' or '.join(map(repr, DRAFTING))}"
+        )
+    lookup = kwargs.get("prompt_lookup_num_tokens")
+    if lookup and config.decoding in DRAFTING and config.target != "sequential":
+        logger.warning_once(
+            f"prompt_lookup_num_tokens={lookup}: no effect with target={config.target!r}, whose "
+            "order of reveals it does not know. Use target='sequential', or leave it out"
+        )
     acting = {config.decoding, config.target if config.decoding in DRAFTING else config.decoding}
     if idle := [
         one.name
@@ -220,7 +246,7 @@ def resolved(
 
 def check_callables(arguments: Mapping[str, Any]) -> None:
     """Raise `ValueError` unless `logits_processor` and `stopping_criteria`, where they are given,
-    are lists of callables."""
+    are lists of callables, and `draft_sources` a list of sources."""
     for name in ("logits_processor", "stopping_criteria"):
         value = arguments.get(name, [])
         for part in value if isinstance(value, list | tuple) else [None]:
@@ -228,6 +254,13 @@ def check_callables(arguments: Mapping[str, Any]) -> None:
                 raise ValueError(
                     f"{name} is {reprlib.repr(value)}: pass a list of callables, none of them None"
                 )
+    sources = arguments.get("draft_sources", [])
+    for source in sources if isinstance(sources, list | tuple) else [None]:
+        if not callable(getattr(source, "propose", None)):
+            raise ValueError(
+                f"draft_sources is {reprlib.repr(sources)}: pass a list of objects with a method "
+                f"`propose`"
+            )
 
 
 def stop_strings_of(tokenizer: Any, strings: Any) -> StopStringCriteria:

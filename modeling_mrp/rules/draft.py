@@ -1,7 +1,8 @@
 """Build drafts (states that a round submits for a row), and accept the path that the rule takes
 through scored states.
 
-A draft is the row's next state and the states most likely to follow it.
+A draft is the row's next state and the states most likely to follow it, in its block and, behind a
+clean state, in the next one.
 
 An estimate gives a token and its log-odds for each masked column. Which column is revealed first is
 far less certain than which token it gets, so a state has several *followers*, the states that one
@@ -26,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from .reveal import RevealRule, log_sigmoid
+from .sources import UNKNOWN, Candidates, DraftSource, Guess, combined
 from .state import Frontier, Key, Row, Scores, State
 
 # Followers considered per state, at most, and the number of rows from which only one is: such a
@@ -51,6 +53,12 @@ class Node:
     parent: int
     source: Scores | None
 
+    @property
+    def opens(self) -> bool:
+        """Whether this is the first state of a block, submitted with the clean state before it: no
+        draft, but what comes next."""
+        return self.parent >= 0 and self.state.step == 0
+
 
 # A candidate for a draft: the state before, the columns to reveal, the key of the resulting state,
 # and `source` and `parent` of its `Node`. The resulting state is made only once it is drafted
@@ -59,39 +67,88 @@ Follower = tuple[State, Sequence[int], Key, Scores | None, int]
 
 
 def followers(
-    row: Row, rule: RevealRule, state: State, said: Scores, branches: int
+    row: Row,
+    rule: RevealRule,
+    state: State,
+    scores: Scores | None,
+    branches: int,
+    candidates: Sequence[Candidates] = (),
+    parent: int = -1,
 ) -> Iterator[tuple[Key, Follower, float]]:
-    """Yield key, candidate and chance of each state that a reveal at `state` may lead to, given its
-    scores `said`.
+    """Yield key, candidate and chance of each state that a reveal at `state` may lead to.
 
     States at which the text is whole are left out. A state that the last round scored is replaced
     by the first unscored state to which the rule leads from there.
+
+    Args:
+        row, rule: The row, and what it decodes by.
+        state: The state.
+        scores: Its scores, or an estimate of them; None if there are none.
+        branches: Sets of columns considered, at most.
+        candidates: What other sources propose at the state.
+        parent: The state's `Node.parent`, and so that of its followers.
     """
-    token, odds = (
-        (said.token, said.odds) if said.likeliest is None else draw_tokens(row, state, said)
-    )
-    (start, ids), memory, eos = state.key, row.memory, row.eos
-    # Whether the text continues in the next block, unless the reveal holds an eos.
-    goes_on = state.end == row.block_size < row.open_end - start  # but for an eos
-    for where, likely in rule.likely(state, odds, branches):
-        if not likely > 0:
+    scored: tuple[Sequence[int], Sequence[float]] | None = None
+    if scores is not None and scores.likeliest is None:
+        scored = scores.token, scores.odds
+    elif scores is not None:
+        scored = draw_tokens(row, state, scores)
+    guess = combined(state, scored, candidates, rule.left_to_right)
+    if guess is None:
+        return
+    for columns, chance in rule.likely(state, guess.log_odds, branches):
+        if not chance > 0:
             continue
-        revealed = list(ids)
-        ends = not goes_on
-        for column in where:
-            revealed[column] = one = token[column]
-            ends |= one in eos
-        key = (start, tuple(revealed))
-        before, source = state, said
-        if ends or key in memory:
-            before = row.after(state, where, token)
-            while (met := memory.get(before.key)) is not None:
-                source = met[1]
-                before = row.after(before, rule.reveal(before, source, row.memo)[0], source.token)
-            if row.ends(before):
-                continue
-            key, where = before.key, ()
-        yield key, (before, where, key, source, -1), likely
+        for tokens, share in variants(columns, guess) if candidates else ((guess.token, 1.0),):
+            found = follower(row, rule, state, scores, columns, tokens, parent)
+            if found is not None:
+                yield found[2], found, chance * share
+
+
+def variants(columns: Sequence[int], guess: Guess) -> Iterator[tuple[Sequence[int], float]]:
+    """Yield tokens by column that a reveal of some columns may have, each with its share of the
+    reveal's chance: the likeliest ones, then each other one at the column that is the least sure.
+    There are none if a column's token is unknown."""
+    if any(guess.token[column] == UNKNOWN for column in columns):
+        return
+    unsure = [column for column in columns if column in guess.rivals]
+    share = math.prod([guess.rivals[column][0][1] for column in unsure])
+    yield guess.token, share
+    if unsure:
+        column = min(unsure, key=lambda column: guess.rivals[column][0][1])
+        (_, likeliest), *others = guess.rivals[column]
+        for rival, chance in others:
+            tokens = list(guess.token)
+            tokens[column] = rival
+            yield tokens, share * chance / likeliest
+
+
+def follower(
+    row: Row,
+    rule: RevealRule,
+    state: State,
+    scores: Scores | None,
+    columns: Sequence[int],
+    token: Sequence[int],
+    parent: int,
+) -> Follower | None:
+    """Make the candidate that a reveal of `token[column]` at some columns leads to; None if the
+    text is whole there."""
+    start, ids = state.key
+    # Whether the text ends with the block, or with an eos in the reveal.
+    ends = not state.end == row.block_size < row.open_end - start
+    revealed = list(ids)
+    for column in columns:
+        revealed[column] = token[column]
+        ends |= token[column] in row.eos
+    key = (start, tuple(revealed))
+    if not ends and key not in row.memory:
+        return state, columns, key, scores, parent
+    after, source = row.after(state, columns, token), scores
+    while (remembered := row.memory.get(after.key)) is not None:
+        source = remembered[1]
+        after = row.after(after, rule.reveal(after, source, row.memo)[0], source.token)
+    return None if row.ends(after) else (after, (), after.key, source, parent)
 
 
 def draft_sizes(width: int, passes: int) -> list[int]:
@@ -116,7 +173,12 @@ def target_nodes(row: Row, narrow: bool) -> list[Node]:
 
 
 def build_draft(
-    row: Row, rule: RevealRule, size: int, branches: int, estimates: Mapping[Key, Scores]
+    row: Row,
+    rule: RevealRule,
+    size: int,
+    branches: int,
+    estimates: Mapping[Key, Scores],
+    sources: Sequence[DraftSource] = (),
 ) -> list[Node]:
     """Build a row's draft by best-first search from its next state, and return its nodes, the next
     state first.
@@ -125,34 +187,46 @@ def build_draft(
         row: The row to draft for.
         rule: Guesses what a step reveals (`RevealRule.likely`).
         size: States of the draft, at most.
-        branches: Followers considered per state, at most.
+        branches: Sets of columns considered per state, at most.
         estimates: The head's estimates of scores, by the state's key.
+        sources: Sources that are asked beside the scores.
     """
     waiting: list[Follower] = [(row.state, (), row.state.key, row.source, -1)]
     # By candidate, the chance that the path reaches it, summed over orders, -inf once drafted; and
-    # candidates' indices by key.
-    chances, met = [1.0], {row.state.key: 0}
+    # candidates' indices by parent and key.
+    chances, index_of = [1.0], {(-1, row.state.key): 0}
     nodes: list[Node] = []
     while len(nodes) < size and (chance := max(chances)) > 0:
-        at = chances.index(chance)
-        chances[at] = -math.inf
-        before, where, key, source, parent = waiting[at]
-        state = before.revealing(where, key) if where else before
+        index = chances.index(chance)
+        chances[index] = -math.inf
+        before, columns, key, source, parent = waiting[index]
+        state = before.revealing(columns, key) if columns else before
         nodes.append(Node(state, parent, source))
-        if len(nodes) == size or parent >= 0:
-            continue
+        if len(nodes) == size:
+            break
         if not state.masks:
-            behind = row.opened(state.start + row.block_size)
-            if behind.masks:  # one block at a time: a given one has to wait
-                waiting.append((behind, (), behind.key, None, len(nodes) - 1))
-                chances.append(chance)
-        elif (said := estimates.get(key, source)) is not None:
-            for name, follower, likely in followers(row, rule, state, said, branches):
-                if (at := met.setdefault(name, len(chances))) < len(chances):
-                    chances[at] += likely * chance
-                else:
-                    chances.append(likely * chance)
-                    waiting.append(follower)
+            if parent < 0:  # what is behind the next block would have to see two clean states
+                behind = row.opened(state.start + row.block_size)
+                if behind.masks:  # one block at a time: a given one has to wait
+                    waiting.append((behind, (), behind.key, None, len(nodes) - 1))
+                    chances.append(chance)
+            continue
+        scores = estimates.get(key, source)
+        candidates: Sequence[Candidates] = ()
+        if sources and state.free:
+            clean = nodes[parent].state if parent >= 0 else None
+            proposed = [source.propose(row, state, clean) for source in sources]
+            candidates = [proposal for proposal in proposed if proposal is not None]
+        if scores is None and not candidates:
+            continue
+        for name, candidate, share in followers(
+            row, rule, state, scores, branches, candidates, parent
+        ):
+            if (index := index_of.setdefault((parent, name), len(chances))) < len(chances):
+                chances[index] += share * chance
+            else:
+                chances.append(share * chance)
+                waiting.append(candidate)
     return nodes
 
 
@@ -231,34 +305,28 @@ def accept(
     Raises:
         UnscoredError: if no token had a finite score at a position that is revealed.
     """
-    # Indices in `nodes`: of states by their keys, and of next blocks' first states by the index of
-    # the clean state before.
-    places: dict[Key, int] = {}
-    next_blocks: dict[int, int] = {}  # by clean states
-    for place, node in enumerate(nodes):
-        if node.parent < 0:
-            places[node.state.key] = place
-        else:
-            next_blocks[node.parent] = place
-    state, at = row.state, 0
+    # Indices in `nodes` by parent and key: a state is scored only as what follows the clean state
+    # before it.
+    index_of = {(node.parent, node.state.key): index for index, node in enumerate(nodes)}
+    state, at, parent = row.state, 0, -1
     said, remembered = scores[0], False
     clean: list[int] = []
     frontier: Frontier | None = None
     length = depth = 0
     while True:
         length += 1
-        depth += remembered or (at > 0 and nodes[at].parent < 0)
+        depth += remembered or (at > 0 and not nodes[at].opens)
         if not state.masks:
             clean.append(at)
-            frontier, state = None, row.opened(state.start + row.block_size)
-            at = next_blocks.get(at, -1)
+            frontier, state, parent = None, row.opened(state.start + row.block_size), at
+            at = index_of.get((parent, state.key), -1)
             if at < 0:
                 break
             said, remembered = scores[at], False
             continue
         frontier = reveal_at(row, rule, state, said)
         state = frontier.successor
-        at = places.get(state.key, -1)
+        at = index_of.get((parent, state.key), -1)
         if at >= 0:
             said, remembered = scores[at], False
         elif drafts and (met := row.memory.get(state.key)) is not None:
@@ -271,11 +339,11 @@ def accept(
     if frontier is None:
         row.source = None
     if drafts:
-        count_drafts(row, nodes, state, depth)
+        count_drafts(row, nodes, state, parent, depth)
         row.memory = {
             node.state.key: (node.state, score)
             for node, score in zip(nodes, scores, strict=True)
-            if node.parent < 0 and node.state.masks
+            if node.state.masks and not node.opens and node.parent in (-1, parent)
         }
     row.counts.lengths[length] += 1
     return frontier, clean
@@ -318,15 +386,18 @@ def write(row: Row, frontier: Frontier) -> None:
         row.written.append(frontier)
 
 
-def count_drafts(row: Row, nodes: Sequence[Node], last: State, depth: int) -> None:
-    """Add a round's drafts to the row's counts; `depth` of them led to the state `last`."""
+def count_drafts(row: Row, nodes: Sequence[Node], last: State, parent: int, depth: int) -> None:
+    """Add a round's drafts to the row's counts; `depth` of them led to the state `last`, whose
+    `Node.parent` is given."""
     counts = row.counts
-    drafted = [node.state for node in nodes[1:] if node.parent < 0]
+    drafted = [node for node in nodes[1:] if not node.opens]
     counts.drafted += len(drafted)
     counts.accepted += depth
     for place in range(depth):
         counts.accepted_at_depth[place] += 1
-    offered = any(follows(state, last, row.mask_id) for state in drafted)
+    offered = any(
+        node.parent == parent and follows(node.state, last, row.mask_id) for node in drafted
+    )
     for place in range(min(depth + offered, len(counts.offered_at_depth))):
         counts.offered_at_depth[place] += 1
 

@@ -17,11 +17,25 @@ from modeling_mrp.kernels.dispatch import Dispatch
 _NOT_SERVED = {
     "seed": "requests have one each (sampling_seed)",
     "graphs": "the engine records graphs itself (--disable-cuda-graph)",
+    "prompt_lookup_num_tokens": "the engine drafts from scores and the head alone",
+    "max_matching_ngram_size": "the engine drafts from scores and the head alone",
 }
 SERVED = tuple(option.name for option in OPTIONS if option.name not in _NOT_SERVED)
-# Options of the server alone: they change how a text is computed, not the text.
-_OF_SERVER = ("draft_branches", "draft_passes", "draft_shortlist", "kernels")
-OF_REQUEST = tuple(name for name in SERVED if name not in _OF_SERVER)
+# Options that a request may set. Others change how a text is computed, not the text, and are the
+# server's alone; a new one is refused in requests until it is named here.
+OF_REQUEST = (
+    "decoding",
+    "target",
+    "denoising_steps",
+    "confidence_threshold",
+    "low_threshold",
+    "entropy_threshold",
+    "factor",
+    "mrp_steps",
+    "num_draft_states",
+    "remask_rule",
+    "residual_delta",
+)
 # Further `custom_params` of a request: they add fields to its response.
 RESPONSE_FIELDS = ("return_reveal_step", "return_provisional")
 
@@ -69,9 +83,11 @@ class Settings:
         allowed = (*OF_REQUEST, *RESPONSE_FIELDS)
         problems = []
         for name in params:
-            if name in _OF_SERVER:
+            if name in allowed:
+                continue
+            if name in SERVED:
                 problems.append(f"{name} is one of the server's options (--dllm-algorithm-config)")
-            elif name not in allowed:
+            else:
                 problems.append(f"{name} is no option of a request{closest_name(name, allowed)}")
         for name in RESPONSE_FIELDS:
             if not isinstance(params.get(name, True), bool):

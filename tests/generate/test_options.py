@@ -28,6 +28,7 @@ CHANGES |= {
     "draft_passes": 2,
     "draft_shortlist": 4,
 }
+CHANGES |= {"prompt_lookup_num_tokens": 5, "max_matching_ngram_size": 3}
 CHANGES |= {"remask_rule": "threshold", "residual_delta": 0.5}
 
 

@@ -1,0 +1,146 @@
+"""Draft sources: what may stand at a masked column, and when it is likely to be revealed.
+
+Scores tell both: a token for each column, and log-odds that say how soon the rule will reveal it.
+They are the backbone's, of the last accepted state or of a remembered one, or the head's estimate
+of them. Another source, such as `PromptLookup`, may know tokens alone. It is heard where a rule
+reveals from left to right, and where there are no scores, as in a block that has just been opened.
+Elsewhere a column is revealed because its scored token is nearly sure, and other tokens only make
+drafts worse (`benchmarks/NOTES.md`, Prompt lookup).
+
+A draft never changes the text, so a source may propose anything.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from .reveal import sigmoid
+from .state import Row, State
+
+# Added to a scored token's log-odds where other tokens compete with it: a draft's path is followed
+# only as long as it has come true, and then its next token is right more often than its score says.
+TRUST = 2.0
+UNKNOWN = -1  # in place of a token
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """What a source proposes at one state.
+
+    Attributes:
+        tokens: By masked column (an index in the block), tokens that may stand there, each with its
+            probability, from 0 to 1. A column that the source knows nothing of is left out.
+        log_odds: By column of the block, how soon it is likely to be revealed, as the log-odds that
+            a rule compares; None if the source does not know. Read only where there are no scores.
+    """
+
+    tokens: Mapping[int, Sequence[tuple[int, float]]]
+    log_odds: Sequence[float] | None = None
+
+
+class DraftSource(Protocol):
+    """Proposes tokens for drafts, `generate(draft_sources=[...])`; any class with this method is
+    one."""
+
+    def propose(self, row: Row, state: State, parent: State | None) -> Candidates | None:
+        """Propose tokens at the masked columns of a state; None if there is nothing to say.
+
+        Args:
+            row: The row that drafts; its `text` before `row.state.start` changes no more.
+            state: A drafted state: its `ids` with masks, and the columns `free` that may be
+                revealed, at least one.
+            parent: The drafted block without masks before the state's, which `row.text` does not
+                hold yet; or None.
+        """
+
+
+@dataclass(frozen=True)
+class CheckedSource:
+    """A source of a user's own, whose proposals are checked.
+
+    Attributes:
+        source: The user's source.
+        vocab_size, mask_id: Of the model; the mask is no token.
+    """
+
+    source: DraftSource
+    vocab_size: int
+    mask_id: int
+
+    def propose(self, row: Row, state: State, parent: State | None) -> Candidates | None:
+        """See `DraftSource`; `ValueError` for a proposal that no state could hold."""
+        candidates = self.source.propose(row, state, parent)
+        if candidates is None:
+            return None
+        name, size = type(self.source).__name__, len(state.ids)
+        if candidates.log_odds is not None and len(candidates.log_odds) != size:
+            raise ValueError(
+                f"{name}.propose gave {len(candidates.log_odds)} log_odds: give one for each of "
+                f"the {size} columns of a block, or None"
+            )
+        for column, tokens in candidates.tokens.items():
+            for token, chance in tokens:
+                known = 0 <= token < self.vocab_size and token != self.mask_id
+                if column not in range(size) or not known or not 0 <= chance <= 1:
+                    raise ValueError(
+                        f"{name}.propose gave token {token} with chance {chance} at column "
+                        f"{column}: give ids below {self.vocab_size} other than the mask's "
+                        f"({self.mask_id}), chances from 0 to 1, and columns below {size}"
+                    )
+        return candidates
+
+
+@dataclass(slots=True)
+class Guess:
+    """What is likely to be revealed at a state, from all sources together.
+
+    Attributes:
+        token: By column, the likeliest token.
+        log_odds: By column, how soon it is likely to be revealed.
+        rivals: By column with several tokens, their chances, which add up to 1; the first is that
+            of `token`.
+    """
+
+    token: Sequence[int]
+    log_odds: Sequence[float]
+    rivals: Mapping[int, Sequence[tuple[int, float]]]
+
+
+def combined(
+    state: State,
+    scored: tuple[Sequence[int], Sequence[float]] | None,
+    candidates: Sequence[Candidates],
+    left_to_right: bool,
+) -> Guess | None:
+    """Combine what all sources propose at a state; None if nobody knows a token, or the order.
+
+    Args:
+        state: The state.
+        scored: Token and log-odds by column, from scores; None if there are none.
+        candidates: What other sources propose.
+        left_to_right: Whether the rule reveals from left to right, whatever the log-odds are.
+    """
+    if scored is not None:
+        token, log_odds = scored
+        if not (candidates and left_to_right):
+            return Guess(token, log_odds, {})
+    else:
+        orders = [proposal.log_odds for proposal in candidates if proposal.log_odds is not None]
+        if not candidates or not (orders or left_to_right):
+            return None
+        token = [UNKNOWN] * len(state.ids)
+        log_odds = orders[0] if orders else [0.0] * len(state.ids)
+    token = list(token)
+    rivals: dict[int, list[tuple[int, float]]] = {}
+    for column in state.free:
+        chances = {} if scored is None else {token[column]: sigmoid(log_odds[column] + TRUST)}
+        for proposal in candidates:
+            for proposed, chance in proposal.tokens.get(column, ()):
+                chances[proposed] = max(chance, chances.get(proposed, 0.0))
+        total = sum(chances.values())
+        if chances and not (len(chances) == 1 and scored is not None):
+            ranked = sorted(chances.items(), key=lambda entry: -entry[1])
+            token[column] = ranked[0][0]
+            if len(ranked) > 1 and total > 0:
+                rivals[column] = [(rival, chance / total) for rival, chance in ranked]
+    return Guess(token, log_odds, rivals)
