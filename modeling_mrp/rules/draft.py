@@ -215,7 +215,7 @@ def build_draft(
         candidates: Sequence[Candidates] = ()
         if sources and state.free:
             clean = nodes[parent].state if parent >= 0 else None
-            proposed = [source.propose(row, state, clean) for source in sources]
+            proposed = [each.propose(row, state, clean) for each in sources]
             candidates = [proposal for proposal in proposed if proposal is not None]
         if scores is None and not candidates:
             continue
