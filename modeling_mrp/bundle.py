@@ -180,7 +180,7 @@ EFFECTS = [
         "the same, of the named backbone; then `attach_head`",
     ),
     (
-        "MRPPreTrainedModel._of_stock_model",
+        "MRPPreTrainedModel._shared_model",
         "from_pretrained",
         f"reads config and head of a repository, for {CUSTOM_GENERATE}",
     ),

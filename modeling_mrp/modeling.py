@@ -20,7 +20,7 @@ from .model.compat import CACHE_NAME, OLD_CACHE_NAME, chosen_cache
 from .model.configuration import MRPConfig
 from .model.diffusion import block_causal_mask, noise_of, noisy_and_clean_mask, taken_from
 from .model.families.sdar import backbone_of, untie
-from .model.head import MRPHead, turned_as
+from .model.head import MRPHead, pad_rotary
 from .model.loading import MRPPreTrainedModel
 from .networks.cache import BlockCache
 
@@ -110,7 +110,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
                 "attach_head(head) or from_backbone(backbone, head=...), or train a head"
             )
         embeds = self.model.embed_tokens(input_ids)
-        rotary = turned_as(self.model.rotary_emb(embeds, position_ids), self.config.head_dim)
+        rotary = pad_rotary(self.model.rotary_emb(embeds, position_ids), self.config.head_dim)
         head = self.mrp_head if cache is None else self.mrp_head._call_impl
         output: Tensor = head(embeds, hidden_states, self._attention_bias(mask), rotary, cache)
         return output

@@ -15,7 +15,7 @@ from transformers.utils import ModelOutput
 
 from ..kernels.pick import Unembedding
 from ..model.diffusion import taken_from
-from ..model.loading import fetched
+from ..model.loading import weights_on_device
 from ..networks.cache import BlockCache
 from ..networks.networks import prefill_chunks
 from .generation import check_weights
@@ -107,7 +107,7 @@ class MRPScoringMixin:
                 "model.eval() first"
             )
         check_weights(self)
-        with fetched(self.lm_head):
+        with weights_on_device(self.lm_head):
             weight = self.lm_head.weight
             ids, real, scored = (part.to(weight.device) for part in (input_ids, real, scored))
             width = int(real.sum(-1).max())
