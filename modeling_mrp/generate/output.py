@@ -31,7 +31,7 @@ class MRPGenerateStats(ModelOutput):
         slot_forwards: Rows of the batch summed over backbone forwards, including rows that had
             ended but not left the batch.
         drafted, accepted: [rows], drafted states that were submitted, and that were accepted.
-        revoked: [rows], reveals that `mrp_remask` took back.
+        revoked: [rows], reveals that `mrp_remask` re-masked.
         accepted_lengths: [rows, n], numbers of rounds that accepted 0, 1, 2, ... states, including
             the first, which is no draft, and states that the round before had scored.
         offered_at_depth: [rows, n], by depth k = 1, 2, ...: rounds that accepted at least k - 1
@@ -40,7 +40,7 @@ class MRPGenerateStats(ModelOutput):
         accepted_at_depth: [rows, n], by depth: rounds of `offered_at_depth` that accepted that
             draft; their sum is `accepted`.
         revocations: [n, 3]: row, column of the generated text (as in `reveal_step`; it may lie
-            beyond the end) and token of each reveal that `mrp_remask` took back, in order.
+            beyond the end) and token of each reveal that `mrp_remask` re-masked, in order.
         rounds: [1 + rounds, rows] by name, each row's counts after the prefill and each round:
             `row_forwards`, `drafted`, `accepted`, `steps` of denoising and `column`, its block's
             start in the generated text (below 0 in the prompt).
@@ -318,12 +318,13 @@ def output_of(
         "verify": decoder.verified,
         "head": networks.forwards["head"],
     }
+    row_forwards = counts("forwards")
     rounds = torch.tensor(progress.rounds, device=device).unbind(2)
     round_names = ("row_forwards", "steps", "drafted", "accepted", "column")
     revocations = torch.tensor(progress.revocations, dtype=torch.long, device=device)
     stats = MRPGenerateStats(
         forwards=forwards,
-        row_forwards=counts("forwards"),
+        row_forwards=row_forwards,
         row_head_forwards=counts("head_forwards"),
         slot_forwards=len(rows) * forwards["prefill"] + decoder.slots,
         drafted=counts("drafted"),
@@ -337,7 +338,7 @@ def output_of(
     )
     return MRPGenerateOutput(
         sequences=sequences,
-        tokens_per_forward=(reveal_step >= 0).sum(1) / stats.row_forwards,
+        tokens_per_forward=(reveal_step >= 0).sum(1) / row_forwards,
         reveal_step=reveal_step,
         token_logprobs=padded([row.logprob for row in rows], 0.0),
         **progress.distributions(networks.picker, tokens),
