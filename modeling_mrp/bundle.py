@@ -256,7 +256,7 @@ Imports: Python's standard library, then {PACKAGE}, which lists what it imports.
 Reads: {PACKAGE} beside it. Writes: nothing, but that Python keeps byte code of what it imports.
 Network: nothing.
 """
-_LAST = """
+_ENTRY_END = """
 import_whole(
     f"{{__package__}}.{module}",
     Path(__file__).with_name("{file}"),
@@ -548,9 +548,11 @@ def entry_text() -> str:
     code = code.removeprefix(f'"""{ast.get_docstring(ast.parse(code), clean=False)}"""').strip()
     module = PACKAGE.removesuffix(".py")
     exported = sorted({name.partition(".")[2] for name in AUTO_MAP.values()})
-    last = _LAST.format(module=module, file=PACKAGE, end=end_mark(), exported=", ".join(exported))
+    ending = _ENTRY_END.format(
+        module=module, file=PACKAGE, end=end_mark(), exported=", ".join(exported)
+    )
     docstring = f'"""{about(_ENTRY_TITLE)}\n\n{_ENTRY.strip()}\n"""'
-    return "\n\n\n".join([f"{docstring}\n\n{import_lines(imported)}", code, last.strip()]) + "\n"
+    return "\n\n\n".join([f"{docstring}\n\n{import_lines(imported)}", code, ending.strip()]) + "\n"
 
 
 @cache
@@ -583,8 +585,8 @@ def differences(folder: Path) -> list[str]:
             lines.append(f"{name} differs, and {origin}")
     for name, config in fields.items():
         names = config.get("auto_map")
-        is_own = name == "config.json" and names == AUTO_MAP
-        if names is not None and not is_own:
+        is_expected = name == "config.json" and names == AUTO_MAP
+        if names is not None and not is_expected:
             lines.append(f"auto_map of {name} names other code: {names}")
     return lines
 

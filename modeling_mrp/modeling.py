@@ -286,11 +286,11 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         """Turn a boolean mask into an additive one if the attention implementation adds it to its
         scores (flex, and those with `eager_mask`)."""
         implementation = self.config._attn_implementation
-        adds = (
+        is_additive = (
             implementation == "flex_attention"
             or ALL_MASK_ATTENTION_FUNCTIONS.get(implementation) is eager_mask
         )
-        if isinstance(mask, BlockMask) or not adds or mask.dtype != torch.bool:
+        if isinstance(mask, BlockMask) or not is_additive or mask.dtype != torch.bool:
             return mask
         # where it is compiled to what writes outside its memory
         if implementation == "flex_attention" and mask.device.type == "cpu":
@@ -339,11 +339,11 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
             )
             states = taken_from(states, torch.where(positions > 0, previous, -1))
         logits = self.lm_head(states[:, :length])
-        picked = logits[masked]
+        masked_logits = logits[masked]
         if logits.dtype != torch.float64:
-            picked = picked.float()
+            masked_logits = masked_logits.float()
         losses = (
-            F.cross_entropy(picked, clean[masked], reduction="none")
+            F.cross_entropy(masked_logits, clean[masked], reduction="none")
             / level.expand(batch, length)[masked].float()
         )
         if divisor is None:

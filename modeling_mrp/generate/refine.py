@@ -121,8 +121,8 @@ def head_log_odds(
     for reveal, columns in queries:
         states.append((reveal, reveal.state_after(columns)))
         tokens.append((reveal.row, reveal.state, reveal.columns, reveal.token))
-    log_odds = networks.token_odds(tokens, run_head(networks, rows, states))
-    return [(reveal, odds) for (reveal, _), odds in zip(queries, log_odds, strict=True)]
+    outputs = networks.token_odds(tokens, run_head(networks, rows, states))
+    return [(reveal, log_odds) for (reveal, _), log_odds in zip(queries, outputs, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -169,9 +169,9 @@ class ThresholdRemask:
     def __call__(self, networks: Networks, rows: Sequence[Row], reveals: list[Reveal]) -> None:
         """See `Refinement`."""
         queries = [(reveal, reveal.columns) for reveal in reveals]
-        for reveal, odds in head_log_odds(networks, rows, queries):
-            confident = [column for column in reveal.columns if odds[column] >= self.threshold]
-            reveal.keep(confident or [surest(reveal.columns, odds)], odds)
+        for reveal, log_odds in head_log_odds(networks, rows, queries):
+            confident = [column for column in reveal.columns if log_odds[column] >= self.threshold]
+            reveal.keep(confident or [surest(reveal.columns, log_odds)], log_odds)
 
 
 @dataclass(frozen=True)
@@ -218,15 +218,15 @@ class RereadRemask:
         while unsettled:  # most rows are settled by the first pass
             queries = [(reveal, reveal.columns) for reveal in unsettled]
             unsettled = []
-            for reveal, odds in head_log_odds(networks, rows, queries):
-                best = surest(reveal.columns, odds)
+            for reveal, log_odds in head_log_odds(networks, rows, queries):
+                best = surest(reveal.columns, log_odds)
                 doubtful = [
                     column
                     for column in reveal.columns
-                    if column != best and odds[column] < self.threshold
+                    if column != best and log_odds[column] < self.threshold
                 ]
-                worst = min(doubtful, key=odds.__getitem__, default=None)
-                reveal.keep([column for column in reveal.columns if column != worst], odds)
+                worst = min(doubtful, key=log_odds.__getitem__, default=None)
+                reveal.keep([column for column in reveal.columns if column != worst], log_odds)
                 if doubtful and len(reveal.columns) > 1:
                     unsettled.append(reveal)
         queries = []
@@ -236,11 +236,11 @@ class RereadRemask:
         if not queries:
             return
         outputs = head_log_odds(networks, rows, queries)
-        for (_, (best,)), (reveal, odds) in zip(queries, outputs, strict=True):
+        for (_, (best,)), (reveal, log_odds) in zip(queries, outputs, strict=True):
             reveal.columns = tuple(
                 [
                     column
                     for column in reveal.columns
-                    if column == best or odds[column] >= self.alone_threshold
+                    if column == best or log_odds[column] >= self.alone_threshold
                 ]
             )

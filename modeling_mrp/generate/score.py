@@ -159,12 +159,12 @@ class MRPScoringMixin:
         logprobs[scored] = log_probs[queried]
         greedy = torch.zeros_like(scored)
         greedy[scored] = likeliest[queried]
-        missing = logprobs.isnan().nonzero()
-        if len(missing):
+        nan_positions = logprobs.isnan().nonzero()
+        if len(nan_positions):
             raise ValueError(
-                f"the token {missing[0, 1]} of row {missing[0, 0]} has no log-probability: the "
-                f"weights are NaN or infinite, or {weight.dtype} overflows. Load or train them "
-                "again, or load a wider dtype"
+                f"the token {nan_positions[0, 1]} of row {nan_positions[0, 0]} has no log-"
+                f"probability: the weights are NaN or infinite, or {weight.dtype} overflows. Load "
+                "or train them again, or load a wider dtype"
             )
         sums = logprobs.sum(-1)
         return MRPScoreOutput(
@@ -178,24 +178,24 @@ def _hidden_at(
     """Compute the hidden states [batch, n, hidden_size] that predict the tokens at `positions`
     [batch, n] long, each at a state of its own: the text before the position, and masks from there
     to the end of the block."""
-    block = model.config.block_size
+    block_size = model.config.block_size
     rows, states = positions.shape
-    columns = torch.arange(block, device=texts.device)
-    block_positions = (positions // block * block)[..., None] + columns
+    columns = torch.arange(block_size, device=texts.device)
+    block_positions = (positions // block_size * block_size)[..., None] + columns
     ids = texts.gather(1, block_positions.flatten(1)).view_as(block_positions)
     ids = ids.masked_fill(block_positions >= positions[..., None], model.config.mask_token_id)
-    state_index = torch.arange(states, device=texts.device).repeat_interleave(block)
-    starts = block_positions[..., :1].expand(-1, -1, block).reshape(rows, -1, 1)
+    state_index = torch.arange(states, device=texts.device).repeat_interleave(block_size)
+    starts = block_positions[..., :1].expand(-1, -1, block_size).reshape(rows, -1, 1)
     earlier = torch.arange(length, device=texts.device) < starts
     same_state = (state_index[:, None] == state_index).expand(rows, -1, -1)
     mask = torch.cat([earlier, same_state], -1)[:, None]
-    cache.target(length, states * block, prefill=True)
+    cache.target(length, states * block_size, prefill=True)
     hidden = model.backbone(ids.flatten(1), block_positions.flatten(1), mask, cache).to(
         texts.device
     )
-    column = state_index[::block] * block + positions % block
+    column = state_index[::block_size] * block_size + positions % block_size
     if not cache.shifted:
         return taken_from(hidden, column)
-    first = positions % block == 0  # predicted by the last token of the block before
-    ends = taken_from(cache.hidden.to(texts.device), torch.where(first, positions, -1))
-    return ends + taken_from(hidden, torch.where(first, -1, column - 1))
+    is_first = positions % block_size == 0  # predicted by the last token of the block before
+    end_states = taken_from(cache.hidden.to(texts.device), torch.where(is_first, positions, -1))
+    return end_states + taken_from(hidden, torch.where(is_first, -1, column - 1))

@@ -374,8 +374,8 @@ class MRPPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def _stored_generation_config(cls: Any, source: str, hub: dict[str, Any]) -> Any:
-        """Read a checkpoint's generation config, or return None if it comes with none; `ValueError`
-        for what it cannot hold."""
+        """Read a checkpoint's generation config, or return None if it has none; `ValueError` for
+        options that a generation config cannot hold."""
         with contextlib.suppress(OSError):
             return cls.generation_config_class.from_dict(
                 stored_json(source, GENERATION_CONFIG_NAME, **hub)[0]
