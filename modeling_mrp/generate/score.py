@@ -162,9 +162,9 @@ class MRPScoringMixin:
         nan_positions = logprobs.isnan().nonzero()
         if len(nan_positions):
             raise ValueError(
-                f"the token {nan_positions[0, 1]} of row {nan_positions[0, 0]} has no log-"
-                f"probability: the weights are NaN or infinite, or {weight.dtype} overflows. Load "
-                "or train them again, or load a wider dtype"
+                f"the token {nan_positions[0, 1]} of row {nan_positions[0, 0]} has no "
+                f"log-probability: the weights are NaN or infinite, or {weight.dtype} overflows. "
+                "Load or train them again, or load a wider dtype"
             )
         sums = logprobs.sum(-1)
         return MRPScoreOutput(
