@@ -20,9 +20,11 @@ _HOMES = {
     "MRPGenerateOutput": "generate.output",
     "MRPGenerationConfig": "generate.options",
     "MRPScoreOutput": "generate.score",
+    "BlockCache": "networks.cache",
+    "MRPConfig": "model.configuration",
+    "MRPForCausalLM": "modeling",
+    "MRPHead": "modeling",
 }
-_HOMES |= {"BlockCache": "networks.cache", "MRPConfig": "model.configuration"}
-_HOMES |= {"MRPForCausalLM": "modeling", "MRPHead": "modeling"}
 __all__ = [
     "BlockCache",
     "MRPConfig",

@@ -27,8 +27,8 @@ from .model.families.sdar import DENSE, backbone_of
 from .model.layouts import json_object
 
 HERE = Path(__file__).parent
-# Modules, or rooms of them, as a reader meets them. What a module needs to be imported comes before
-# it in any case.
+# Modules, or packages of them, in reading order. What a module needs to be imported comes before it
+# in any case.
 READING = [
     "model.families",
     "model.configuration",
@@ -128,8 +128,8 @@ GLOSSARY = [
     (
         "clean",
         "State",
-        "said of a state without masks: its keys and values can be committed, and the next block "
-        "begins behind it",
+        "a state without masks: its keys and values can be committed, and the next block begins "
+        "behind it",
     ),
     (
         "memo",
@@ -182,7 +182,7 @@ EFFECTS = [
         "the same, of the named backbone; then `attach_head`",
     ),
     (
-        "MRPPreTrainedModel._of_stock_model",
+        "MRPPreTrainedModel._shared_model",
         "from_pretrained",
         f"reads config and head of a repository, for {CUSTOM_GENERATE}",
     ),
@@ -258,7 +258,7 @@ Imports: Python's standard library, then {PACKAGE}, which lists what it imports.
 Reads: {PACKAGE} beside it. Writes: nothing, but that Python keeps byte code of what it imports.
 Network: nothing.
 """
-_LAST = """
+_ENTRY_END = """
 import_whole(
     f"{{__package__}}.{module}",
     Path(__file__).with_name("{file}"),
@@ -300,7 +300,7 @@ class Module(NamedTuple):
     Attributes:
         text: Its source.
         imports: Names that it imports from other modules of the package, by module.
-        needed: Modules of which it uses a name while it is imported, such as that of a base class.
+        needed: Modules from which it uses a name during import, such as that of a base class.
     """
 
     text: str
@@ -335,67 +335,66 @@ def read_module(name: str) -> Module:
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level:
             source = ".".join([*name.split(".")[: -node.level], str(node.module)])
-            imports.setdefault(source, set()).update(
-                alias.asname or alias.name for alias in node.names
-            )
+            names = imports.setdefault(source, set())
+            for alias in node.names:
+                names.add(alias.asname or alias.name)
     used = {*used_on_import(tree)}
-    return Module(text, imports, {source for source, names in imports.items() if names & used})
+    needed = {source for source, names in imports.items() if names & used}
+    return Module(text, imports, needed)
 
 
 def modules_of(family: str = DENSE) -> dict[str, Module]:
-    """Read the modules of a family's bundle, by name, in reading order; a family outside this
-    package is not among them."""
-    home = backbone_of(family).__module__.removeprefix(f"{__package__}.")
-    waiting, modules = ["modeling", *([home] if home.startswith("model.families.") else [])], {}
-    while waiting:
-        if (name := waiting.pop()) not in modules:
+    """Read the modules of a family's bundle, by name, in reading order, without the family's own
+    module if that lies outside this package."""
+    family_module = backbone_of(family).__module__.removeprefix(f"{__package__}.")
+    pending = ["modeling"]
+    if family_module.startswith("model.families."):
+        pending.append(family_module)
+    modules: dict[str, Module] = {}
+    while pending:
+        name = pending.pop()
+        if name not in modules:
             modules[name] = read_module(name)
-            waiting += modules[name].imports
+            pending += modules[name].imports
     ordered: dict[str, Module] = {}
 
-    def place(name: str) -> None:
-        for other in sorted(modules[name].needed, key=reading_rank):
-            place(other)
+    def append(name: str) -> None:
+        for dependency in sorted(modules[name].needed, key=reading_rank):
+            append(dependency)
         ordered.setdefault(name, modules[name])
 
     for name in sorted(modules, key=reading_rank):
-        place(name)
+        append(name)
     return ordered
 
 
 def reading_rank(name: str) -> tuple[int, str]:
-    """Rank a module by the longest entry of `READING` that is its name or its room; rooms that are
-    not there come last."""
-    parts = name.split(".")
-    known = [
-        ".".join(parts[:length])
-        for length in range(len(parts), 0, -1)
-        if ".".join(parts[:length]) in READING
-    ]
-    return (READING.index(known[0]) if known else len(READING)), name
+    """Rank a module by the longest entry of `READING` that is its name or its package; a module
+    without an entry comes last."""
+    components = name.split(".")
+    for length in range(len(components), 0, -1):
+        entry = ".".join(components[:length])
+        if entry in READING:
+            return READING.index(entry), name
+    return len(READING), name
 
 
 def code_of(text: str, imported: dict[str, set[str]]) -> str:
     """Return a module's text without imports and `__all__`; add imports of other packages to
     `imported`, by how they begin."""
-    body = ast.parse(text).body
-    imports = [node for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
-    exports = [
-        node
-        for node in body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
-    ]
-    for node in imports:
-        start = "import " if isinstance(node, ast.Import) else f"from {node.module} import "
-        if isinstance(node, ast.Import) or not node.level:
-            imported.setdefault(start, set()).update(map(ast.unparse, node.names))
-    gone = {
-        number
-        for node in [*imports, *exports]
-        for number in range(node.lineno, (node.end_lineno or 0) + 1)
-    }
+    removed: set[int] = set()  # numbers of lines
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.Import):
+            imported.setdefault("import ", set()).update(map(ast.unparse, node.names))
+        elif isinstance(node, ast.ImportFrom):
+            if not node.level:
+                names = imported.setdefault(f"from {node.module} import ", set())
+                names.update(map(ast.unparse, node.names))
+        elif not (isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"):
+            continue
+        removed.update(range(node.lineno, (node.end_lineno or 0) + 1))
     code = "\n".join(
-        line for number, line in enumerate(text.splitlines(), 1) if number not in gone
+        line for number, line in enumerate(text.splitlines(), 1) if number not in removed
     ).strip()
     return re.sub(r'^("""(?:.|\n)*?""")\n{4,}', r"\1\n\n\n", code)
 
@@ -403,51 +402,49 @@ def code_of(text: str, imported: dict[str, set[str]]) -> str:
 def import_lines(imported: dict[str, set[str]]) -> str:
     """Write the imports that `code_of` collected, sorted, one line a module."""
     lines = [f"import {name}" for name in sorted(imported["import "])]
-    return "\n".join(
-        [
-            *lines,
-            *(
-                start + ", ".join(sorted(names))
-                for start, names in sorted(imported.items())
-                if start != "import "
-            ),
-        ]
-    )
+    for start, names in sorted(imported.items()):
+        if start != "import ":
+            lines.append(start + ", ".join(sorted(names)))
+    return "\n".join(lines)
+
+
+def imported_packages(nodes: Iterable[ast.AST]) -> set[str]:
+    """List the packages that import statements among `nodes` name, without relative imports."""
+    packages: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            packages.update(alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            packages.add(str(node.module).partition(".")[0])
+    return packages
 
 
 def packages_of(modules: dict[str, Module]) -> tuple[list[str], list[str]]:
-    """List the packages outside the standard library that modules import: those that are needed,
-    and optional ones."""
-    needed: set[str] = set()
-    every: set[str] = set()
+    """List the packages outside the standard library that modules import: required ones, and
+    optional ones."""
+    required: set[str] = set()
+    optional: set[str] = set()
     for module in modules.values():
         tree = ast.parse(module.text)
-        for nodes, names in ((tree.body, needed), (ast.walk(tree), every)):
-            for node in nodes:
-                if isinstance(node, ast.Import):
-                    names |= {alias.name.partition(".")[0] for alias in node.names}
-                elif isinstance(node, ast.ImportFrom) and not node.level:
-                    names.add(str(node.module).partition(".")[0])
-    return sorted(needed - sys.stdlib_module_names), sorted(
-        every - needed - sys.stdlib_module_names
-    )
+        required |= imported_packages(tree.body)
+        optional |= imported_packages(ast.walk(tree))
+    required -= sys.stdlib_module_names
+    optional -= required | sys.stdlib_module_names
+    return sorted(required), sorted(optional)
 
 
 def sources_digest() -> str:
-    """Compute a digest of the package's sources, which is the same in every clone of a commit."""
+    """Compute a digest of the package's sources, equal in every clone of a commit."""
     digest = hashlib.sha256()
     for path in sorted(HERE.rglob("*.py"), key=lambda path: path.relative_to(HERE).as_posix()):
-        digest.update(
-            path.relative_to(HERE).as_posix().encode()
-            + b"\0"
-            + path.read_text(encoding="utf-8").encode()
-            + b"\0"
-        )
+        name = path.relative_to(HERE).as_posix()
+        text = path.read_text(encoding="utf-8")
+        digest.update(name.encode() + b"\0" + text.encode() + b"\0")
     return digest.hexdigest()[:16]
 
 
 def about(title: str) -> str:
-    """Say what a generated file is, and what it was generated from."""
+    """Describe a generated file and its origin."""
     digest = sources_digest()
     return f"""{title}
 
@@ -459,7 +456,7 @@ whether the code in a folder is the package's; it runs none of that code."""
 
 
 def end_mark() -> str:
-    """Return the last line of `package_mrp.py`, by which a whole file is known."""
+    """Return the last line of `package_mrp.py`, which marks the file as whole."""
     return f"# The end of {PACKAGE}, sources {sources_digest()}"
 
 
@@ -470,14 +467,13 @@ def first_sentence(text: str) -> str:
 
 
 def listing(entries: Iterable[tuple[str, str]], lines: Mapping[str, int]) -> str:
-    """Write one text below the other, each behind the line of the name it is about; the height does
-    not depend on the lines."""
-    return "\n".join(
-        textwrap.fill(
-            f"{lines[name]:6,}  {text}", 100, subsequent_indent=" " * 10, break_on_hyphens=False
-        )
-        for name, text in entries
-    )
+    """Write a list of texts, each after the line number of its name; its height does not depend on
+    the numbers."""
+    filled = []
+    for name, text in entries:
+        entry = f"{lines[name]:6,}  {text}"
+        filled.append(textwrap.fill(entry, 100, subsequent_indent=" " * 10, break_on_hyphens=False))
+    return "\n".join(filled)
 
 
 def section_line(name: str) -> str:
@@ -486,42 +482,38 @@ def section_line(name: str) -> str:
 
 
 def lines_of(text: str, modules: Iterable[str]) -> dict[str, int]:
-    """Number the lines on which modules, functions, classes and their methods begin in a generated
-    file, by name."""
-    rows = text.splitlines()
-    lines = {name: rows.index(section_line(name)) + 1 for name in modules}
-    definitions = [
-        node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef | ast.ClassDef)
-    ]
-    for definition in definitions:
-        lines[definition.name] = definition.lineno
-        methods = definition.body if isinstance(definition, ast.ClassDef) else []
-        lines |= {
-            f"{definition.name}.{node.name}": node.lineno
-            for node in methods
-            if isinstance(node, ast.FunctionDef)
-        }
+    """Return the line numbers at which modules, functions, classes and their methods begin in a
+    generated file, by name."""
+    text_lines = text.splitlines()
+    lines = {name: text_lines.index(section_line(name)) + 1 for name in modules}
+    for definition in ast.parse(text).body:
+        if isinstance(definition, ast.FunctionDef | ast.ClassDef):
+            lines[definition.name] = definition.lineno
+        if isinstance(definition, ast.ClassDef):
+            for node in definition.body:
+                if isinstance(node, ast.FunctionDef):
+                    lines[f"{definition.name}.{node.name}"] = node.lineno
     return lines
 
 
 def header(modules: Mapping[str, Module], lines: Mapping[str, int]) -> str:
     """Write the docstring of `package_mrp.py`: contents, the call path, words, imports and
     effects."""
-    needed, optional = packages_of(dict(modules))
+    required, optional = packages_of(dict(modules))
     imports = (
-        f"Imports {', '.join(needed)}, Python's standard library and, if installed, "
+        f"Imports {', '.join(required)}, Python's standard library and, if installed, "
         f"{', '.join(optional)}."
     )
     contents = [
         (name, f"{name}: {first_sentence(module.text)}") for name, module in modules.items()
     ]
-    path = [(name, f"{name}: {text}") for name, text in CALL_PATH]
+    call_path = [(name, f"{name}: {text}") for name, text in CALL_PATH]
     words = [(name, f"{word} (`{name}`): {text}") for word, name, text in GLOSSARY]
     effects = [(name, f"{name} calls {calls}: {text}") for name, calls, text in EFFECTS]
-    parts = [
+    sections = [
         about(_TITLE),
         "Contents, by line:\n\n" + listing(contents, lines),
-        "From loading to text, by line:\n\n" + listing(path, lines),
+        "From loading to text, by line:\n\n" + listing(call_path, lines),
         "Words, by the line of the class that they belong to:\n\n" + listing(words, lines),
         _SOURCES,
         textwrap.fill(imports, 120),
@@ -529,26 +521,26 @@ def header(modules: Mapping[str, Module], lines: Mapping[str, int]) -> str:
         listing(effects, lines),
         _MEMORY,
     ]
-    return "\n\n".join(part.strip("\n") for part in parts)
+    return "\n\n".join(section.strip("\n") for section in sections)
 
 
 def package_text(family: str) -> str:
     """Generate `package_mrp.py`: docstring, imports, and the modules, each below a line with its
     name."""
-    modules, imported = modules_of(family), dict[str, set[str]]()
+    modules = modules_of(family)
+    imported: dict[str, set[str]] = {}
     sections = [
         f"{section_line(name)}\n\n{code_of(module.text, imported)}"
         for name, module in modules.items()
     ]
     imports = f"from __future__ import annotations\n\n{import_lines(imported)}"
 
-    def written(lines: Mapping[str, int]) -> str:
-        return (
-            "\n\n\n".join([f'"""{header(modules, lines)}\n"""\n\n{imports}', *sections, end_mark()])
-            + "\n"
-        )
+    def assemble(lines: Mapping[str, int]) -> str:
+        start = f'"""{header(modules, lines)}\n"""\n\n{imports}'
+        return "\n\n\n".join([start, *sections, end_mark()]) + "\n"
 
-    return written(lines_of(written(defaultdict(int)), modules))
+    draft = assemble(defaultdict(int))  # of the final height
+    return assemble(lines_of(draft, modules))
 
 
 def entry_text() -> str:
@@ -556,28 +548,28 @@ def entry_text() -> str:
     imported: dict[str, set[str]] = {}
     code = code_of(read_module("entry").text, imported)
     code = code.removeprefix(f'"""{ast.get_docstring(ast.parse(code), clean=False)}"""').strip()
-    module, exported = (
-        PACKAGE.removesuffix(".py"),
-        sorted({name.partition(".")[2] for name in AUTO_MAP.values()}),
+    module = PACKAGE.removesuffix(".py")
+    exported = sorted({name.partition(".")[2] for name in AUTO_MAP.values()})
+    ending = _ENTRY_END.format(
+        module=module, file=PACKAGE, end=end_mark(), exported=", ".join(exported)
     )
-    last = _LAST.format(module=module, file=PACKAGE, end=end_mark(), exported=", ".join(exported))
     docstring = f'"""{about(_ENTRY_TITLE)}\n\n{_ENTRY.strip()}\n"""'
-    return "\n\n\n".join([f"{docstring}\n\n{import_lines(imported)}", code, last.strip()]) + "\n"
+    return "\n\n\n".join([f"{docstring}\n\n{import_lines(imported)}", code, ending.strip()]) + "\n"
 
 
 @cache
 def bundled(family: str = DENSE) -> dict[str, str]:
-    """Generate a family's remote code, text by file; it lacks the family's module if that lies
+    """Generate a family's remote code, text by file, without the family's module if that lies
     outside this package."""
     return {MODELING: entry_text(), PACKAGE: package_text(family)}
 
 
 def differences(folder: Path) -> list[str]:
-    """List what differs between the code of a checkpoint's folder and what this package writes
-    there, without running any.
+    """List the differences between the code in a checkpoint's folder and the code that this package
+    writes there, without running any.
 
-    Compared are the text of all Python files, and what `auto_map` names in configs. `ValueError`
-    for a malformed config.
+    The text of all Python files is compared, and what `auto_map` names in configs. `ValueError` for
+    a malformed config.
     """
     fields = {path.name: json_object(path) for path in sorted(folder.glob("*config.json"))}
     expected = code_files(fields.get("config.json", {}).get("family", DENSE))
@@ -588,15 +580,15 @@ def differences(folder: Path) -> list[str]:
             lines.append(f"{name} is no file of this package")
         elif (text := path.read_text(encoding="utf-8", errors="replace")) != expected[name]:
             sources = re.search(r"from modeling_mrp (\S+), sources (\w+)", text)
-            origin = (
-                "names no origin"
-                if sources is None
-                else f"names modeling_mrp {sources[1]}, sources {sources[2]}"
-            )
+            if sources is None:
+                origin = "names no origin"
+            else:
+                origin = f"names modeling_mrp {sources[1]}, sources {sources[2]}"
             lines.append(f"{name} differs, and {origin}")
     for name, config in fields.items():
         names = config.get("auto_map")
-        if names not in ((None, AUTO_MAP) if name == "config.json" else (None,)):
+        is_expected = name == "config.json" and names == AUTO_MAP
+        if names is not None and not is_expected:
             lines.append(f"auto_map of {name} names other code: {names}")
     return lines
 
@@ -633,12 +625,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except ValueError as error:
             lines = [str(error)]
         status = status or int(bool(lines))
-        of = f"modeling_mrp {__version__}, sources {sources_digest()}"
-        print(*(f"{folder}: {line}" for line in lines or [f"its code is that of {of}"]), sep="\n")
+        package = f"modeling_mrp {__version__}, sources {sources_digest()}"
+        for line in lines or [f"its code is that of {package}"]:
+            print(f"{folder}: {line}")
         if lines:
             print(
-                f"{folder}: its code is NOT that of {of}. For another version install that one, "
-                "and check again"
+                f"{folder}: its code is NOT that of {package}. For another version install that "
+                "one, and check again"
             )
     return status
 

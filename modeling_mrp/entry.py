@@ -19,7 +19,8 @@ class WholeFile(SourceFileLoader):
 
     def __init__(self, name: str, path: str, end: str, seconds: float) -> None:
         super().__init__(name, path)
-        self.end, self.seconds = end.encode(), seconds
+        self.end = end.encode()
+        self.seconds = seconds
 
     def get_data(self, path: str) -> bytes:
         """Read the source once it is whole, and other files (byte code) as they are; `ImportError`
@@ -28,7 +29,9 @@ class WholeFile(SourceFileLoader):
             return super().get_data(path)
         deadline = time.monotonic() + self.seconds
         while True:
-            text = Path(path).read_bytes() if Path(path).is_file() else b""
+            text = b""
+            if Path(path).is_file():
+                text = Path(path).read_bytes()
             # on some file systems parts arrive in any order
             if text.rstrip().endswith(self.end) and b"\0" not in text:
                 return text

@@ -22,46 +22,48 @@ class StoredTensor(NamedTuple):
 
 
 def stored_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
-    """Read the headers of safetensors files; return tensors by this package's names. `ValueError`
-    for a damaged file."""
-    found: dict[str, StoredTensor] = {}
+    """Read the headers of safetensors files; return the stored tensors by this package's names.
+    `ValueError` for a damaged file."""
+    stored: dict[str, StoredTensor] = {}
     for file in files:
         try:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118  not a dict: it has no iterator
-                    part = tensors.get_slice(name)
-                    found[our_name(name)] = StoredTensor(
-                        file, tuple(part.get_shape()), str(part.get_dtype())
+                    tensor = tensors.get_slice(name)
+                    stored[our_name(name)] = StoredTensor(
+                        file, tuple(tensor.get_shape()), str(tensor.get_dtype())
                     )
         except SafetensorError as error:
             raise ValueError(
                 f"{file} is not a whole safetensors file: download it again ({error})"
             ) from error
-    return found
+    return stored
 
 
-def check_tensors(config: MRPConfig, found: Mapping[str, StoredTensor], prefix: str = "") -> None:
-    """Raise `ValueError`, listing all differences, unless `found` are the tensors that a config
+def check_tensors(config: MRPConfig, stored: Mapping[str, StoredTensor], prefix: str = "") -> None:
+    """Raise `ValueError`, listing all differences, unless `stored` holds the tensors that a config
     implies below `prefix`."""
-    check_depth(config, found, "the checkpoint")
+    check_depth(config, stored, "the checkpoint")
     with torch.device("meta"):
         state: Any = MRPForCausalLM(config).state_dict().items()
-    needed = {name: tuple(tensor.shape) for name, tensor in state if name.startswith(prefix)}
-    missing = (
-        needed.keys() - found.keys() - ({"lm_head.weight"} if config.tie_word_embeddings else set())
-    )
-    misfits = [f"missing: {name}" for name in sorted(missing)]
-    misfits += [f"unexpected: {name}" for name in sorted(found.keys() - needed.keys())]
-    for name, tensor in found.items():
-        if tensor.shape != needed.get(name, tensor.shape):
+    expected = {name: tuple(tensor.shape) for name, tensor in state if name.startswith(prefix)}
+    missing = expected.keys() - stored.keys()
+    if config.tie_word_embeddings:
+        missing -= {"lm_head.weight"}
+    misfits = []
+    for name in sorted(missing):
+        misfits.append(f"missing: {name}")
+    for name in sorted(stored.keys() - expected.keys()):
+        misfits.append(f"unexpected: {name}")
+    for name, tensor in stored.items():
+        if tensor.shape != expected.get(name, tensor.shape):
             misfits.append(
-                f"wrong shape: {name} is {list(tensor.shape)}, needs {list(needed[name])}"
+                f"wrong shape: {name} is {list(tensor.shape)}, needs {list(expected[name])}"
             )
     if misfits:
         raise ValueError(
             f"the checkpoint does not fit its config ({len(misfits)} tensors):\n  "
             + "\n  ".join(misfits)
-            + "\n"
-            "Check num_nextn_predict_layers (0: no head), the sizes in config.json, and that the "
-            "download is whole"
+            + "\nCheck num_nextn_predict_layers (0: no head), the sizes in config.json, and that "
+            "the download is whole"
         )

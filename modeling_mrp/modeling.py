@@ -20,7 +20,7 @@ from .model.compat import CACHE_NAME, OLD_CACHE_NAME, chosen_cache
 from .model.configuration import MRPConfig
 from .model.diffusion import block_causal_mask, noise_of, noisy_and_clean_mask, taken_from
 from .model.families.sdar import backbone_of, untie
-from .model.head import MRPHead, turned_as
+from .model.head import MRPHead, pad_rotary
 from .model.loading import MRPPreTrainedModel
 from .networks.cache import BlockCache
 
@@ -110,7 +110,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
                 "attach_head(head) or from_backbone(backbone, head=...), or train a head"
             )
         embeds = self.model.embed_tokens(input_ids)
-        rotary = turned_as(self.model.rotary_emb(embeds, position_ids), self.config.head_dim)
+        rotary = pad_rotary(self.model.rotary_emb(embeds, position_ids), self.config.head_dim)
         head = self.mrp_head if cache is None else self.mrp_head._call_impl
         output: Tensor = head(embeds, hidden_states, self._attention_bias(mask), rotary, cache)
         return output
@@ -176,18 +176,20 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         if tokens is None:
             raise ValueError("forward got neither input_ids nor inputs_embeds: pass one of them")
         if labels is not None:
-            keeps = isinstance(logits_to_keep, Tensor) or logits_to_keep or None
-            given = {
+            has_other_mask = attention_mask is not None and attention_mask.dim() != 2
+            arguments = {
                 "inputs_embeds": inputs_embeds,
                 "position_ids": position_ids,
                 OLD_CACHE_NAME: cache,
+                "use_cache": use_cache,
+                "logits_to_keep": isinstance(logits_to_keep, Tensor) or logits_to_keep or None,
+                **kwargs,
+                "an attention_mask that is not 2-D": has_other_mask,
             }
-            given |= {"use_cache": use_cache, "logits_to_keep": keeps, **kwargs}
-            given["an attention_mask that is not 2-D"] = (
-                attention_mask is not None and attention_mask.dim() != 2
-            )
             if unused := [
-                name for name, value in given.items() if value is not None and value is not False
+                name
+                for name, value in arguments.items()
+                if value is not None and value is not False
             ]:
                 raise ValueError(
                     f"{', '.join(unused)}: no effect with labels, whose pass packs [x_t | x_0] of "
@@ -208,11 +210,11 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
                 "past_key_values are a BlockCache, which only generate goes on from: pass a "
                 "DynamicCache here"
             )
-        told = (
+        skip_check = (
             input_ids is None or self.training or input_ids.is_meta or torch.compiler.is_compiling()
         )
         # lm-eval's log-likelihood tasks ask for them
-        if not told and not (input_ids == self.config.mask_token_id).any():
+        if not skip_check and not (input_ids == self.config.mask_token_id).any():
             logger.warning_once(
                 "In a text without masks each position predicts its own token: log-likelihoods "
                 "made of them mean nothing. Call model.score(input_ids), with lm-eval `python -m "
@@ -238,11 +240,14 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
                     f"{self.config.family!r} the logits of a position come from the one before it, "
                     "of which they hold none: pass the whole text"
                 )
-            before = torch.arange(hidden.shape[1], device=hidden.device) - 1
-            hidden = taken_from(hidden, torch.where(position_ids > 0, before, -1))
-        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            previous = torch.arange(hidden.shape[1], device=hidden.device) - 1
+            hidden = taken_from(hidden, torch.where(position_ids > 0, previous, -1))
+        if isinstance(logits_to_keep, int):
+            hidden = hidden[:, -logits_to_keep:]
+        else:
+            hidden = hidden[:, logits_to_keep]
         return CausalLMOutputWithPast(
-            logits=self.lm_head(hidden[:, keep]),
+            logits=self.lm_head(hidden),
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             **{CACHE_NAME: getattr(outputs, CACHE_NAME)},
@@ -250,16 +255,16 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
 
     def _block_causal(
         self,
-        given: Tensor,
+        tokens: Tensor,
         attention_mask: Tensor | None,
         position_ids: Tensor | None,
         cache: Cache | None,
     ) -> tuple[Tensor, Tensor]:
-        """Make the attention's mask (block-causal, or a given 4-D one) and positions [batch,
-        length] for new tokens `given`."""
-        batch, length = given.shape[:2]
+        """Make the attention mask (block-causal, or the caller's 4-D one) and the positions [batch,
+        length] of new `tokens`."""
+        batch, length = tokens.shape[:2]
         past = cache.get_seq_length() if cache is not None else 0
-        valid = torch.ones(batch, past + length, dtype=torch.bool, device=given.device)
+        valid = torch.ones(batch, past + length, dtype=torch.bool, device=tokens.device)
         if attention_mask is not None and attention_mask.dim() == 2:
             valid = attention_mask.bool()
         key_positions = (valid.long().cumsum(-1) - 1).clamp(min=0)
@@ -272,20 +277,23 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
             return self._attention_bias(attention_mask), position_ids
         mask = block_causal_mask(position_ids, key_positions, valid, self.config.block_size)
         # padding sees itself
-        mask |= torch.eye(length, past + length, dtype=torch.bool, device=given.device).roll(
+        mask |= torch.eye(length, past + length, dtype=torch.bool, device=tokens.device).roll(
             past, -1
         )
         return self._attention_bias(mask), position_ids
 
     def _attention_bias(self, mask: Any) -> Any:
-        """Make a boolean mask additive if the chosen attention adds it to its scores (flex, and
-        those with `eager_mask`)."""
-        chosen = self.config._attn_implementation
-        adds = chosen == "flex_attention" or ALL_MASK_ATTENTION_FUNCTIONS.get(chosen) is eager_mask
-        if isinstance(mask, BlockMask) or not adds or mask.dtype != torch.bool:
+        """Turn a boolean mask into an additive one if the attention implementation adds it to its
+        scores (flex, and those with `eager_mask`)."""
+        implementation = self.config._attn_implementation
+        is_additive = (
+            implementation == "flex_attention"
+            or ALL_MASK_ATTENTION_FUNCTIONS.get(implementation) is eager_mask
+        )
+        if isinstance(mask, BlockMask) or not is_additive or mask.dtype != torch.bool:
             return mask
         # where it is compiled to what writes outside its memory
-        if chosen == "flex_attention" and mask.device.type == "cpu":
+        if implementation == "flex_attention" and mask.device.type == "cpu":
             raise ValueError(
                 "attn_implementation is 'flex_attention', not for a CPU: call "
                 "set_attn_implementation('sdpa')"
@@ -300,41 +308,46 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         labels: Tensor,
         attention_mask: Tensor | None,
         noise: Tensor | None,
-        items: int | Tensor | None,
+        divisor: int | Tensor | None,
     ) -> CausalLMOutputWithPast:
         batch, length = input_ids.shape
-        for name, given in (("labels", labels), ("attention_mask", attention_mask)):
-            if given is not None and given.shape != input_ids.shape:
+        for name, tensor in (("labels", labels), ("attention_mask", attention_mask)):
+            if tensor is not None and tensor.shape != input_ids.shape:
                 raise ValueError(
-                    f"{name} has shape {list(given.shape)}: with these input_ids it must be "
+                    f"{name} has shape {list(tensor.shape)}: with these input_ids it must be "
                     f"{[batch, length]}"
                 )
-        valid = (
-            torch.ones_like(input_ids, dtype=torch.bool)
-            if attention_mask is None
-            else attention_mask.bool()
-        )
+        if attention_mask is None:
+            valid = torch.ones_like(input_ids, dtype=torch.bool)
+        else:
+            valid = attention_mask.bool()
         check_rows(valid, 0, self.config.max_position_embeddings)
         learned = labels != -100
         clean = torch.where(learned, labels, input_ids)
-        noise = noise_of(clean, valid, self.training) if noise is None else noise
+        if noise is None:
+            noise = noise_of(clean, valid, self.training)
         level = 1 - noise[:, :1]
-        hidden = (noise[:, 1:] < level) & learned & valid
-        ids = torch.cat([clean.masked_fill(hidden, self.config.mask_token_id), clean], 1)
+        masked = (noise[:, 1:] < level) & learned & valid
+        ids = torch.cat([clean.masked_fill(masked, self.config.mask_token_id), clean], 1)
         positions = (valid.long().cumsum(-1) - 1).clamp(min=0)
         mask = noisy_and_clean_mask(positions, valid, self.config.block_size)
         states = self.backbone(ids, positions.repeat(1, 2), mask)
         if self.model.shifted:  # a block's first token is predicted by the clean one before it
-            before = torch.arange(length, device=ids.device) - 1
-            before = torch.where(positions % self.config.block_size == 0, before + length, before)
-            states = taken_from(states, torch.where(positions > 0, before, -1))
+            previous = torch.arange(length, device=ids.device) - 1
+            previous = torch.where(
+                positions % self.config.block_size == 0, previous + length, previous
+            )
+            states = taken_from(states, torch.where(positions > 0, previous, -1))
         logits = self.lm_head(states[:, :length])
-        picked = logits[hidden] if logits.dtype == torch.float64 else logits[hidden].float()
+        masked_logits = logits[masked]
+        if logits.dtype != torch.float64:
+            masked_logits = masked_logits.float()
         losses = (
-            F.cross_entropy(picked, clean[hidden], reduction="none")
-            / level.expand(batch, length)[hidden].float()
+            F.cross_entropy(masked_logits, clean[masked], reduction="none")
+            / level.expand(batch, length)[masked].float()
         )
-        items = (
-            (learned & valid).sum() if items is None else torch.as_tensor(items, device=ids.device)
-        )
-        return CausalLMOutputWithPast(loss=losses.sum() / items.clamp(min=1), logits=logits)
+        if divisor is None:
+            count = (learned & valid).sum()
+        else:
+            count = torch.as_tensor(divisor, device=ids.device)
+        return CausalLMOutputWithPast(loss=losses.sum() / count.clamp(min=1), logits=logits)

@@ -1,5 +1,5 @@
-"""The versions of transformers on which this release was tested, told where something fails on
-another one."""
+"""The versions of transformers on which this release was tested, which errors on another version
+name."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,8 +9,8 @@ TESTED = "5.17.0", "5.24.0"
 
 
 def version_note() -> str | None:
-    """Return which versions of transformers were tested and what to do, or None if the installed
-    one is among them."""
+    """Return a note on the tested versions of transformers and what to install, or None if the
+    installed one is among them."""
     import transformers
 
     oldest, newest = TESTED
@@ -25,7 +25,7 @@ def version_note() -> str | None:
 
 @contextmanager
 def tested_versions() -> Iterator[None]:
-    """Add `version_note` to an error that is raised inside."""
+    """Add `version_note` to any error raised in the context."""
     try:
         yield
     except Exception as error:
@@ -37,4 +37,4 @@ def tested_versions() -> Iterator[None]:
 
 def _release(version: str) -> tuple[int, ...]:
     """Return the leading numbers of a version: (5, 24, 0) for "5.24.0.dev0"."""
-    return tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
+    return tuple(int(number) for number in version.split(".")[:3] if number.isdigit())

@@ -1,5 +1,5 @@
-"""Budgets, which choose how much a round drafts: a fixed amount, or the fastest by time and
-acceptance measured so far.
+"""Budgets, which choose how much a round drafts: a fixed amount, or the fastest one by the times
+and the acceptance measured so far.
 
 Drafts never change the text, so the amount may depend on the clock.
 """
@@ -79,45 +79,48 @@ class Times:
     """Measured seconds of a round by the number of states of all rows together, without and with
     head passes."""
 
-    # rounds after which the time of a shape is known: the first ones may include recording or
-    # compiling
-    FIRST = 3
-    # of the moving average; the multiple of it to which longer rounds are clipped
-    RATE, OUTLIER = 0.1, 1.5
+    # rounds after which a shape counts as timed: they may include recording or compiling
+    WARMUP_ROUNDS = 3
+    RATE = 0.1  # of the moving average
+    OUTLIER = 1.5  # multiple of the average to which longer rounds are clipped
 
     def __init__(self) -> None:
         self.seconds: tuple[dict[int, float], dict[int, float]] = {}, {}
-        self.first: defaultdict[Shape, list[float]] = defaultdict(list)
-        # extra seconds of a shape's first rounds (graphs, compiling), the least of any shape
+        self.warmup_seconds: defaultdict[Shape, list[float]] = defaultdict(list)
+        # extra seconds of a shape's first rounds (graphs, compiling), the smallest of any shape
         self.recording = inf
-        self.tried: Shape = (0, 0, 0)  # the last shape on trial
+        self.trial: Shape = (0, 0, 0)  # the last shape on trial
 
     def learn(self, shape: Shape, seconds: float) -> None:
         """Learn the seconds of a round of this shape."""
-        (rows, states, passes), first = shape, self.first[shape]
-        known, scored = self.seconds[passes > 0], rows * states
-        if self.known(shape):
-            known[scored] += self.RATE * (
-                min(seconds, self.OUTLIER * known[scored]) - known[scored]
-            )
-        else:
-            first.append(seconds)
-            if self.known(shape):
-                known.setdefault(scored, min(first))
-                self.recording = min(self.recording, sum(first) - len(first) * min(first))
+        rows, states, passes = shape
+        averages = self.seconds[passes > 0]
+        scored = rows * states
+        if self.is_timed(shape):
+            clipped = min(seconds, self.OUTLIER * averages[scored])
+            averages[scored] += self.RATE * (clipped - averages[scored])
+            return
+        warmup = self.warmup_seconds[shape]
+        warmup.append(seconds)
+        if self.is_timed(shape):
+            averages.setdefault(scored, min(warmup))
+            self.recording = min(self.recording, sum(warmup) - len(warmup) * min(warmup))
 
-    def known(self, shape: Shape) -> bool:
-        """Tell if this shape itself was timed: the time of another with as many states says nothing
-        of this one's recording."""
-        return len(self.first[shape]) == self.FIRST
+    def is_timed(self, shape: Shape) -> bool:
+        """Tell if this shape itself was timed: the time of another shape with as many states says
+        nothing about this one's recording."""
+        return len(self.warmup_seconds[shape]) == self.WARMUP_ROUNDS
 
     def estimate(self, scored: int, passes: int) -> float:
         """Estimate the seconds of a round of `scored` states, with head passes unless `passes` is
-        0. If never timed, take the largest timed round without head passes and with no more states,
-        which is rather too low; if none was, return 0."""
-        plain = self.seconds[0]
-        below = [one for one in plain if one <= scored]
-        return self.seconds[passes > 0].get(scored) or (plain[max(below)] if below else 0.0)
+        0. If that was never timed, take the largest timed round without head passes and with no
+        more states, which is rather too low; if there is none, return 0."""
+        seconds = self.seconds[passes > 0].get(scored)
+        if not seconds:
+            plain = self.seconds[0]
+            largest = max((timed for timed in plain if timed <= scored), default=None)
+            seconds = 0.0 if largest is None else plain[largest]
+        return seconds
 
 
 class Auto:
@@ -131,33 +134,36 @@ class Auto:
     alone would have taken, and all time that drafts have saved. So a first call is at most about
     that share slower than its target.
 
-    Each call has a copy (`copy.copy`), with a round of its own. Copies share, under a lock, what
+    Each call has a copy (`copy.copy`) with its own current round. Copies share, under a lock, what
     was learnt.
     """
 
     SHARE = 0.045  # share of the target's time that trials may cost
     ENOUGH = 0.98  # an amount is tried if its best case is below this share of the best known time
-    # supposed: the chance of an untried draft, and rounds of one step each beside the measured ones
-    HOPE, SURE = 0.9, 4.0
+    PRIOR_CHANCE = 0.9  # the assumed chance that an untried draft is accepted
+    PRIOR_ROUNDS = 4.0  # assumed rounds of one step each beside the measured ones
     FADE = 1 - 1 / 8000  # factor on the sums in `gains` after each round
 
     def __init__(self, states: int, passes: int) -> None:
-        widths = [one for one in WIDTHS if 1 < one <= states]
-        self.ladders = [
-            [(one, min(most, one - 1)) for one in widths] for most in sorted({0, passes})
-        ]
+        # (states, passes) to choose from, without and with head passes, each in increasing order
+        self.ladders: list[list[tuple[int, int]]] = []
+        widths = [width for width in WIDTHS if 1 < width <= states]
+        for max_passes in sorted({0, passes}):
+            self.ladders.append([(width, min(max_passes, width - 1)) for width in widths])
         # By (states, passes), fading sums over rounds: of 1, of steps per row, and of the share of
         # rows that cannot draft next.
-        self.gains = {
-            way: [0.0, 0.0, 0.0]
-            for way in (PLAIN, *(one for ladder in self.ladders for one in ladder))
-        }
-        self.times, self.plain = Times(), 0.0  # `plain`: seconds per step of the target alone
+        self.gains = {PLAIN: [0.0, 0.0, 0.0]}
+        for ladder in self.ladders:
+            for pair in ladder:
+                self.gains[pair] = [0.0, 0.0, 0.0]
+        self.times = Times()
+        self.plain_cost = 0.0  # seconds per step of the target alone
         # seconds, by number of rows in the batch
         self.balance: defaultdict[int, float] = defaultdict(float)
         self.lock = threading.Lock()
         # The current round: its states and passes, its shape, and whether each row could draft.
-        self.way, self.shape = PLAIN, (1, 1, 0)
+        self.pair = PLAIN
+        self.shape: Shape = (1, 1, 0)
         self.drafts: list[bool] = []
 
     def choose(self, rows: Sequence[Row]) -> Amount:
@@ -170,89 +176,117 @@ class Auto:
     ) -> None:
         """See `Budget`."""
         # else the round had no room for the chosen amount
-        if (amount.states, amount.passes) == self.way:
+        if (amount.states, amount.passes) == self.pair:
             with self.lock:
                 self._learn(rows, steps, seconds)
 
     def _choose(self, rows: Sequence[Row]) -> Amount:
-        going = [row for row in rows if row.stop is None]
-        clean = sum(not row.state.masks for row in going)
+        active = [row for row in rows if row.stop is None]
+        clean = sum(not row.state.masks for row in active)
         self.drafts = [row.stop is None and can_draft(row) for row in rows]
-        one, two = (self.times.estimate(states * len(rows), 0) for states in (1, 2))
-        narrow = 0 < clean < len(going) and one * len(going) < two * (len(going) - clean)
-        self.way, self.plain = PLAIN, 0.0
-        if any(self.drafts) and one:
-            self.way = self.best(len(rows), len(going), one, two)
-        states, passes = self.way
-        self.shape = len(rows), states if states > 1 else 1 + (clean > 0 and not narrow), passes
+        single = self.times.estimate(len(rows), 0)
+        double = self.times.estimate(2 * len(rows), 0)
+        narrow = 0 < clean < len(active) and single * len(active) < double * (len(active) - clean)
+        self.pair = PLAIN
+        self.plain_cost = 0.0
+        if any(self.drafts) and single:
+            self.pair = self.best(len(rows), len(active), single, double)
+        states, passes = self.pair
+        width = states if states > 1 else 1 + (clean > 0 and not narrow)
+        self.shape = (len(rows), width, passes)
         return Amount(states, passes, narrow and states == 1)
 
-    def best(self, size: int, going: int, one: float, two: float) -> tuple[int, int]:
-        """Choose the (states, passes) of least known time per step, or of a better best case if the
-        balance pays a trial.
+    def best(self, size: int, active: int, single: float, double: float) -> tuple[int, int]:
+        """Choose the (states, passes) of least known time per step, or one with a better best case
+        if the balance pays for its trial.
 
-        Of the batch's `size` rows, `going` have not ended; a round of 1 or 2 states a row takes
-        `one` or `two` seconds.
+        Of the batch's `size` rows, `active` have not ended; a round of 1 or 2 states a row takes
+        `single` or `double` seconds.
         """
-        times, (rounds, _, stuck) = self.times, self.gains[PLAIN]
-        stuck /= max(1.0, rounds)
-        self.plain = (one + stuck * two) / (1 + stuck) / going
-        if times.tried[0] == size and not times.known(times.tried):
-            return times.tried[1:]
-        sure, hopes = {PLAIN: self.plain}, {PLAIN: self.plain}
-        # no width is tried far beyond known ones
-        most = 2 * max((*times.seconds[0], *times.seconds[1]))
+        times = self.times
+        rounds, _, blocked = self.gains[PLAIN]
+        blocked /= max(1.0, rounds)  # the share of rows that cannot draft after a plain round
+        self.plain_cost = (single + blocked * double) / (1 + blocked) / active
+        if times.trial[0] == size and not times.is_timed(times.trial):
+            return times.trial[1:]
+        known_costs = {PLAIN: self.plain_cost}
+        best_cases = {PLAIN: self.plain_cost}
+        # no width is tried far beyond timed ones
+        max_scored = 2 * max((*times.seconds[0], *times.seconds[1]))
         for ladder in self.ladders:
-            below, steps, slope, behind = 1, 1.0, self.HOPE, stuck
-            for way in ladder:
-                (states, passes), (rounds, came, could_not), known = (
-                    way,
-                    self.gains[way],
-                    times.known((size, *way)),
-                )
-                hope = steps + slope * (states - below)
+            last_states = 1
+            last_steps = 1.0
+            slope = self.PRIOR_CHANCE
+            undrafted = blocked
+            for pair in ladder:
+                states, passes = pair
+                rounds, step_sum, blocked_sum = self.gains[pair]
+                timed = times.is_timed((size, *pair))
+                max_steps = last_steps + slope * (states - last_states)
                 if rounds:
-                    behind = (could_not + behind) / (rounds + 1)
-                    mean = (came + hope) / (rounds + 1)
-                    hope = min(hope, mean + sqrt(mean * (mean - 1) / (rounds + 1)))
-                    slope = max(0.0, (hope - steps) / (states - below))
-                    below, steps = states, hope
+                    undrafted = (blocked_sum + undrafted) / (rounds + 1)
+                    mean_steps = (step_sum + max_steps) / (rounds + 1)
+                    deviation = sqrt(mean_steps * (mean_steps - 1) / (rounds + 1))
+                    max_steps = min(max_steps, mean_steps + deviation)
+                    slope = max(0.0, (max_steps - last_steps) / (states - last_states))
+                    last_states = states
+                    last_steps = max_steps
                 seconds = times.estimate(size * states, passes)
-                seconds = (seconds + behind * (two if going == 1 else seconds)) / going
-                if known and rounds:
-                    sure[way] = seconds / (behind + (came + self.SURE) / (rounds + self.SURE))
-                if known or size * states <= most:
-                    hopes[way] = seconds / (behind + hope)
-        best, dream = (min(of, key=of.__getitem__) for of in (sure, hopes))
-        if hopes[dream] >= self.ENOUGH * sure[best]:
+                undrafted_seconds = double if active == 1 else seconds
+                seconds = (seconds + undrafted * undrafted_seconds) / active
+                if timed and rounds:
+                    steps = (step_sum + self.PRIOR_ROUNDS) / (rounds + self.PRIOR_ROUNDS)
+                    known_costs[pair] = seconds / (undrafted + steps)
+                if timed or size * states <= max_scored:
+                    best_cases[pair] = seconds / (undrafted + max_steps)
+        best = min(known_costs, key=known_costs.__getitem__)
+        candidate = min(best_cases, key=best_cases.__getitem__)
+        if best_cases[candidate] >= self.ENOUGH * known_costs[best]:
             return best
-        (states, passes), uses, flat = dream, len(times.first[size, *dream]), times.seconds[0]
-        seconds, scored = times.estimate(size * states, passes), size * states
+        if self.trial_price(size, active, candidate) > self.balance[size]:
+            return best
+        times.trial = (size, *candidate)
+        return candidate
+
+    def trial_price(self, size: int, active: int, pair: tuple[int, int]) -> float:
+        """Estimate the seconds that trying (states, passes) costs beyond the time of the target
+        alone."""
+        times = self.times
+        states, passes = pair
+        scored = size * states
+        warmup_rounds = len(times.warmup_seconds[size, states, passes])
+        seconds = times.estimate(scored, passes)
         if scored not in times.seconds[passes > 0]:
-            seconds = max(seconds, flat[max(flat)] * scored / max(flat))
-        price = max(1, times.FIRST - uses) * max(0.0, seconds - self.plain * going)
-        price += (1 + (passes > 0)) * (uses < times.FIRST - 1) * times.recording
+            plain = times.seconds[0]
+            seconds = max(seconds, plain[max(plain)] * scored / max(plain))
+        remaining = max(1, times.WARMUP_ROUNDS - warmup_rounds)
+        price = remaining * max(0.0, seconds - self.plain_cost * active)
+        price += (1 + (passes > 0)) * (warmup_rounds < times.WARMUP_ROUNDS - 1) * times.recording
         # again, should the batch shrink meanwhile
-        price += (times.tried[1:] != dream) * times.recording
-        if price > self.balance[size]:
-            return best
-        times.tried = size, *dream
-        return dream
+        price += (times.trial[1:] != pair) * times.recording
+        return price
 
     def _learn(self, rows: Sequence[Row], steps: Sequence[int], seconds: float) -> None:
         self.times.learn(self.shape, seconds)
-        came = [
-            (1, step, not can_draft(row))
-            for step, row, one in zip(steps, rows, self.drafts, strict=True)
-            if one
-        ]
-        new = [sum(part) / len(came) for part in zip(*came, strict=True)]
-        for way, gains in self.gains.items() if came else ():
-            self.gains[way] = [
-                self.FADE * old + (way == self.way) * one
-                for old, one in zip(gains, new, strict=True)
-            ]
-        target = self.plain * sum(steps) if self.way != PLAIN else seconds
+        drafting = 0
+        step_sum = 0
+        blocked_sum = 0
+        for step, row, drafts in zip(steps, rows, self.drafts, strict=True):
+            if drafts:
+                drafting += 1
+                step_sum += step
+                blocked_sum += not can_draft(row)
+        if drafting:
+            gains = (1.0, step_sum / drafting, blocked_sum / drafting)
+            for pair, sums in self.gains.items():
+                faded = [self.FADE * value for value in sums]
+                if pair == self.pair:
+                    for index, gain in enumerate(gains):
+                        faded[index] += gain
+                self.gains[pair] = faded
+        target = seconds
+        if self.pair != PLAIN:
+            target = self.plain_cost * sum(steps)
         self.balance[len(rows)] += (1 + self.SHARE) * target - seconds
 
 
@@ -275,14 +309,13 @@ def budget_of(model: nn.Module, mode: Any) -> Budget:
     drafting = mode.drafting
     if drafting is None:
         return Fixed(Amount())
-    alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
-    if drafting.paced and alone and not torch.are_deterministic_algorithms_enabled():
+    distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if drafting.paced and not distributed and not torch.are_deterministic_algorithms_enabled():
         weight = next(model.parameters())
-        key = mode, weight.device, weight.dtype
+        key = (mode, weight.device, weight.dtype)
         with _BUDGETS_LOCK:
-            learnt = _BUDGETS.setdefault(model, {}).setdefault(
-                key, Auto(drafting.states, drafting.passes)
-            )
-        return copy.copy(learnt)
+            budgets = _BUDGETS.setdefault(model, {})
+            shared = budgets.setdefault(key, Auto(drafting.states, drafting.passes))
+        return copy.copy(shared)
     states = min(drafting.states, UNTIMED_STATES) if drafting.paced else drafting.states
     return Fixed(Amount(states, min(drafting.passes, states - 1)))

@@ -18,8 +18,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..kernels.dispatch import PYTORCH, Dispatch, unusable
 from ..model.compat import CACHE_NAME, chosen_cache
-from ..model.loading import check_lm_head, device_of, dynamically_quantized, fetched
-from ..networks.cache import BlockCache, adapters_of_rows, devices_of_layers, weights_seen
+from ..model.loading import check_lm_head, device_of, dynamically_quantized, weights_on_device
+from ..networks.cache import BlockCache, adapters_of_rows, devices_of_layers, weight_versions
 from ..networks.graphs import cache_for, release_graphs
 from ..networks.layers import pack, plan_layers
 from ..networks.networks import Networks
@@ -173,7 +173,7 @@ class MRPGenerationMixin(GenerationMixin):
         decode = partial(
             _decode, streamer, real.repeat_interleave(copies, 0), infill_ids, cache, sources
         )
-        with fetched(self.lm_head):
+        with weights_on_device(self.lm_head):
             return super().generate(
                 inputs, generation_config=config, custom_generate=decode, **others
             )
@@ -269,7 +269,7 @@ def _decode(
             f"infill_ids hold {filled} tokens a row, max_new_tokens (max_length) leaves room for "
             f"{new}: raise it"
         )
-    mixed = mixed_tokens(getattr(model.config, "quantization_config", None), model)
+    mixed = describe_token_mixing(getattr(model.config, "quantization_config", None), model)
     if mixed and (mode.drafting is not None or len(input_ids) > 1):
         logger.warning_once(mixed)
     prompts = [ids[keep] for ids, keep in zip(input_ids, real, strict=True)]
@@ -305,7 +305,7 @@ def _decode(
             row.head_held = of_head if mode.uses_head else 0
         if progress is not None:  # the cache is handed out
             parts = ("model", "mrp_head") if cache.head_layers else ("model",)
-            cache.weights = {name: weights_seen(getattr(model, name)) for name in parts}
+            cache.weights = {name: weight_versions(getattr(model, name)) for name in parts}
         plans = plan_layers(model, mode.uses_head, picker.dispatch)
         networks = Networks(
             model, cache, mode.uses_head, picker, plans, None if graphs is None else graphs.call
@@ -554,7 +554,7 @@ def check_past(past: Any, model: Any, rows: int) -> None:
     elif changed := [
         name
         for name, seen in past.weights.items()
-        if seen != weights_seen(getattr(model, name) or nn.Module())
+        if seen != weight_versions(getattr(model, name) or nn.Module())
     ]:
         why = f"are older than the weights of {changed[0]}, which have changed"
     elif (was := (past.dtype, past.layer_devices)) != (
@@ -565,7 +565,7 @@ def check_past(past: Any, model: Any, rows: int) -> None:
         raise ValueError(f"past_key_values {why}: leave them unset")
 
 
-def mixed_tokens(quantization: Any, model: Any = None) -> str | None:
+def describe_token_mixing(quantization: Any, model: Any = None) -> str | None:
     """Return a warning if a `quantization_config`, or a layer, lets a forward's tokens change each
     other's results; or None."""
     # of torchao

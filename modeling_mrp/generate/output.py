@@ -14,7 +14,7 @@ from transformers.utils import ModelOutput
 from ..model.compat import CacheOutput
 from ..networks.cache import BlockCache
 from ..networks.picker import Picker, Spots
-from ..rules.state import Row, State
+from ..rules.state import Frontier, Row, State
 from .loop import Decoder
 
 
@@ -31,7 +31,7 @@ class MRPGenerateStats(ModelOutput):
         slot_forwards: Rows of the batch summed over backbone forwards, including rows that had
             ended but not left the batch.
         drafted, accepted: [rows], drafted states that were submitted, and that were accepted.
-        revoked: [rows], reveals that `mrp_remask` took back.
+        revoked: [rows], reveals that `mrp_remask` re-masked.
         accepted_lengths: [rows, n], numbers of rounds that accepted 0, 1, 2, ... states, including
             the first, which is no draft, and states that the round before had scored.
         offered_at_depth: [rows, n], by depth k = 1, 2, ...: rounds that accepted at least k - 1
@@ -40,7 +40,7 @@ class MRPGenerateStats(ModelOutput):
         accepted_at_depth: [rows, n], by depth: rounds of `offered_at_depth` that accepted that
             draft; their sum is `accepted`.
         revocations: [n, 3]: row, column of the generated text (as in `reveal_step`; it may lie
-            beyond the end) and token of each reveal that `mrp_remask` took back, in order.
+            beyond the end) and token of each reveal that `mrp_remask` re-masked, in order.
         rounds: [1 + rounds, rows] by name, each row's counts after the prefill and each round:
             `row_forwards`, `drafted`, `accepted`, `steps` of denoising and `column`, its block's
             start in the generated text (below 0 in the prompt).
@@ -97,69 +97,68 @@ class Progress:
     `logits` and `scores`."""
 
     def __init__(self, rows: Sequence[Row], logits: bool, scores: bool) -> None:
-        self.rows, self.wanted = rows, {"logits": logits, "scores": scores}
+        self.rows = rows
+        self.requested = {"logits": logits, "scores": scores}
         self.rounds: list[list[tuple[int, ...]]] = []
         self.revocations: list[tuple[int, int, int]] = []
-        self.drawn: dict[tuple[int, int], tuple[State, Tensor]] = {}  # by row and position
+        self.picks: dict[tuple[int, int], tuple[State, Tensor]] = {}  # by row and position
         for row in rows:
             row.written = []
 
     def __call__(self, rows: Sequence[Row]) -> None:
-        """Record all rows' counts after a round, and what was drawn and remasked in `rows`, which
-        took part in it."""
+        """Record all rows' counts after a round, and the tokens that `rows`, which took part in it,
+        picked and re-masked."""
         for row in rows:
             for frontier in row.written or ():
-                said = frontier.state, frontier.scores.hidden
-                begin, tokens = frontier.state.start - row.prompt, frontier.scores.token
-                self.revocations += [
-                    (row.place, begin + column, tokens[column]) for column in frontier.remasked
-                ]
-                for column in frontier.where if any(self.wanted.values()) else ():
-                    state, (hidden, place) = (frontier.drawn or {}).get(column, said)
-                    alone = State(state.key, (column,), state.end, state.masks, state.step)
-                    self.drawn[row.place, state.start + column] = (
-                        alone,
-                        hidden[place, column].clone(),
-                    )
+                self._record(row, frontier)
             row.written = []
-        counts = [(row.counts, row) for row in self.rows]
-        self.rounds.append(
-            [
-                (c.forwards, r.steps, c.drafted, c.accepted, r.state.start - r.prompt)
-                for c, r in counts
-            ]
-        )
+        table: list[tuple[int, ...]] = []
+        for row in self.rows:
+            counts = row.counts
+            column = row.state.start - row.prompt
+            table.append((counts.forwards, row.steps, counts.drafted, counts.accepted, column))
+        self.rounds.append(table)
+
+    def _record(self, row: Row, frontier: Frontier) -> None:
+        begin = frontier.state.start - row.prompt
+        tokens = frontier.scores.token
+        for column in frontier.remasked:
+            self.revocations.append((row.place, begin + column, tokens[column]))
+        if not any(self.requested.values()):
+            return
+        backbone_pick = (frontier.state, frontier.scores.hidden)
+        for column in frontier.where:
+            state, (hidden, index) = (frontier.drawn or {}).get(column, backbone_pick)
+            single = State(state.key, (column,), state.end, state.masks, state.step)
+            self.picks[row.place, state.start + column] = (single, hidden[index, column].clone())
 
     def distributions(self, picker: Picker, tokens: Tensor) -> dict[str, tuple[Tensor, ...]]:
-        """Compute the output's `scores` and `logits`, if wanted: [rows, vocab] by column of
+        """Compute the output's `scores` and `logits`, if requested: [rows, vocab] by column of
         `tokens` [rows, generated]."""
-        if not any(self.wanted.values()):
+        if not any(self.requested.values()):
             return {}
-        before = cache(lambda place, start: self.rows[place].rewound(start))
-        drawn = [
-            ((at - self.rows[place].prompt, place), (before(place, state.start), state), hidden)
-            for (place, at), (state, hidden) in self.drawn.items()
-            if at < (self.rows[place].stop or 0)
-        ]
+        rewound = cache(lambda row_index, start: self.rows[row_index].rewound(start))
+        indices: list[tuple[int, int]] = []
+        states: list[tuple[Row, State]] = []
+        hidden_states: list[Tensor] = []
+        for (row_index, position), (state, hidden) in self.picks.items():
+            row = self.rows[row_index]
+            if position < (row.stop or 0):
+                indices.append((position - row.prompt, row_index))
+                states.append((rewound(row_index, state.start), state))
+                hidden_states.append(hidden)
         # all may be given
-        wide = (
-            torch.stack([hidden for _, _, hidden in drawn]) if drawn else picker.lm_head_weight[:0]
-        )
-        given = picker.distributions(wide, Spots([state for _, state, _ in drawn], tokens.device))
-        index = (
-            torch.tensor([where for where, _, _ in drawn], dtype=torch.long, device=tokens.device)
-            .view(-1, 2)
-            .unbind(1)
-        )
-        found = {}
-        for name, part in zip(self.wanted, given, strict=True):
-            if self.wanted[name]:
+        inputs = torch.stack(hidden_states) if hidden_states else picker.lm_head_weight[:0]
+        distributions = picker.distributions(inputs, Spots(states, tokens.device))
+        index = torch.tensor(indices, dtype=torch.long, device=tokens.device).view(-1, 2).unbind(1)
+        outputs = {}
+        for name, values in zip(self.requested, distributions, strict=True):
+            if self.requested[name]:
                 columns = tokens.T.contiguous()[..., None]  # `scatter_` needs that on GPUs
-                certain = part.new_full((*tokens.T.shape, part.shape[1]), -torch.inf).scatter_(
-                    2, columns, 0.0
-                )
-                found[name] = certain.index_put_(index, part).unbind()
-        return found
+                table = values.new_full((*tokens.T.shape, values.shape[1]), -torch.inf)
+                table.scatter_(2, columns, 0.0)
+                outputs[name] = table.index_put_(index, values).unbind()
+        return outputs
 
 
 class Streams:
@@ -168,40 +167,44 @@ class Streams:
 
     def __init__(self, streamer: Any, prompts: Sequence[Tensor]) -> None:
         streamers = list(streamer) if isinstance(streamer, list | tuple) else [streamer]
-        different, rows = len(set(map(id, streamers))), len(prompts)
+        different = len(set(map(id, streamers)))
+        rows = len(prompts)
         if not len(streamers) == different == rows:
             raise ValueError(
                 f"streamer holds {different} for {rows} rows: pass a list of {rows}, or one prompt "
                 "at a time"
             )
-        if wrong := [one for one in streamers if not (hasattr(one, "put") and hasattr(one, "end"))]:
-            raise ValueError(
-                f"streamer is {wrong[0]!r}, without put and end: pass transformers' streamers, or "
-                "such objects"
-            )
-        self.open, self.sent = dict(enumerate(streamers)), [len(prompt) for prompt in prompts]
-        for one, prompt in zip(streamers, prompts, strict=True):
-            one.put(prompt[None].cpu())
+        for stream in streamers:
+            if not (hasattr(stream, "put") and hasattr(stream, "end")):
+                raise ValueError(
+                    f"streamer is {stream!r}, without put and end: pass transformers' streamers, "
+                    "or such objects"
+                )
+        self.streams = dict(enumerate(streamers))  # of rows that have not ended
+        self.sent_lengths = [len(prompt) for prompt in prompts]
+        for stream, prompt in zip(streamers, prompts, strict=True):
+            stream.put(prompt[None].cpu())
 
     def __call__(self, rows: Sequence[Row]) -> None:
         """Send the text that a round has finished, and end the streams of rows that have ended."""
         for row in rows:
-            if (streamer := self.open.get(row.place)) is None:
+            if (stream := self.streams.get(row.place)) is None:
                 continue
-            upto = row.stop or row.state.start
-            if upto > self.sent[row.place]:
-                streamer.put(torch.tensor(row.text[self.sent[row.place] : upto]))
-                self.sent[row.place] = upto
+            end = row.stop or row.state.start
+            if end > self.sent_lengths[row.place]:
+                stream.put(torch.tensor(row.text[self.sent_lengths[row.place] : end]))
+                self.sent_lengths[row.place] = end
             if row.stop is not None:
-                self.open.pop(row.place).end()
-            elif (put_draft := getattr(streamer, "put_draft", None)) is not None:
-                end = min(row.state.start + row.block_size, row.limit)
-                put_draft(torch.tensor([row.text[self.sent[row.place] : end]]))
+                self.streams.pop(row.place).end()
+            elif (put_draft := getattr(stream, "put_draft", None)) is not None:
+                draft_end = min(row.state.start + row.block_size, row.limit)
+                draft = row.text[self.sent_lengths[row.place] : draft_end]
+                put_draft(torch.tensor([draft]))
 
 
 class Stopping:
-    """The stopping criteria of one `generate` call, asked at every token of a row once it is final
-    (no mask before it).
+    """The stopping criteria of one `generate` call, checked at every token of a row once it is
+    final (no mask before it).
 
     A criterion gets ids as in transformers' loop, [rows, prompt + n]: the prompts as given, with
     padding, then n tokens of every row. A row with fewer final tokens is filled up with the mask
@@ -216,51 +219,49 @@ class Stopping:
         input_ids: Tensor,
         pad_id: int,
     ) -> None:
-        self.criteria, self.rows, self.prompt, self.pad_id = criteria, rows, input_ids, pad_id
-        self.asked = [0] * len(rows)  # how many tokens of each row have been shown
+        self.criteria = criteria
+        self.rows = rows
+        self.prompt = input_ids
+        self.pad_id = pad_id
+        self.checked = [0] * len(rows)  # number of tokens of each row that criteria have seen
 
     def __call__(self, rows: Sequence[Row]) -> None:
-        """Ask the criteria about all newly final tokens of the call; set `stop` of each row whose
+        """Check the criteria at all newly final tokens of the call; set `stop` of each row whose
         text they end."""
-        known = []
-        for row in self.rows:
+        final_tokens = []
+        columns: set[int] = set()
+        for row, checked in zip(self.rows, self.checked, strict=True):
             end = row.limit if row.stop is None else row.stop
-            known.append(
-                row.text[
-                    row.prompt : next(
-                        (at for at in range(row.prompt, end) if row.text[at] == row.mask_id), end
-                    )
-                ]
-            )
-        new = {
-            column
-            for asked, tokens in zip(self.asked, known, strict=True)
-            for column in range(asked, len(tokens))
-        }
-        for column in sorted(new):
-            asking = [
-                at for at, tokens in enumerate(known) if self.asked[at] <= column < len(tokens)
+            tokens = row.text[row.prompt : end]
+            if row.mask_id in tokens:
+                tokens = tokens[: tokens.index(row.mask_id)]
+            final_tokens.append(tokens)
+            columns.update(range(checked, len(tokens)))
+        for column in sorted(columns):
+            newly_final = [
+                index
+                for index, tokens in enumerate(final_tokens)
+                if self.checked[index] <= column < len(tokens)
             ]
-            if not asking:  # all that had this token end before it
+            if not newly_final:  # all that had this token end before it
                 continue
-            behind = [row.mask_id if row.stop is None else self.pad_id for row in self.rows]
-            shown = [
-                (one + [other] * (column + 1))[: column + 1]
-                for one, other in zip(known, behind, strict=True)
-            ]
-            ids = torch.cat([self.prompt, self.prompt.new_tensor(shown)], 1)
+            table = []
+            for row, tokens in zip(self.rows, final_tokens, strict=True):
+                fill = row.mask_id if row.stop is None else self.pad_id
+                table.append((tokens + [fill] * (column + 1))[: column + 1])
+            ids = torch.cat([self.prompt, self.prompt.new_tensor(table)], 1)
             answers = [_stops(criterion, ids) for criterion in self.criteria]
             stops = [any(answer) for answer in zip(*answers, strict=True)]
-            for at in asking:
-                self.asked[at] = column + 1
-                if stops[at]:
-                    self.rows[at].stop = self.rows[at].prompt + column + 1
-                    del known[at][column + 1 :]
+            for index in newly_final:
+                self.checked[index] = column + 1
+                if stops[index]:
+                    self.rows[index].stop = self.rows[index].prompt + column + 1
+                    del final_tokens[index][column + 1 :]
 
 
 def _stops(criterion: Any, ids: Tensor) -> list[bool]:
-    """Ask a stopping criterion about ids [rows, length]; return its answer by row, or raise
-    `ValueError` for another kind."""
+    """Call a stopping criterion on ids [rows, length]; return its answer by row, or raise
+    `ValueError` for an answer of another type."""
     answer = criterion(ids, None)
     if isinstance(answer, bool):
         return [answer] * len(ids)
@@ -269,11 +270,9 @@ def _stops(criterion: Any, ids: Tensor) -> list[bool]:
         or answer.dtype != torch.bool
         or answer.shape not in ((), (len(ids),))
     ):
-        kind = (
-            f"{answer.dtype} of {list(answer.shape)}"
-            if isinstance(answer, Tensor)
-            else f"a {type(answer).__name__}"
-        )
+        kind = f"a {type(answer).__name__}"
+        if isinstance(answer, Tensor):
+            kind = f"{answer.dtype} of {list(answer.shape)}"
         raise ValueError(
             f"the stopping criterion {type(criterion).__name__} returned {kind}: it must return a "
             f"bool tensor of [{len(ids)}], one for each row"
@@ -292,61 +291,57 @@ def output_of(
 ) -> Tensor | MRPGenerateOutput:
     """Make the output of `generate` from ended rows: their texts, padded with `pad`, behind
     `input_ids` [rows, prompt]."""
-    device, texts = input_ids.device, [row.text[row.prompt : row.stop] for row in rows]
+    device = input_ids.device
+    texts = [row.text[row.prompt : row.stop] for row in rows]
     width = max(map(len, texts))
 
-    def table(parts: list[list[Any]], fill: Any) -> Tensor:
-        padded = [
-            (part[: len(text)] + [fill] * width)[:width]
-            for part, text in zip(parts, texts, strict=True)
-        ]
-        return torch.tensor(
-            padded, dtype=torch.float32 if isinstance(fill, float) else torch.long, device=device
-        )
+    def padded(values: list[list[Any]], fill: Any) -> Tensor:
+        table = []
+        for row_values, text in zip(values, texts, strict=True):
+            table.append((row_values[: len(text)] + [fill] * width)[:width])
+        dtype = torch.float32 if isinstance(fill, float) else torch.long
+        return torch.tensor(table, dtype=dtype, device=device)
 
-    tokens = table(texts, pad)
+    tokens = padded(texts, pad)
     sequences = torch.cat([input_ids, tokens], 1)
     if progress is None:
         return sequences
-    reveal_step, networks = table([row.step for row in rows], -1), decoder.networks
+    reveal_step = padded([row.step for row in rows], -1)
+    networks = decoder.networks
 
-    def counted(name: str) -> Tensor:
+    def counts(name: str) -> Tensor:
         return torch.tensor([getattr(row.counts, name) for row in rows], device=device)
 
     forwards = {
-        "verify": decoder.verified,
-        **networks.forwards,
+        "prefill": networks.forwards["prefill"],
         "denoise": networks.forwards["denoise"] - decoder.verified,
+        "verify": decoder.verified,
+        "head": networks.forwards["head"],
     }
+    row_forwards = counts("forwards")
     rounds = torch.tensor(progress.rounds, device=device).unbind(2)
+    round_names = ("row_forwards", "steps", "drafted", "accepted", "column")
+    revocations = torch.tensor(progress.revocations, dtype=torch.long, device=device)
+    stats = MRPGenerateStats(
+        forwards=forwards,
+        row_forwards=row_forwards,
+        row_head_forwards=counts("head_forwards"),
+        slot_forwards=len(rows) * forwards["prefill"] + decoder.slots,
+        drafted=counts("drafted"),
+        accepted=counts("accepted"),
+        revoked=counts("revoked"),
+        accepted_lengths=counts("lengths"),
+        offered_at_depth=counts("offered_at_depth"),
+        accepted_at_depth=counts("accepted_at_depth"),
+        revocations=revocations.view(-1, 3),
+        rounds=dict(zip(round_names, rounds, strict=True)),
+    )
     return MRPGenerateOutput(
         sequences=sequences,
-        tokens_per_forward=(reveal_step >= 0).sum(1) / counted("forwards"),
+        tokens_per_forward=(reveal_step >= 0).sum(1) / row_forwards,
         reveal_step=reveal_step,
-        token_logprobs=table([row.logprob for row in rows], 0.0),
+        token_logprobs=padded([row.logprob for row in rows], 0.0),
         **progress.distributions(networks.picker, tokens),
-        stats=MRPGenerateStats(
-            forwards={name: forwards[name] for name in ("prefill", "denoise", "verify", "head")},
-            row_forwards=counted("forwards"),
-            row_head_forwards=counted("head_forwards"),
-            slot_forwards=len(rows) * forwards["prefill"] + decoder.slots,
-            accepted_lengths=counted("lengths"),
-            revocations=torch.tensor(progress.revocations, dtype=torch.long, device=device).view(
-                -1, 3
-            ),
-            rounds=dict(
-                zip(("row_forwards", "steps", "drafted", "accepted", "column"), rounds, strict=True)
-            ),
-            **{
-                name: counted(name)
-                for name in (
-                    "drafted",
-                    "accepted",
-                    "revoked",
-                    "offered_at_depth",
-                    "accepted_at_depth",
-                )
-            },
-        ),
+        stats=stats,
         cache=cache,
     )

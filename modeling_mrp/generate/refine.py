@@ -14,55 +14,56 @@ class Reveal:
     row's frontier.
 
     Attributes:
-        row, at: The row, and its index in the batch.
-        before: The row's frontier.
+        row, index: The row, and its index in the batch.
+        frontier: The row's frontier before the refinement.
         state: The frontier's state, before the reveal.
-        where: Columns to reveal.
+        columns: Columns to reveal.
         token, log_odds: By column, as in `Scores`; NaN where the head's number for a column is NaN.
         hidden: Hidden states h_A of the state, or the head's latest estimate for a state after it.
         drawn: By column that the head revealed, the state and the hidden states from which its
             token was picked.
     """
 
-    def __init__(self, row: Row, at: int, frontier: Frontier) -> None:
+    def __init__(self, row: Row, index: int, frontier: Frontier) -> None:
         scores = frontier.scores
         assert scores.hidden is not None
-        self.row, self.at, self.before, self.state, self.where = (
-            row,
-            at,
-            frontier,
-            frontier.state,
-            frontier.where,
-        )
-        self.token, self.log_odds, self.hidden = (
-            list(scores.token),
-            list(scores.odds),
-            scores.hidden,
-        )
+        self.row = row
+        self.index = index
+        self.frontier = frontier
+        self.state = frontier.state
+        self.columns = frontier.where
+        self.token = list(scores.token)
+        self.log_odds = list(scores.odds)
+        self.hidden = scores.hidden
         self.drawn: dict[int, tuple[State, Hidden]] = {}
 
-    def shown(self, where: Sequence[int]) -> State:
-        """Make the state that results from revealing this reveal's tokens at the columns `where`,
-        for the head to read."""
-        return self.row.after(self.state, where, self.token)
+    def state_after(self, columns: Sequence[int]) -> State:
+        """Make the state that results from revealing this reveal's tokens at `columns`, for the
+        head to read."""
+        return self.row.after(self.state, columns, self.token)
 
-    def keep(self, passed: Sequence[int], asked: Sequence[float]) -> None:
-        """Set log-odds at `where` to NaN where the head's numbers `asked` are NaN, and then reduce
-        `where` to `passed`."""
-        for column in self.where:
-            if asked[column] != asked[column]:
-                self.log_odds[column] = asked[column]
-        self.where = tuple(passed)
+    def keep(self, columns: Sequence[int], estimates: Sequence[float]) -> None:
+        """Reduce the reveal to `columns`; first set log-odds to NaN where the head's `estimates` of
+        its columns are NaN."""
+        for column in self.columns:
+            if estimates[column] != estimates[column]:
+                self.log_odds[column] = estimates[column]
+        self.columns = tuple(columns)
 
-    def frontier(self) -> Frontier:
-        """Make the frontier of the columns that remain; count those put back to masks, and list
-        them in its `remasked`."""
-        before = self.before
-        back = tuple([column for column in before.where if column not in self.where])
-        self.row.counts.revoked += len(back)
-        said = Scores(self.token, self.log_odds, hidden=before.scores.hidden)
+    def refined_frontier(self) -> Frontier:
+        """Make the frontier of the columns that remain; count the re-masked columns, and list them
+        in its `remasked`."""
+        frontier = self.frontier
+        remasked = tuple([column for column in frontier.where if column not in self.columns])
+        self.row.counts.revoked += len(remasked)
         return Frontier(
-            before.state, said, self.where, before.memo, self.shown(self.where), self.drawn, back
+            frontier.state,
+            Scores(self.token, self.log_odds, hidden=frontier.scores.hidden),
+            self.columns,
+            frontier.memo,
+            self.state_after(self.columns),
+            self.drawn,
+            remasked,
         )
 
 
@@ -79,48 +80,49 @@ def refined(
 ) -> list[Frontier | None]:
     """Refine the reveals at the frontiers of a batch's rows; return the refined frontiers, by
     row."""
-    reveals = [
-        Reveal(row, at, one)
-        for at, (row, one) in enumerate(zip(rows, frontiers, strict=True))
-        if one
-    ]
+    reveals = []
+    for index, (row, frontier) in enumerate(zip(rows, frontiers, strict=True)):
+        if frontier:
+            reveals.append(Reveal(row, index, frontier))
     if reveals:
         refine(networks, rows, reveals)
-    made: list[Frontier | None] = [None] * len(rows)
+    outputs: list[Frontier | None] = [None] * len(rows)
     for reveal in reveals:
-        made[reveal.at] = reveal.frontier()
-    return made
+        outputs[reveal.index] = reveal.refined_frontier()
+    return outputs
 
 
-def ask(
+def run_head(
     networks: Networks,
     rows: Sequence[Row],
-    asked: list[tuple[Reveal, State]],
+    queries: list[tuple[Reveal, State]],
     residual: bool = False,
 ) -> list[Hidden]:
     """Run one head pass at one state per reveal; return h_A + h_C at each, or h_C alone if
     `residual`."""
-    given: list[list[tuple[State, Hidden]]] = [[] for _ in rows]
-    for reveal, state in asked:
-        given[reveal.at].append((state, reveal.hidden))
-    made = networks.head(rows, given, residual)
-    return [made[reveal.at][0] for reveal, _ in asked]
+    inputs: list[list[tuple[State, Hidden]]] = [[] for _ in rows]
+    for reveal, state in queries:
+        inputs[reveal.index].append((state, reveal.hidden))
+    outputs = networks.head(rows, inputs, residual)
+    return [outputs[reveal.index][0] for reveal, _ in queries]
 
 
-def belief(
-    networks: Networks, rows: Sequence[Row], asked: Sequence[tuple[Reveal, Columns]]
+def head_log_odds(
+    networks: Networks, rows: Sequence[Row], queries: Sequence[tuple[Reveal, Columns]]
 ) -> list[tuple[Reveal, list[float]]]:
-    """Compute by the head the log-odds [block] of each reveal's tokens given its tokens at some
-    columns, -inf elsewhere.
+    """Compute by the head the log-odds [block] of each reveal's tokens given its tokens at the
+    query's columns, -inf elsewhere.
 
-    For a token that is itself given, a trained head estimates what the backbone would say with this
+    For a token at one of these columns, a trained head estimates the backbone's log-odds with this
     token alone still masked.
     """
-    hidden = ask(networks, rows, [(reveal, reveal.shown(given)) for reveal, given in asked])
-    found = networks.token_odds(
-        [(one.row, one.state, one.where, one.token) for one, _ in asked], hidden
-    )
-    return [(reveal, believed) for (reveal, _), believed in zip(asked, found, strict=True)]
+    states = []
+    tokens = []
+    for reveal, columns in queries:
+        states.append((reveal, reveal.state_after(columns)))
+        tokens.append((reveal.row, reveal.state, reveal.columns, reveal.token))
+    outputs = networks.token_odds(tokens, run_head(networks, rows, states))
+    return [(reveal, log_odds) for (reveal, _), log_odds in zip(queries, outputs, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -133,30 +135,29 @@ class Direct:
     def __call__(self, networks: Networks, rows: Sequence[Row], reveals: list[Reveal]) -> None:
         """See `Refinement`."""
         for _ in range(self.head_reveals):
-            after = [
-                (reveal, state) for reveal in reveals if (state := reveal.shown(reveal.where)).free
-            ]
-            if not after:
+            queries = []
+            for reveal in reveals:
+                state = reveal.state_after(reveal.columns)
+                if state.free:
+                    queries.append((reveal, state))
+            if not queries:
                 return
-            hidden = ask(networks, rows, after)
-            scored = networks.pick(
-                networks.picker, [(reveal.row, state) for reveal, state in after], hidden
-            )
-            for (reveal, state), scores, estimate in zip(after, scored, hidden, strict=True):
+            hidden = run_head(networks, rows, queries)
+            states = [(reveal.row, state) for reveal, state in queries]
+            picks = networks.pick(networks.picker, states, hidden)
+            for (reveal, state), scores, estimate in zip(queries, picks, hidden, strict=True):
                 best = surest(state.free, scores.odds)
-                reveal.where = tuple(sorted((*reveal.where, best)))
-                reveal.token[best], reveal.log_odds[best], reveal.hidden = (
-                    scores.token[best],
-                    scores.odds[best],
-                    estimate,
-                )
-                reveal.drawn[best] = state, estimate
+                reveal.columns = tuple(sorted((*reveal.columns, best)))
+                reveal.token[best] = scores.token[best]
+                reveal.log_odds[best] = scores.odds[best]
+                reveal.hidden = estimate
+                reveal.drawn[best] = (state, estimate)
 
 
 @dataclass(frozen=True)
 class ThresholdRemask:
-    """The published rule of `mrp_remask`: put tokens in which the head has little confidence back
-    to masks.
+    """The published rule of `mrp_remask`: re-mask tokens whose corrected confidence falls below
+    tau.
 
     The head is conditioned on all the fresh reveals; a token whose corrected confidence is below
     tau becomes a mask again (MRP, arXiv 2605.18817). At least one reveal stays, under every
@@ -167,17 +168,16 @@ class ThresholdRemask:
 
     def __call__(self, networks: Networks, rows: Sequence[Row], reveals: list[Reveal]) -> None:
         """See `Refinement`."""
-        for reveal, believed in belief(
-            networks, rows, [(reveal, reveal.where) for reveal in reveals]
-        ):
-            passed = [column for column in reveal.where if believed[column] >= self.threshold]
-            reveal.keep(passed or [surest(reveal.where, believed)], believed)
+        queries = [(reveal, reveal.columns) for reveal in reveals]
+        for reveal, log_odds in head_log_odds(networks, rows, queries):
+            confident = [column for column in reveal.columns if log_odds[column] >= self.threshold]
+            reveal.keep(confident or [surest(reveal.columns, log_odds)], log_odds)
 
 
 @dataclass(frozen=True)
 class ResidualRemask:
-    """The rule `residual` of the released code: put tokens back to masks if the head changes their
-    logits by much.
+    """The rule `residual` of the released code: re-mask tokens whose logits the head changes by
+    much.
 
     The head reads the state before the reveal; a token goes back if its logit changes by more than
     `delta`, up or down.
@@ -187,61 +187,60 @@ class ResidualRemask:
 
     def __call__(self, networks: Networks, rows: Sequence[Row], reveals: list[Reveal]) -> None:
         """See `Refinement`."""
-        residual = ask(
-            networks, rows, [(reveal, reveal.state) for reveal in reveals], residual=True
-        )
-        for reveal, moved in zip(
-            reveals,
-            networks.magnitudes([(r.where, r.token) for r in reveals], residual),
-            strict=True,
-        ):
-            passed = [column for column in reveal.where if moved[column] <= self.delta]
-            reveal.keep(passed or [surest(reveal.where, reveal.log_odds)], moved)
+        queries = [(reveal, reveal.state) for reveal in reveals]
+        residual = run_head(networks, rows, queries, residual=True)
+        tokens = [(reveal.columns, reveal.token) for reveal in reveals]
+        changes = networks.magnitudes(tokens, residual)
+        for reveal, change in zip(reveals, changes, strict=True):
+            stable = [column for column in reveal.columns if change[column] <= self.delta]
+            reveal.keep(stable or [surest(reveal.columns, reveal.log_odds)], change)
 
 
 @dataclass(frozen=True)
 class RereadRemask:
-    """The rule `reread`: keep the tokens that the head believes given all other kept ones and given
-    the surest one alone.
+    """The rule `reread`: keep the tokens in which the head is confident given all other kept ones,
+    and given the most confident one alone.
 
     Under `threshold`, two tokens that contradict each other both go back. Here only the least
-    believed token below tau does; then the head reads the rest again, until every token's
+    confident token below tau does; then the head reads the rest again, until every token's
     confidence given the others reaches tau. Tokens that are wrong together still support each
     other, so the head finally reads them given the most confident one alone: a token whose
-    confidence is then below `alone` goes back, too (`benchmarks/NOTES.md`, Remasking). A single
-    token needs no head pass.
+    confidence is then below `alone_threshold` goes back, too (`benchmarks/NOTES.md`, Remasking). A
+    single token needs no head pass.
     """
 
     threshold: float  # tau, in log-odds
-    alone: float  # the log-odds of half of tau
+    alone_threshold: float  # the log-odds of half of tau
 
     def __call__(self, networks: Networks, rows: Sequence[Row], reveals: list[Reveal]) -> None:
         """See `Refinement`."""
-        unsettled = [reveal for reveal in reveals if len(reveal.where) > 1]
+        unsettled = [reveal for reveal in reveals if len(reveal.columns) > 1]
         while unsettled:  # most rows are settled by the first pass
-            going = []
-            for reveal, believed in belief(
-                networks, rows, [(reveal, reveal.where) for reveal in unsettled]
-            ):
-                best = surest(reveal.where, believed)
-                doubted = [
+            queries = [(reveal, reveal.columns) for reveal in unsettled]
+            unsettled = []
+            for reveal, log_odds in head_log_odds(networks, rows, queries):
+                best = surest(reveal.columns, log_odds)
+                doubtful = [
                     column
-                    for column in reveal.where
-                    if column != best and believed[column] < self.threshold
+                    for column in reveal.columns
+                    if column != best and log_odds[column] < self.threshold
                 ]
-                least = min(doubted, key=believed.__getitem__, default=None)
-                reveal.keep([one for one in reveal.where if one != least], believed)
-                if doubted and len(reveal.where) > 1:
-                    going.append(reveal)
-            unsettled = going
-        several = [
-            (reveal, (surest(reveal.where, reveal.log_odds),))
-            for reveal in reveals
-            if len(reveal.where) > 1
-        ]
-        for (_, (best,)), (reveal, believed) in zip(
-            several, belief(networks, rows, several) if several else (), strict=True
-        ):
-            reveal.where = tuple(
-                [one for one in reveal.where if one == best or believed[one] >= self.alone]
+                worst = min(doubtful, key=log_odds.__getitem__, default=None)
+                reveal.keep([column for column in reveal.columns if column != worst], log_odds)
+                if doubtful and len(reveal.columns) > 1:
+                    unsettled.append(reveal)
+        queries = []
+        for reveal in reveals:
+            if len(reveal.columns) > 1:
+                queries.append((reveal, (surest(reveal.columns, reveal.log_odds),)))
+        if not queries:
+            return
+        outputs = head_log_odds(networks, rows, queries)
+        for (_, (best,)), (reveal, log_odds) in zip(queries, outputs, strict=True):
+            reveal.columns = tuple(
+                [
+                    column
+                    for column in reveal.columns
+                    if column == best or log_odds[column] >= self.alone_threshold
+                ]
             )

@@ -15,7 +15,7 @@ from transformers.utils import ModelOutput
 
 from ..kernels.pick import Unembedding
 from ..model.diffusion import taken_from
-from ..model.loading import fetched
+from ..model.loading import weights_on_device
 from ..networks.cache import BlockCache
 from ..networks.networks import prefill_chunks
 from .generation import check_weights
@@ -66,8 +66,8 @@ class MRPScoringMixin:
             input_ids: [batch, length] long, whole texts: prompts and what follows them.
             attention_mask: [batch, length], 1 for real tokens, with padding on either side.
             labels: [batch, length] long, `input_ids` where a token is to be scored and -100
-                elsewhere, for instance in the prompt, which scored tokens still see; None: all real
-                tokens are scored.
+                elsewhere, for instance in the prompt, which scored tokens still attend to; None:
+                all real tokens are scored.
             temperature: Divides the logits.
             tokens_per_forward: The most tokens in a forward of the batch, to bound memory, but at
                 least one block per row.
@@ -76,25 +76,28 @@ class MRPScoringMixin:
             ValueError: for arguments that do not fit, a model in training mode, or a token without
                 a log-probability.
         """
-        block, mask_id = self.config.block_size, self.config.mask_token_id
+        block_size = self.config.block_size
+        mask_id = self.config.mask_token_id
         real = check_ids(input_ids, attention_mask, self.config)
         check_rows(real, 0, self.config.max_position_embeddings)
         if labels is not None and (
             not isinstance(labels, Tensor) or labels.shape != input_ids.shape
         ):
-            kind = (
-                list(labels.shape) if isinstance(labels, Tensor) else f"a {type(labels).__name__}"
-            )
+            kind: Any = f"a {type(labels).__name__}"
+            if isinstance(labels, Tensor):
+                kind = list(labels.shape)
             raise ValueError(
                 f"labels are {kind} for input_ids of {list(input_ids.shape)}: pass a tensor of the "
                 "same shape"
             )
         scored = real if labels is None else (labels != -100) & real
-        if labels is not None and len(where := (scored & (labels != input_ids)).nonzero()):
-            raise ValueError(
-                f"labels differ from input_ids at row and column {where[0].tolist()}: pass "
-                "input_ids, without a shift, and -100 where nothing is scored"
-            )
+        if labels is not None:
+            differences = (scored & (labels != input_ids)).nonzero()
+            if len(differences):
+                raise ValueError(
+                    f"labels differ from input_ids at row and column {differences[0].tolist()}: "
+                    "pass input_ids, without a shift, and -100 where nothing is scored"
+                )
         if not isinstance(temperature, Real) or not 0 < temperature < float("inf"):
             raise ValueError(f"temperature is {temperature!r}: it must be a finite number above 0")
         if not isinstance(tokens_per_forward, Integral) or tokens_per_forward < 1:
@@ -107,58 +110,61 @@ class MRPScoringMixin:
                 "model.eval() first"
             )
         check_weights(self)
-        with fetched(self.lm_head):
+        with weights_on_device(self.lm_head):
             weight = self.lm_head.weight
-            ids, real, scored = (part.to(weight.device) for part in (input_ids, real, scored))
-            width = int(real.sum(-1).max())
-            held = torch.arange(width + -width % block, device=ids.device) < real.sum(
-                -1, keepdim=True
-            )
-            # no padding on the left
-            texts, asked = (
-                torch.full(held.shape, mask_id, device=ids.device),
-                torch.zeros_like(held),
-            )
-            texts[held], asked[held] = ids[real].long(), scored[real]
-            count = int(asked.sum(-1).max())
-            # by row, columns that are asked first
-            at = asked.byte().argsort(dim=-1, descending=True, stable=True)[:, :count]
-            # what states may look at
-            length = int(asked.nonzero()[:, 1].max()) // block * block if count else 0
-            states = max(1, tokens_per_forward // (len(ids) * block))
+            ids = input_ids.to(weight.device)
+            real = real.to(weight.device)
+            scored = scored.to(weight.device)
+            lengths = real.sum(-1, keepdim=True)
+            width = int(lengths.max())
+            # texts in whole blocks, with no padding on the left
+            in_text = torch.arange(width + -width % block_size, device=ids.device) < lengths
+            texts = torch.full(in_text.shape, mask_id, device=ids.device)
+            texts[in_text] = ids[real].long()
+            queried = torch.zeros_like(in_text)
+            queried[in_text] = scored[real]
+            count = int(queried.sum(-1).max())
+            # by row, queried columns first
+            query_columns = queried.byte().argsort(dim=-1, descending=True, stable=True)[:, :count]
+            # of the earlier blocks, to which states attend
+            length = int(queried.nonzero()[:, 1].max()) // block_size * block_size if count else 0
+            states = max(1, tokens_per_forward // (len(ids) * block_size))
             cache = BlockCache(
-                self, len(ids), texts.shape[1], min(states, count) * block, with_head=False
+                self, len(ids), texts.shape[1], min(states, count) * block_size, with_head=False
             )
             forwards = {"prefill": 0, "score": 0}
-            for begin, end, *given in prefill_chunks(
-                cache, texts[:, :length], 0, states * block, block
+            for begin, end, *inputs in prefill_chunks(
+                cache, texts[:, :length], 0, states * block_size, block_size
             ):
-                hidden = self.backbone(*given, cache)
+                hidden = self.backbone(*inputs, cache)
                 forwards["prefill"] += 1
                 if cache.shifted:
                     cache.hidden[:, begin + 1 : end + 1] = hidden
             unembedding = Unembedding(weight, mask_id, float(temperature))
-            found = torch.zeros_like(texts, dtype=torch.promote_types(weight.dtype, torch.float32))
-            likeliest = torch.zeros_like(asked)
-            # `scatter_` needs that on GPUs
-            for places in map(Tensor.contiguous, at.split(states, 1) if count else ()):
-                hidden = _hidden_at(self, texts, places, length, cache)
+            log_probs = torch.zeros_like(
+                texts, dtype=torch.promote_types(weight.dtype, torch.float32)
+            )
+            likeliest = torch.zeros_like(queried)
+            for chunk in query_columns.split(states, 1) if count else ():
+                positions = chunk.contiguous()  # `scatter_` needs that on GPUs
+                hidden = _hidden_at(self, texts, positions, length, cache)
                 forwards["score"] += 1
-                scores = unembedding.tempered(unembedding.logits(hidden.flatten(0, 1))).unflatten(
-                    0, places.shape
-                )
-                token = texts.gather(1, places)
-                found.scatter_(
-                    1, places, scores.log_softmax(-1).gather(2, token[..., None])[..., 0]
-                )
-                likeliest.scatter_(1, places, scores.argmax(-1) == token)
-        logprobs, greedy = torch.zeros_like(ids, dtype=found.dtype), torch.zeros_like(scored)
-        logprobs[scored], greedy[scored] = found[asked], likeliest[asked]
-        if len(where := logprobs.isnan().nonzero()):
+                logits = unembedding.tempered(unembedding.logits(hidden.flatten(0, 1)))
+                scores = logits.unflatten(0, positions.shape)
+                token = texts.gather(1, positions)
+                token_log_probs = scores.log_softmax(-1).gather(2, token[..., None])[..., 0]
+                log_probs.scatter_(1, positions, token_log_probs)
+                likeliest.scatter_(1, positions, scores.argmax(-1) == token)
+        logprobs = torch.zeros_like(ids, dtype=log_probs.dtype)
+        logprobs[scored] = log_probs[queried]
+        greedy = torch.zeros_like(scored)
+        greedy[scored] = likeliest[queried]
+        nan_positions = logprobs.isnan().nonzero()
+        if len(nan_positions):
             raise ValueError(
-                f"the token {where[0, 1]} of row {where[0, 0]} has no log-probability: the weights "
-                f"are NaN or infinite, or {weight.dtype} overflows. Load or train them again, or "
-                "load a wider dtype"
+                f"the token {nan_positions[0, 1]} of row {nan_positions[0, 0]} has no "
+                f"log-probability: the weights are NaN or infinite, or {weight.dtype} overflows. "
+                "Load or train them again, or load a wider dtype"
             )
         sums = logprobs.sum(-1)
         return MRPScoreOutput(
@@ -166,27 +172,30 @@ class MRPScoringMixin:
         )
 
 
-def _hidden_at(model: Any, texts: Tensor, places: Tensor, length: int, cache: BlockCache) -> Tensor:
-    """Compute hidden states [batch, n, hidden_size] that predict the tokens at `places` [batch, n]
-    long, each at a state of its own: the text before the place, and masks from there to the end of
-    the block."""
-    block, (rows, states) = model.config.block_size, places.shape
-    where = (places // block * block)[..., None] + torch.arange(block, device=texts.device)
-    ids = (
-        texts.gather(1, where.flatten(1))
-        .view_as(where)
-        .masked_fill(where >= places[..., None], model.config.mask_token_id)
+def _hidden_at(
+    model: Any, texts: Tensor, positions: Tensor, length: int, cache: BlockCache
+) -> Tensor:
+    """Compute the hidden states [batch, n, hidden_size] that predict the tokens at `positions`
+    [batch, n] long, each at a state of its own: the text before the position, and masks from there
+    to the end of the block."""
+    block_size = model.config.block_size
+    rows, states = positions.shape
+    columns = torch.arange(block_size, device=texts.device)
+    block_positions = (positions // block_size * block_size)[..., None] + columns
+    ids = texts.gather(1, block_positions.flatten(1)).view_as(block_positions)
+    ids = ids.masked_fill(block_positions >= positions[..., None], model.config.mask_token_id)
+    state_index = torch.arange(states, device=texts.device).repeat_interleave(block_size)
+    starts = block_positions[..., :1].expand(-1, -1, block_size).reshape(rows, -1, 1)
+    earlier = torch.arange(length, device=texts.device) < starts
+    same_state = (state_index[:, None] == state_index).expand(rows, -1, -1)
+    mask = torch.cat([earlier, same_state], -1)[:, None]
+    cache.target(length, states * block_size, prefill=True)
+    hidden = model.backbone(ids.flatten(1), block_positions.flatten(1), mask, cache).to(
+        texts.device
     )
-    slot = torch.arange(states, device=texts.device).repeat_interleave(block)
-    before = torch.arange(length, device=texts.device) < where[..., :1].expand(
-        -1, -1, block
-    ).reshape(rows, -1, 1)
-    mask = torch.cat([before, (slot[:, None] == slot).expand(rows, -1, -1)], -1)[:, None]
-    cache.target(length, states * block, prefill=True)
-    hidden = model.backbone(ids.flatten(1), where.flatten(1), mask, cache).to(texts.device)
-    column = slot[::block] * block + places % block
+    column = state_index[::block_size] * block_size + positions % block_size
     if not cache.shifted:
         return taken_from(hidden, column)
-    first = places % block == 0  # predicted by the last token of the block before
-    ends = taken_from(cache.hidden.to(texts.device), torch.where(first, places, -1))
-    return ends + taken_from(hidden, torch.where(first, -1, column - 1))
+    is_first = positions % block_size == 0  # predicted by the last token of the block before
+    end_states = taken_from(cache.hidden.to(texts.device), torch.where(is_first, positions, -1))
+    return end_states + taken_from(hidden, torch.where(is_first, -1, column - 1))

@@ -7,11 +7,9 @@ from typing import Any
 
 from .families.sdar import DENSE
 
-MODELING, PACKAGE, CUSTOM_GENERATE = (
-    "modeling_mrp.py",
-    "package_mrp.py",
-    "custom_generate/generate.py",
-)
+MODELING = "modeling_mrp.py"
+PACKAGE = "package_mrp.py"
+CUSTOM_GENERATE = "custom_generate/generate.py"
 AUTO_MAP = {
     "AutoConfig": "modeling_mrp.MRPConfig",
     "AutoModel": "modeling_mrp.MRPForCausalLM",
@@ -35,12 +33,13 @@ the top of {PACKAGE}.""",
 
 
 def code_files(family: str = DENSE) -> dict[str, str]:
-    """Return the remote code of a repository, text by path: that beside this file if it is a
-    bundle, else one for a family."""
-    own = Path(__file__)
-    if own.name == PACKAGE:
+    """Return a repository's remote code, text by path: the files beside this one if it is a
+    bundle, else those generated for a family."""
+    this_file = Path(__file__)
+    if this_file.name == PACKAGE:
         files = {
-            name: own.with_name(name).read_text(encoding="utf-8") for name in (MODELING, PACKAGE)
+            name: this_file.with_name(name).read_text(encoding="utf-8")
+            for name in (MODELING, PACKAGE)
         }
     else:
         files = import_module(f"{__name__.partition('.')[0]}.bundle").bundled(family)
@@ -78,7 +77,7 @@ def generate_on_stock(inputs: Any = None, *, model: Any, **kwargs: Any) -> Any:
 
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-    for_downloads = (
+    option_names = (
         "token",
         "cache_dir",
         "local_files_only",
@@ -86,7 +85,7 @@ def generate_on_stock(inputs: Any = None, *, model: Any, **kwargs: Any) -> Any:
         "proxies",
         "revision",
     )
-    download = {name: kwargs.pop(name) for name in for_downloads if name in kwargs}
+    download_options = {name: kwargs.pop(name) for name in option_names if name in kwargs}
     if not hasattr(model, "mrp_head"):
         owner, name, commit = Path(__file__).parts[-5:-2]
         if owner == "transformers_modules":
@@ -95,9 +94,11 @@ def generate_on_stock(inputs: Any = None, *, model: Any, **kwargs: Any) -> Any:
                 "repository, or load both by MRPForCausalLM.from_backbone(backbone, head=folder)"
             )
         # as Python modules can be called
-        owner, name = (re.sub("^_(?=[0-9])", "", part) for part in (owner, name))
+        owner, name = (re.sub("^_(?=[0-9])", "", folder) for folder in (owner, name))
         repository = f"{owner}/{name}".replace("_hyphen_", "-").replace("_dot_", ".")
-        download["revision"] = commit  # code is kept by commit: the weights are of the same
-        mrp = get_class_from_dynamic_module("modeling_mrp.MRPForCausalLM", repository, **download)
-        model = mrp.from_stock_model(model, repository, **download)
+        download_options["revision"] = commit  # code is kept by commit: the weights are of the same
+        model_class = get_class_from_dynamic_module(
+            "modeling_mrp.MRPForCausalLM", repository, **download_options
+        )
+        model = model_class.from_stock_model(model, repository, **download_options)
     return type(model).generate(model, inputs, **kwargs)

@@ -22,7 +22,7 @@ _OLD_SPELLINGS = {"rope_theta", "rope_scaling", "torch_dtype"}
 
 # A number's type, least and largest value, and what it is.
 _Range = tuple[Any, float, float, str]
-_SIZE: _Range = (Integral, 1, 1 << 20, "a size of the checkpoint's tensors")
+_SIZE_RANGE: _Range = (Integral, 1, 1 << 20, "a size of the checkpoint's tensors")
 _SIZES: dict[str, _Range] = {
     "vocab_size": (Integral, 1, 1 << 24, "a size of the checkpoint's tensors"),
     **dict.fromkeys(
@@ -33,7 +33,7 @@ _SIZES: dict[str, _Range] = {
             "num_attention_heads",
             "head_dim",
         ),
-        _SIZE,
+        _SIZE_RANGE,
     ),
     "max_position_embeddings": (Integral, 1, 1 << 62, "the longest text"),
     "rms_norm_eps": (Real, 0, 1, "as the model was trained"),
@@ -66,104 +66,114 @@ _ROPE_NEEDS = {
 }
 
 
-def check_number(name: str, value: Any, kind: Any, least: float, most: float, why: str) -> None:
+def check_number(
+    name: str, value: Any, number_type: Any, lower: float, upper: float, reason: str
+) -> None:
     """Raise `ValueError` unless a value is a number of the type `Integral` or `Real`, within its
     bounds."""
-    if isinstance(value, bool) or not isinstance(value, kind) or not least <= value <= most:
-        what = "an int" if kind is Integral else "a number"
-        raise ValueError(f"{name} is {value!r}: it must be {what} from {least} to {most} ({why})")
+    if isinstance(value, bool) or not isinstance(value, number_type) or not lower <= value <= upper:
+        type_name = "an int" if number_type is Integral else "a number"
+        raise ValueError(
+            f"{name} is {value!r}: it must be {type_name} from {lower} to {upper} ({reason})"
+        )
 
 
 def check_rope(rope: Mapping[str, Any], head_dim: int) -> None:
-    """Raise `ValueError` for `rope_parameters` from which no rotary frequencies of finite size can
-    be made."""
-    kind, types = rope.get("rope_type", "default"), ("default", *sorted(ROPE_INIT_FUNCTIONS))
-    if kind not in types:
+    """Raise `ValueError` for `rope_parameters` that do not give finite rotary frequencies."""
+    rope_type = rope.get("rope_type", "default")
+    rope_types = ("default", *sorted(ROPE_INIT_FUNCTIONS))
+    if rope_type not in rope_types:
         raise ValueError(
-            f"rope_type is {kind!r} in rope_parameters: it must be one of {', '.join(types)}"
+            f"rope_type is {rope_type!r} in rope_parameters: it must be one of "
+            f"{', '.join(rope_types)}"
         )
-    for name in ("rope_theta", *_ROPE_NEEDS.get(kind, ())):
+    for name in ("rope_theta", *_ROPE_NEEDS.get(rope_type, ())):
         if rope.get(name) is None:
             raise ValueError(
-                f"{name} is missing in rope_parameters of the type {kind!r}: add it, as the model "
-                "was trained"
+                f"{name} is missing in rope_parameters of the type {rope_type!r}: add it, as the "
+                "model was trained"
             )
     for name, bounds in _ROPE.items():
         if name in rope and (rope[name] is not None or name not in _NULLABLE):
             check_number(name, rope[name], *bounds)
-    pairs = int(head_dim * (rope.get("partial_rotary_factor") or 1)) // 2
-    if not pairs:
+    frequencies = int(head_dim * (rope.get("partial_rotary_factor") or 1)) // 2
+    if not frequencies:
         raise ValueError(
             f"partial_rotary_factor is {rope.get('partial_rotary_factor')!r}: of a head's "
             f"{head_dim} dimensions (head_dim) it must leave two or more to be rotated"
         )
-    if kind == "llama3" and not rope["low_freq_factor"] < rope["high_freq_factor"]:
+    if rope_type == "llama3" and not rope["low_freq_factor"] < rope["high_freq_factor"]:
         raise ValueError(
             f"low_freq_factor is {rope['low_freq_factor']!r}: it must be below high_freq_factor"
         )
-    for name in ("short_factor", "long_factor") if kind == "longrope" else ():
-        if not isinstance(rope[name], list) or len(rope[name]) != pairs:
+    factor_lists = ("short_factor", "long_factor") if rope_type == "longrope" else ()
+    for name in factor_lists:
+        if not isinstance(rope[name], list) or len(rope[name]) != frequencies:
             raise ValueError(
-                f"{name} is {rope[name]!r}: it must be a list of {pairs} numbers, one for each "
-                "frequency"
+                f"{name} is {rope[name]!r}: it must be a list of {frequencies} numbers, one for "
+                "each frequency"
             )
         for number in rope[name]:
             check_number(f"a number in {name}", number, *_TRAINED_WITH)
 
 
 def check_dtype(dtype: Any) -> None:
-    """Raise `ValueError` unless a config's dtype is None or floating point, a `torch.dtype` or its
-    name."""
-    kind = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if dtype is not None and not (isinstance(kind, torch.dtype) and kind.is_floating_point):
+    """Raise `ValueError` unless a config's dtype is None or a floating-point `torch.dtype`, or the
+    name of one."""
+    torch_dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype is not None and not (
+        isinstance(torch_dtype, torch.dtype) and torch_dtype.is_floating_point
+    ):
         raise ValueError(
             f"dtype is {dtype!r}: it must be the name of a floating-point dtype, such as 'bfloat16'"
         )
 
 
-def our_fields(fields: dict[str, Any], source: str = "") -> dict[str, Any]:
-    """Translate a config's fields for `MRPConfig`: those of this package as they are, of others the
-    known ones.
+def translate_fields(fields: dict[str, Any], source: str = "") -> dict[str, Any]:
+    """Translate a config's fields for `MRPConfig`: keep those of this package, and of other
+    configs only the fields that `MRPConfig` knows.
 
     Raises:
         ValueError: for an unsupported head, or kind of model, by its fields or the name of its
             repository, `source`.
     """
-    for name, ours in (("head_predicts", "residual"), ("num_mrp_heads", 1)):
-        if (value := fields.get(name, ours)) != ours:
+    for name, supported in (("head_predicts", "residual"), ("num_mrp_heads", 1)):
+        if (value := fields.get(name, supported)) != supported:
             raise ValueError(
-                f"{name} is {value!r}: a head here is one, of residuals ({name}={ours!r})"
+                f"{name} is {value!r}: a head here is one, of residuals ({name}={supported!r})"
             )
-    kind = str(fields.get("model_type", "sdar_mrp"))
-    if kind == "sdar_mrp":
+    model_type = str(fields.get("model_type", "sdar_mrp"))
+    if model_type == "sdar_mrp":
         return fields
     causal = fields.get("use_regular_causal") or re.match(
         r"(i-dlm|uno)\b", Path(source).name.lower()
     )
-    if kind.startswith("sdar") and causal:
+    if model_type.startswith("sdar") and causal:
         raise ValueError(
             f"{source or 'the config'} is of I-DLM or UNO, by its name or by use_regular_causal: "
             "each token of it sees the tokens before it alone, and predicts the next one. It does "
             "not load; models that do are in docs/models.md"
         )
-    known = {field.name for field in dataclasses.fields(MRPConfig)} | _OLD_SPELLINGS
-    if kind != DENSE:
-        backbone = next(
-            (one for one in families().values() if one.published.items() <= fields.items()), None
-        )
+    known_fields = {field.name for field in dataclasses.fields(MRPConfig)} | _OLD_SPELLINGS
+    if model_type != DENSE:
+        backbone = None
+        for family in families().values():
+            if family.published.items() <= fields.items():
+                backbone = family
+                break
         if backbone is None:
             raise ValueError(
-                f"the config's model_type is {kind!r}: what loads are checkpoints of this package "
-                "('sdar_mrp'), published ones ('sdar' and those in docs/models.md) and, by "
+                f"the config's model_type is {model_type!r}: what loads are checkpoints of this "
+                "package ('sdar_mrp'), published ones ('sdar' and those in docs/models.md) and, by "
                 "MRPForCausalLM.from_backbone, autoregressive ones ('qwen3'). The code of a "
                 "repository reads its own family alone: for others install this package"
             )
-        fields = backbone.translated(
+        fields = backbone.translate_published(
             {name: value for name, value in fields.items() if value is not None}
         )
-        known |= backbone.fields.keys() | backbone.unsaid.keys()
+        known_fields |= backbone.fields.keys() | backbone.unsaid.keys()
     return {
-        **{name: value for name, value in fields.items() if name in known},
+        **{name: value for name, value in fields.items() if name in known_fields},
         "model_type": "sdar_mrp",
     }
 
@@ -201,7 +211,7 @@ class MRPConfig(Qwen3Config):
     def __post_init__(self, **kwargs: Any) -> None:
         for name, bounds in _SIZES.items():
             check_number(name, getattr(self, name), *bounds)
-        last = self.vocab_size - 1
+        last_id = self.vocab_size - 1
         check_number(
             "block_size",
             self.block_size,
@@ -215,7 +225,7 @@ class MRPConfig(Qwen3Config):
             self.mask_token_id,
             Integral,
             0,
-            last,
+            last_id,
             "the tokenizer's mask token, inside the vocabulary",
         )
         check_number(
@@ -223,7 +233,7 @@ class MRPConfig(Qwen3Config):
             self.pad_token_id or 0,
             Integral,
             0,
-            last,
+            last_id,
             "inside the vocabulary, or null",
         )
         check_number(
@@ -235,14 +245,14 @@ class MRPConfig(Qwen3Config):
             "0: no head",
         )
         if self.num_key_value_heads is not None:
-            why = "num_attention_heads"
+            reason = "num_attention_heads"
             check_number(
                 "num_key_value_heads",
                 self.num_key_value_heads,
                 Integral,
                 1,
                 self.num_attention_heads,
-                why,
+                reason,
             )
             if self.num_attention_heads % self.num_key_value_heads:
                 raise ValueError(
@@ -257,11 +267,11 @@ class MRPConfig(Qwen3Config):
         super().__post_init__(**{**backbone_of(self.family).fields, **kwargs})
         check_rope(self.rope_parameters, self.head_dim)
         if self.layer_types != ["full_attention"] * self.num_hidden_layers:
-            needed = (
+            requirement = (
                 f"block diffusion needs 'full_attention' in each of the {self.num_hidden_layers} "
                 "layers"
             )
-            raise ValueError(f"layer_types is {self.layer_types}: {needed}")
+            raise ValueError(f"layer_types is {self.layer_types}: {requirement}")
         if not isinstance(self._attn_implementation, str | None):
             raise ValueError(
                 f"attn_implementation is {self._attn_implementation!r}: use 'sdpa' or 'eager'"
@@ -279,14 +289,14 @@ class MRPConfig(Qwen3Config):
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Read the fields of a `config.json` as transformers does; return them translated by
         `our_fields`."""
-        found, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
-        return our_fields(found, str(pretrained_model_name_or_path)), kwargs
+        fields, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        return translate_fields(fields, str(pretrained_model_name_or_path)), kwargs
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """Make a config from fields of this package or of a published config; `ValueError` for one
         of another type."""
-        fields = our_fields(config_dict)
+        fields = translate_fields(config_dict)
         for name in fields:
             if callable(getattr(cls, name, None)) or name in (
                 "base_model_tp_plan",
@@ -305,10 +315,10 @@ class MRPConfig(Qwen3Config):
             KeyError,
             ArithmeticError,
         ) as error:
-            said = " ".join(str(error).split())
+            message = " ".join(str(error).split())
             raise ValueError(
-                f"a field of the config cannot be read: {said}. Correct it, or download the config "
-                "again"
+                f"a field of the config cannot be read: {message}. Correct it, or download the "
+                "config again"
             ) from error
 
     @classmethod

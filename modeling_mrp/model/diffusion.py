@@ -15,7 +15,7 @@ from torch import Tensor
 def block_causal_mask(
     query_positions: Tensor, key_positions: Tensor, key_valid: Tensor, block_size: int
 ) -> Tensor:
-    """Make the mask by which every token sees the earlier blocks and the whole of its own block
+    """Make the mask under which every token sees all earlier blocks and its whole own block
     (SDAR, section 3).
 
     Positions are [batch, queries] and [batch, keys], `key_valid` [batch, keys] bool, False for
@@ -34,31 +34,34 @@ def noisy_and_clean_mask(positions: Tensor, valid: Tensor, block_size: int) -> T
     itself. `positions` and `valid` are [batch, length], the mask [batch, 1, 2 * length, 2 * length]
     bool.
     """
-    query, key = (positions // block_size)[:, :, None], (positions // block_size)[:, None, :]
-    own, earlier = key == query, key < query
-    noisy, clean = (
-        torch.cat([own, earlier], 2),
-        torch.cat([torch.zeros_like(own), own | earlier], 2),
-    )
-    real = valid.repeat(1, 2)
-    mask = torch.cat([noisy, clean], 1) & real[:, :, None] & real[:, None, :]
-    return (mask | torch.eye(real.shape[1], dtype=torch.bool, device=mask.device))[:, None]
+    query_block = (positions // block_size)[:, :, None]
+    key_block = (positions // block_size)[:, None, :]
+    same_block = key_block == query_block
+    earlier_block = key_block < query_block
+    noisy_rows = torch.cat([same_block, earlier_block], 2)
+    clean_rows = torch.cat([torch.zeros_like(same_block), same_block | earlier_block], 2)
+    packed_valid = valid.repeat(1, 2)
+    mask = torch.cat([noisy_rows, clean_rows], 1)
+    mask = mask & packed_valid[:, :, None] & packed_valid[:, None, :]
+    return (mask | torch.eye(mask.shape[1], dtype=torch.bool, device=mask.device))[:, None]
 
 
 def taken_from(hidden: Tensor, previous: Tensor) -> Tensor:
-    """Gather hidden states [batch, length, size] by column `previous` [batch, n]; return [batch, n,
-    size], zeros at -1."""
-    taken = hidden.gather(1, previous.clamp(min=0)[..., None].expand(-1, -1, hidden.shape[-1]))
-    return taken.masked_fill(previous[..., None] < 0, 0)
+    """Gather hidden states [batch, length, size] at the columns `previous` [batch, n]; return
+    [batch, n, size], zeros where the column is -1."""
+    gathered = hidden.gather(1, previous.clamp(min=0)[..., None].expand(-1, -1, hidden.shape[-1]))
+    return gathered.masked_fill(previous[..., None] < 0, 0)
 
 
 def noise_of(ids: Tensor, valid: Tensor, training: bool) -> Tensor:
-    """Draw uniform noise [batch, 1 + length] float32: a text's level, then its tokens'; outside
-    training seeded by its text."""
+    """Draw uniform noise [batch, 1 + length] float32, a text's level and then its tokens';
+    outside training, seed it from the text."""
     if training:
         return torch.rand(len(ids), 1 + ids.shape[1], device=ids.device)
-    drawn = torch.zeros(len(ids), 1 + ids.shape[1])
-    for row, (kept, tokens) in enumerate(zip(valid.cpu(), ids.cpu(), strict=True)):
-        own = torch.Generator().manual_seed(zlib.crc32(repr(tokens[kept].tolist()).encode()))
-        drawn[row, F.pad(kept, (1, 0), value=True)] = torch.rand(1 + int(kept.sum()), generator=own)
-    return drawn.to(ids.device)
+    noise = torch.zeros(len(ids), 1 + ids.shape[1])
+    for row, (row_valid, tokens) in enumerate(zip(valid.cpu(), ids.cpu(), strict=True)):
+        seed = zlib.crc32(repr(tokens[row_valid].tolist()).encode())
+        generator = torch.Generator().manual_seed(seed)
+        columns = F.pad(row_valid, (1, 0), value=True)
+        noise[row, columns] = torch.rand(1 + int(row_valid.sum()), generator=generator)
+    return noise.to(ids.device)

@@ -17,18 +17,20 @@ from .compat import CACHE_NAME
 from .configuration import MRPConfig
 
 # Fields in which a head's config must agree with its backbone's.
-_SHARED = [
-    *(
-        "family",
-        "hidden_size",
-        "vocab_size",
-        "block_size",
-        "mask_token_id",
-        "num_attention_heads",
-        "num_key_value_heads",
-    ),
-    *("head_dim", "intermediate_size", "hidden_act", "rms_norm_eps", "rope_parameters"),
-]
+_SHARED = (
+    "family",
+    "hidden_size",
+    "vocab_size",
+    "block_size",
+    "mask_token_id",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "hidden_act",
+    "rms_norm_eps",
+    "rope_parameters",
+)
 
 
 class MRPHead(nn.Module):
@@ -54,13 +56,11 @@ class MRPHead(nn.Module):
         nn.init.zeros_(self.norm.weight)
 
     def place_behind(self: Any, backbone: MRPConfig) -> None:
-        """Give the layers the cache indices behind a backbone's layers, and its config, which
-        chooses their attention."""
+        """Give the layers the cache indices that follow a backbone's layers, and its config, which
+        selects their attention."""
         for index, layer in enumerate(self.layers):
-            layer.self_attn.layer_idx, layer.self_attn.config = (
-                backbone.num_hidden_layers + index,
-                backbone,
-            )
+            layer.self_attn.layer_idx = backbone.num_hidden_layers + index
+            layer.self_attn.config = backbone
 
     def forward(
         self,
@@ -70,8 +70,8 @@ class MRPHead(nn.Module):
         position_embeddings: tuple[Tensor, Tensor],
         cache: Cache | None = None,
     ) -> Tensor:
-        """Predict h_C, [batch, length, hidden_size]. With fused layers, `Networks` calls `joined`
-        and the layers instead.
+        """Predict h_C, [batch, length, hidden_size]. With fused layers, `Networks` calls
+        `project_inputs` and the layers instead.
 
         Args:
             inputs_embeds: [batch, length, hidden_size], the embeddings of x' (the state after the
@@ -83,7 +83,7 @@ class MRPHead(nn.Module):
                 head_dim] each.
             cache: A cache that the layers update, or None.
         """
-        hidden = self.joined(inputs_embeds, hidden_states)
+        hidden = self.project_inputs(inputs_embeds, hidden_states)
         for layer in self.layers:
             hidden = layer(
                 hidden,
@@ -94,37 +94,40 @@ class MRPHead(nn.Module):
             )
         return self.norm(hidden)
 
-    def joined(self, inputs_embeds: Tensor, hidden_states: Tensor) -> Tensor:
+    def project_inputs(self, inputs_embeds: Tensor, hidden_states: Tensor) -> Tensor:
         """Project the normed embeddings of x' and hidden states to the layers' input, [batch,
         length, hidden_size]."""
-        joined: Tensor = self.eh_proj(
+        projected: Tensor = self.eh_proj(
             torch.cat([self.enorm(inputs_embeds), self.hnorm(hidden_states)], -1)
         )
-        return joined
+        return projected
 
 
-def turned_as(rotary: tuple[Tensor, Tensor], head_dim: int) -> tuple[Tensor, Tensor]:
+def pad_rotary(rotary: tuple[Tensor, Tensor], head_dim: int) -> tuple[Tensor, Tensor]:
     """Pad cos and sin [batch, length, rotated dimensions] to [batch, length, head_dim] with
     rotations by 0."""
     cos, sin = rotary
-    turned = cos.shape[-1] // 2
-    if 2 * turned == head_dim:
+    half = cos.shape[-1] // 2
+    if 2 * half == head_dim:
         return cos, sin
-    still = (0, head_dim // 2 - turned)
-    cos, sin = F.pad(cos[..., :turned], still, value=1.0), F.pad(sin[..., :turned], still)
+    padding = (0, head_dim // 2 - half)
+    cos = F.pad(cos[..., :half], padding, value=1.0)
+    sin = F.pad(sin[..., :half], padding)
     return torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
 
 
-def check_same_backbone(head: MRPConfig, backbone: MRPConfig, whose: str) -> None:
+def check_same_backbone(head: MRPConfig, backbone: MRPConfig, origin: str) -> None:
     """Raise `ValueError`, listing all differences, unless the configs of a head and a backbone
     agree on shared fields."""
-    pairs = ((name, getattr(head, name), getattr(backbone, name)) for name in _SHARED)
-    if differences := [
-        f"{name} is {own!r}, the backbone's {its!r}" for name, own, its in pairs if own != its
-    ]:
+    differences = []
+    for name in _SHARED:
+        value = getattr(head, name)
+        expected = getattr(backbone, name)
+        if value != expected:
+            differences.append(f"{name} is {value!r}, the backbone's {expected!r}")
+    if differences:
         raise ValueError(
-            f"the head of {whose} does not belong to this backbone: its "
+            f"the head of {origin} does not belong to this backbone: its "
             + "; its ".join(differences)
-            + ". Use the "
-            "backbone that it was trained on, or train a head for this one"
+            + ". Use the backbone that it was trained on, or train a head for this one"
         )

@@ -36,57 +36,55 @@ def our_name(name: str) -> str:
 
 
 def hub_options(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Select the keyword arguments that say how a file is fetched from the Hub, if not None."""
+    """Select the keyword arguments, other than None, that say how to fetch a file from the Hub."""
     return {name: kwargs[name] for name in HUB_OPTIONS if kwargs.get(name) is not None}
 
 
 def json_object(path: Path) -> dict[str, Any]:
     """Read a JSON file and return its object; `ValueError` if the file holds none."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        fields = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        fields = None
+    if not isinstance(fields, dict):
         raise ValueError(f"{path} holds no JSON object: save it again, or download it again")
-    return found
+    return fields
 
 
 def stored_json(
     source: str, name: str = CONFIG_NAME, **hub: Any
 ) -> tuple[dict[str, Any], str | None]:
-    """Read a checkpoint's JSON file, fetched if needed; return it and its commit (of a folder,
-    None). `OSError` if missing."""
+    """Read a checkpoint's JSON file, fetching it if needed; return its object and its commit (None
+    for a folder). `OSError` if the file is missing."""
     try:
         if (path := cached_file(source, name, **hub)) is None:
             raise OSError(
                 f"there is no {name}; an adapter is loaded with model.load_adapter, on its base"
             )
     except OSError as error:
-        why = " ".join(str(error).split())
+        message = " ".join(str(error).split())
         raise OSError(
             f"{source!r} is no folder here, and could not be read as a repository: check the path "
-            f"({why})"
+            f"({message})"
         ) from error
-    return json_object(Path(path)), None if os.path.isdir(source) else extract_commit_hash(
-        path, None
-    )
+    commit = None if os.path.isdir(source) else extract_commit_hash(path, None)
+    return json_object(Path(path)), commit
 
 
 def weight_files(source: str, prefixes: tuple[str, ...] = ("",), **hub: Any) -> list[Path]:
     """Find a checkpoint's safetensors files (of shards, those with tensors under `prefixes`);
-    `ValueError` without any."""
+    `ValueError` if it has none."""
     names = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
-    there = (
-        cached_file(source, name, _raise_exceptions_for_missing_entries=False, **hub)
-        for name in names
-    )
-    if (found := next(filter(None, there), None)) is None:
+    file = None
+    for name in names:  # the first one that exists
+        file = file or cached_file(source, name, _raise_exceptions_for_missing_entries=False, **hub)
+    if file is None:
         raise ValueError(
             f"no {' and no '.join(names)} in {source}: only safetensors are read. Check the path"
         )
-    if not found.endswith(SAFE_WEIGHTS_INDEX_NAME):
-        return [Path(found)]
-    shards = {shard for name, shard in weight_map(Path(found)).items() if name.startswith(prefixes)}
+    if not file.endswith(SAFE_WEIGHTS_INDEX_NAME):
+        return [Path(file)]
+    shards = {shard for name, shard in weight_map(Path(file)).items() if name.startswith(prefixes)}
     return [Path(cached_file(source, shard, **hub)) for shard in sorted(shards)]
 
 
@@ -94,7 +92,8 @@ def weight_map(index: Path) -> dict[str, str]:
     """Read the file name of each tensor from a checkpoint's index; `ValueError` for one that leads
     out of its folder."""
     fields = json_object(index)
-    files, remedy = fields.get("weight_map"), "save the checkpoint again, or download it again"
+    files = fields.get("weight_map")
+    remedy = "save the checkpoint again, or download it again"
     if not isinstance(files, dict) or not files or not isinstance(fields.get("metadata"), dict):
         raise ValueError(
             f"weight_map or metadata of {index} is missing, no object, or empty: {remedy}"
@@ -132,15 +131,15 @@ def check_depth(config: Any, names: Collection[str], source: str) -> None:
         ("num_hidden_layers", "model.layers."),
         ("num_nextn_predict_layers", f"{HEAD}layers."),
     ):
-        stored = {
+        layer_numbers = {
             name.removeprefix(prefix).partition(".")[0] for name in names if name.startswith(prefix)
         }
         # a head repository has none of the backbone's
-        known = bool(names) and (bool(stored) or field != "num_hidden_layers")
-        if known and (layers := getattr(config, field)) > len(stored):
+        stored_here = bool(names) and (bool(layer_numbers) or field != "num_hidden_layers")
+        if stored_here and (layers := getattr(config, field)) > len(layer_numbers):
             raise ValueError(
                 f"{source} does not fit its config: {field} is {layers}, and it holds "
-                f"{len(stored)} layers {prefix}*: correct config.json (without a head "
+                f"{len(layer_numbers)} layers {prefix}*: correct config.json (without a head "
                 "num_nextn_predict_layers is 0), or download the weights again"
             )
 
@@ -155,14 +154,14 @@ def is_hub_id(name: str) -> bool:
 def backbone_location(name: str, source: str) -> str:
     """Return the backbone `name` that a head repository's config gives; `ValueError` if `source`
     may not name it."""
-    allowed = isinstance(name, str) and is_hub_id(name) and not os.path.exists(name)
-    of_folder = isinstance(name, str) and os.path.isdir(source) and os.path.isabs(name)
-    if of_folder and not os.path.isdir(name):
+    is_repository = isinstance(name, str) and is_hub_id(name) and not os.path.exists(name)
+    is_local = isinstance(name, str) and os.path.isdir(source) and os.path.isabs(name)
+    if is_local and not os.path.isdir(name):
         raise ValueError(
             f"the folder {name} is gone, which the head in {source} names as its backbone: name "
             f"its new place, with --backbone of mrp, or by from_backbone(folder, head={source!r})"
         )
-    if not allowed and not of_folder:
+    if not is_repository and not is_local:
         raise ValueError(
             f"the config of {source} names the backbone {name!r}, which is not followed: it must "
             "be 'org/name', and no path that exists here, or in a folder's config another's "

@@ -42,17 +42,21 @@ try:
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
     # while its context is open, from disk or another memory
-    from accelerate.utils import align_module_device as fetched
+    from accelerate.utils import align_module_device as weights_on_device
 except ImportError:  # then no model is spread over devices
-    AlignDevicesHook, add_hook_to_module, fetched = None, None, contextlib.nullcontext
+    AlignDevicesHook = None
+    add_hook_to_module = None
+    weights_on_device = contextlib.nullcontext
 
 logger = transformers_logging.get_logger(__name__)
 
 _KEY_MAPPING = {f"^{re.escape(PUBLISHED_HEAD)}": HEAD}  # transformers renames by it while it loads
-# By stock transformers model, while it is in use: the source of a head, and the MRP model made from
-# both.
-_MADE: "weakref.WeakKeyDictionary[nn.Module, tuple[Any, Any]]" = weakref.WeakKeyDictionary()
-_MAKING = threading.Lock()
+# By stock transformers model, while it is in use: the source of a head, and the MRP model that
+# shares its parameters.
+_SHARED_MODELS: "weakref.WeakKeyDictionary[nn.Module, tuple[Any, Any]]" = (
+    weakref.WeakKeyDictionary()
+)
+_SHARED_MODELS_LOCK = threading.Lock()
 _WEIGHTS = (".safetensors", ".bin")  # of a checkpoint's files
 
 
@@ -97,30 +101,37 @@ class MRPPreTrainedModel(PreTrainedModel):
         fields, commit = stored_json(source, **hub_options(kwargs))
         if commit is not None:
             kwargs["revision"] = commit  # all files come from one state
-        if (named := fields.get("base_model_name_or_path")) is not None:
-            ours = {
+        if (backbone_name := fields.get("base_model_name_or_path")) is not None:
+            backbone_kwargs = {
                 **kwargs,
                 "revision": fields.get("base_model_revision") or "main",
                 "subfolder": "",
             }
-            adapter, name = ours.pop("adapter_kwargs", None) or {}, ours.pop("adapter_name", None)
+            adapter = backbone_kwargs.pop("adapter_kwargs", None) or {}
+            adapter_name = backbone_kwargs.pop("adapter_name", None)
             # AutoModel has put it there
             if (attention := getattr(config, "_attn_implementation", None)) is not None:
-                ours.setdefault("attn_implementation", attention)
-            loaded = cls.from_backbone(backbone_location(named, source), **ours)
-            model = loaded[0] if isinstance(loaded, tuple) else loaded  # with `output_loading_info`
+                backbone_kwargs.setdefault("attn_implementation", attention)
+            model = loaded = cls.from_backbone(
+                backbone_location(backbone_name, source), **backbone_kwargs
+            )
+            if isinstance(loaded, tuple):  # with `output_loading_info`
+                model = loaded[0]
             model._take_head(source, hub_options(kwargs), kwargs)
             model.name_or_path = model.config.name_or_path = source
             if (adapter_path := adapter.pop("_adapter_model_path", None)) is not None:
-                model.load_adapter(adapter_path, adapter_name=name, adapter_kwargs=adapter)
+                model.load_adapter(adapter_path, adapter_name=adapter_name, adapter_kwargs=adapter)
             return loaded
         if "generation_config" not in kwargs:
             # transformers' own error says neither file nor field
             cls._stored_generation_config(source, hub_options(kwargs))
         check_quantization(fields.get("quantization_config"))
         if not kwargs.get("variant") and len(kwargs["key_mapping"]) == len(_KEY_MAPPING):
-            made = config if isinstance(config, MRPConfig) else MRPConfig.from_dict(dict(fields))
-            check_depth(made, stored_names(source, **hub_options(kwargs)), source)
+            if isinstance(config, MRPConfig):
+                expected = config
+            else:
+                expected = MRPConfig.from_dict(dict(fields))
+            check_depth(expected, stored_names(source, **hub_options(kwargs)), source)
         # or custom_generate/ would replace generate
         kwargs |= {"use_safetensors": True, "trust_remote_code": False}
         with_info = kwargs.pop("output_loading_info", False)
@@ -139,9 +150,10 @@ class MRPPreTrainedModel(PreTrainedModel):
                 f"quantization_config of {source} cannot be read: correct it in config.json "
                 f"({error})"
             ) from error
-        if misfits := {
+        misfits = {
             name: sorted(keys) for name, keys in info.items() if name.endswith("_keys") and keys
-        }:
+        }
+        if misfits:
             raise ValueError(
                 f"{source} does not fit its config: {misfits}. Check num_nextn_predict_layers (0: "
                 "no head), the sizes in config.json, that the download is whole, and that it is "
@@ -175,17 +187,19 @@ class MRPPreTrainedModel(PreTrainedModel):
             True
         """
         source = os.fspath(backbone)
-        found, _ = stored_json(source, **hub_options(kwargs))
-        if (other := found.get("base_model_name_or_path")) is not None:
-            gone = os.path.isabs(other) and not os.path.isdir(other)
-            remedy = "name the folder where that is now, as it is gone" if gone else "use that"
+        fields, _ = stored_json(source, **hub_options(kwargs))
+        if (backbone_name := fields.get("base_model_name_or_path")) is not None:
+            remedy = "use that"
+            if os.path.isabs(backbone_name) and not os.path.isdir(backbone_name):
+                remedy = "name the folder where that is now, as it is gone"
             raise ValueError(
-                f"{source} is a head repository and has no backbone; its own is {other!r}: {remedy}"
+                f"{source} is a head repository and has no backbone; its own is {backbone_name!r}: "
+                f"{remedy}"
             )
-        if found.get("model_type") == "qwen3" and kwargs.get("config") is None:
+        if fields.get("model_type") == "qwen3" and kwargs.get("config") is None:
             for name in {"block_size", "mask_token_id"} & kwargs.keys():
-                found[name] = kwargs.pop(name)
-            kwargs["config"] = config = MRPConfig.from_dict({**found, "model_type": "sdar"})
+                fields[name] = kwargs.pop(name)
+            kwargs["config"] = config = MRPConfig.from_dict({**fields, "model_type": "sdar"})
             logger.warning(
                 f"{source} is an autoregressive Qwen3 checkpoint: until it is trained with the "
                 f"block-diffusion loss, in blocks of {config.block_size} with the mask "
@@ -234,7 +248,8 @@ class MRPPreTrainedModel(PreTrainedModel):
     def detach_head(self: Any) -> MRPHead | None:
         """Remove and return the head, if there is one; if `generate` would use it by default, the
         default becomes `static`."""
-        head, self.mrp_head = self.mrp_head, None
+        head = self.mrp_head
+        self.mrp_head = None
         self.config.num_nextn_predict_layers = 0
         if str(getattr(self.generation_config, "decoding", None)).startswith("mrp_"):
             self.generation_config.decoding = None
@@ -243,24 +258,25 @@ class MRPPreTrainedModel(PreTrainedModel):
     @classmethod
     def from_stock_model(cls: Any, stock: Any, repository: str, **download: Any) -> Any:
         """Make an MRP model that shares a stock Qwen3 model's parameters and has a repository's
-        head; reuse an earlier one."""
-        # threads that come together share one, as their caches are of this very model
-        with _MAKING:
-            return cls._of_stock_model(stock, repository, download)
+        head, or reuse an earlier one."""
+        # concurrent threads share one, as their caches are of this very model
+        with _SHARED_MODELS_LOCK:
+            return cls._shared_model(stock, repository, download)
 
     @classmethod
-    def _of_stock_model(cls: Any, stock: Any, repository: str, download: dict[str, Any]) -> Any:
+    def _shared_model(cls: Any, stock: Any, repository: str, download: dict[str, Any]) -> Any:
+        """Return the MRP model of the last call if its source is the same, or make another."""
         parameters = dict(stock.named_parameters(remove_duplicate=False))
-        like = parameters["lm_head.weight"]
+        lm_head_weight = parameters["lm_head.weight"]
         source = (
             repository,
             download.get("revision"),
-            like.dtype,
-            like.device,
+            lm_head_weight.dtype,
+            lm_head_weight.device,
             *map(id, parameters.values()),
         )
-        known, model = _MADE.get(stock, (None, None))
-        if known == source:
+        cached_source, model = _SHARED_MODELS.get(stock, (None, None))
+        if cached_source == source:
             return model
         head = cls.config_class.from_pretrained(repository, **download)
         fields = {
@@ -281,9 +297,9 @@ class MRPPreTrainedModel(PreTrainedModel):
                 f"the checkpoint with MRPForCausalLM.from_backbone instead ({error})"
             ) from error
         # no checkpoint holds its buffers
-        model.model.rotary_emb = type(model.model.rotary_emb)(config).to(like.device)
+        model.model.rotary_emb = type(model.model.rotary_emb)(config).to(lm_head_weight.device)
         model._take_head(repository, download, {})
-        _MADE[stock] = source, model
+        _SHARED_MODELS[stock] = (source, model)
         return model
 
     def save_pretrained(
@@ -293,7 +309,7 @@ class MRPPreTrainedModel(PreTrainedModel):
         state_dict: Any = None,
         *,
         head_only: bool = False,
-        **more: Any,
+        **kwargs: Any,
     ) -> None:
         """Save weights, both configs and the remote code as transformers does; with `head_only`,
         only the head's weights, and a config that names `backbone_source` as the backbone to load.
@@ -305,12 +321,11 @@ class MRPPreTrainedModel(PreTrainedModel):
                 "layers made by quantize_dynamic have no tensors to save: save the model, and "
                 "quantize it once loaded"
             )
-        self.generation_config._from_model_config = (
-            False  # or our options would be dropped when it is read again
-        )
+        # or our options would be dropped when it is read again
+        self.generation_config._from_model_config = False
         self.generation_config.validate(strict=True)  # as it is when it is saved, behind the config
         if head_only:
-            if more.get("push_to_hub"):
+            if kwargs.get("push_to_hub"):
                 raise ValueError(
                     "push_to_hub with head_only=True: save the head to a folder, and push that "
                     "with `mrp push`"
@@ -330,19 +345,18 @@ class MRPPreTrainedModel(PreTrainedModel):
                 finally:
                     partial.unlink(missing_ok=True)
         else:
-            more["save_original_format"] = (
-                False  # our names, also if the model came in a published layout
-            )
-            check_other_variants(folder, more.get("variant"))
-            super().save_pretrained(folder, is_main_process, state_dict, **more)
+            # our names, also if the model came in a published layout
+            kwargs["save_original_format"] = False
+            check_other_variants(folder, kwargs.get("variant"))
+            super().save_pretrained(folder, is_main_process, state_dict, **kwargs)
         names = (
-            variant_of(SAFE_WEIGHTS_NAME, more.get("variant")),
-            variant_of(SAFE_WEIGHTS_INDEX_NAME, more.get("variant")),
+            variant_of(SAFE_WEIGHTS_NAME, kwargs.get("variant")),
+            variant_of(SAFE_WEIGHTS_INDEX_NAME, kwargs.get("variant")),
         )
-        both = [path for path in map(folder.joinpath, names) if path.is_file()]
+        weights = [path for path in map(folder.joinpath, names) if path.is_file()]
         # transformers leaves those of an earlier save, and loads them first
-        if is_main_process and len(both) == 2:
-            min(both, key=lambda path: path.stat().st_mtime_ns).unlink()
+        if is_main_process and len(weights) == 2:
+            min(weights, key=lambda path: path.stat().st_mtime_ns).unlink()
 
     def _init_weights(self: Any, module: nn.Module) -> None:
         super()._init_weights(module)
@@ -360,8 +374,8 @@ class MRPPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def _stored_generation_config(cls: Any, source: str, hub: dict[str, Any]) -> Any:
-        """Read a checkpoint's generation config, or return None if it comes with none; `ValueError`
-        for what it cannot hold."""
+        """Read a checkpoint's generation config, or return None if it has none; `ValueError` for
+        options that a generation config cannot hold."""
         with contextlib.suppress(OSError):
             return cls.generation_config_class.from_dict(
                 stored_json(source, GENERATION_CONFIG_NAME, **hub)[0]
@@ -386,8 +400,8 @@ class MRPPreTrainedModel(PreTrainedModel):
             for file in weight_files(source, prefixes=(HEAD, PUBLISHED_HEAD), **hub):
                 with safe_open(file, framework="pt") as tensors:
                     for name in tensors.keys():  # noqa: SIM118  not a dict: it has no iterator
-                        if (ours := our_name(name)).startswith(HEAD):
-                            state[ours.removeprefix(HEAD)] = tensors.get_tensor(name)
+                        if (key := our_name(name)).startswith(HEAD):
+                            state[key.removeprefix(HEAD)] = tensors.get_tensor(name)
             head.load_state_dict(state, assign=True)
         except (SafetensorError, RuntimeError) as error:
             raise ValueError(
@@ -397,7 +411,7 @@ class MRPPreTrainedModel(PreTrainedModel):
 
 
 def device_of(module: Any) -> torch.device:
-    """Find the device of a module's weight, or, if offloaded, that to which a hook fetches it;
+    """Find the device of a module's weight, or the one to which a hook brings an offloaded weight;
     `ValueError` without a hook."""
     # packed by quantize_dynamic
     weight = module.weight() if callable(module.weight) else module.weight
@@ -414,15 +428,15 @@ def device_of(module: Any) -> torch.device:
 
 
 def variant_of(name: str, variant: str | None) -> str:
-    """Return the name that transformers gives to a file of a `variant` of the weights: the word
-    before the last suffix."""
+    """Return the name that transformers gives to a weight file of a `variant`, which stands before
+    the last suffix."""
     stem, suffix = os.path.splitext(name)
     return f"{stem}.{variant}{suffix}" if variant else name
 
 
 def check_other_variants(folder: Path, variant: str | None) -> None:
-    """Raise `ValueError` for shards of another variant in a folder that is saved to, which
-    transformers would delete."""
+    """Raise `ValueError` if a folder holds shards of another variant, which transformers would
+    delete when it saves there."""
     stem = variant_of(SAFE_WEIGHTS_NAME, variant).removesuffix(".safetensors")
     shards = sorted(path.name for path in folder.glob(f"{stem}.*-?????-of-?????.safetensors"))
     if shards:
@@ -433,22 +447,22 @@ def check_other_variants(folder: Path, variant: str | None) -> None:
 
 
 def check_head_folder(folder: Path) -> None:
-    """Raise `ValueError` if a head that is saved alone would overwrite another checkpoint: its own
-    backbone, say."""
+    """Raise `ValueError` if saving a head alone would overwrite another checkpoint, such as its own
+    backbone."""
     if not folder.is_dir():
         if folder.exists() or folder.is_symlink():
             raise ValueError(f"{folder} is no folder: name one")
         return
-    held = sorted(
+    files = sorted(
         path.name
         for path in folder.iterdir()
         if path.name == "config.json" or path.suffix in _WEIGHTS
     )
-    fields = json_object(folder / "config.json") if "config.json" in held else {}
-    if held and not fields.get("base_model_name_or_path"):
+    fields = json_object(folder / "config.json") if "config.json" in files else {}
+    if files and not fields.get("base_model_name_or_path"):
         raise ValueError(
-            f"head_only=True: {folder} holds {held[-1]} of another checkpoint than a head's, which "
-            "would be overwritten: name another folder"
+            f"head_only=True: {folder} holds {files[-1]} of another checkpoint than a head's, "
+            "which would be overwritten: name another folder"
         )
 
 
@@ -467,7 +481,7 @@ def check_quantization(fields: Any) -> None:
 
 
 def check_lm_head(lm_head: Any) -> None:
-    """Raise `ValueError` for an `lm_head` without rows of numbers that can be read."""
+    """Raise `ValueError` for an `lm_head` whose weight is no tensor with readable rows."""
     if not isinstance(lm_head.weight, Tensor):
         raise ValueError(
             f"the lm_head is a {type(lm_head).__module__}.{type(lm_head).__name__}, whose weight "
@@ -477,11 +491,11 @@ def check_lm_head(lm_head: Any) -> None:
 
 
 def dynamically_quantized(model: nn.Module) -> bool:
-    """Tell if `quantize_dynamic` of torch made layers: one scale for the activations of all tokens,
-    and packed weights."""
+    """Tell if torch's `quantize_dynamic` made any layer: one scale for the activations of all
+    tokens, and packed weights."""
     return any(
-        type(part).__module__.startswith("torch.ao.nn.quantized.dynamic")
-        for part in model.modules()
+        type(module).__module__.startswith("torch.ao.nn.quantized.dynamic")
+        for module in model.modules()
     )
 
 
@@ -508,13 +522,13 @@ def head_to_save(
         if name.startswith(HEAD)
     }
     with torch.device("meta"):
-        own = {HEAD + name for name in MRPHead(model.config).state_dict()}
-    if others := (head.keys() ^ own) | {
-        name for name, tensor in head.items() if type(tensor) is not Tensor
-    }:
+        expected = {HEAD + name for name in MRPHead(model.config).state_dict()}
+    unexpected = head.keys() ^ expected
+    unexpected |= {name for name, tensor in head.items() if type(tensor) is not Tensor}
+    if unexpected:
         raise ValueError(
-            f"the head holds other tensors than its own, or lacks some: {sorted(others)[:4]}, ... "
-            "Merge adapters first (merge_and_unload), or save them with peft; save a quantized "
+            f"the head holds other tensors than its own, or lacks some: {sorted(unexpected)[:4]}, "
+            "... Merge adapters first (merge_and_unload), or save them with peft; save a quantized "
             "head with the whole model, or quantize the rest only"
         )
     config = copy.deepcopy(model.config)

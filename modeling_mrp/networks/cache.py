@@ -33,7 +33,7 @@ class PassingReference(weakref.ref[Any]):
         return isinstance(other, PassingReference) and self() is not None and self() is other()
 
 
-def weights_seen(module: nn.Module) -> list[Any]:
+def weight_versions(module: nn.Module) -> list[Any]:
     """Record a module's parameters and active adapters; a later record is equal if none was
     replaced, moved or written to since (except through `.data`, whose writes autograd does not
     count)."""
@@ -102,8 +102,8 @@ class BlockCache(Cache):
             of the backbone; of the head.
         hidden_held: By row, the number of its first tokens that the head has read or can still read
             from `hidden`.
-        owner, weights: A weak reference to the model that filled the cache, and `weights_seen` of
-            its parts then, by name.
+        owner, weights: A weak reference to the model that filled the cache, and `weight_versions`
+            of its parts then, by name.
         active: The number of rows that take part in forwards: the first ones.
         begin, end: The target, the slots that the next forward writes.
         written: By layer, keys and values of the target, [rows, heads, new, head_dim] each.

@@ -402,7 +402,9 @@ class Networks:
         backbone's."""
         backbone, head = self.model.model, self.model.mrp_head
         embeds = backbone.embed_tokens(ids)
-        owner, begun = (backbone, embeds) if hidden is None else (head, head.joined(embeds, hidden))
+        owner, begun = (
+            (backbone, embeds) if hidden is None else (head, head.project_inputs(embeds, hidden))
+        )
         return run_fused(
             plans[owner],
             owner.norm,

@@ -13,7 +13,7 @@ from transformers.generation import StoppingCriteria
 
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.networks import graphs
-from modeling_mrp.networks.cache import BlockCache, weights_seen
+from modeling_mrp.networks.cache import BlockCache, weight_versions
 from tests.random_cases import dampened, make_model
 
 __all__ = ["tapes"]  # a fixture
@@ -120,7 +120,7 @@ def state_of(model: Any) -> tuple[Any, ...]:
     return (
         set(vars(model)),
         model.generation_config.to_dict(),
-        weights_seen(model),
+        weight_versions(model),
         hooks,
         model.training,
     )

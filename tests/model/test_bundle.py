@@ -18,7 +18,7 @@ from modeling_mrp.model.families.sdar import families
 
 DEFINED = ast.FunctionDef | ast.ClassDef
 # None where the library is not there
-OPTIONAL = {"AlignDevicesHook", "add_hook_to_module", "fetched"}
+OPTIONAL = {"AlignDevicesHook", "add_hook_to_module", "weights_on_device"}
 
 
 def bound(body: list[ast.stmt]) -> Iterator[tuple[str, str]]:

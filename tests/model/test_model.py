@@ -13,7 +13,7 @@ from transformers.masking_utils import eager_mask
 from transformers.models.qwen3.modeling_qwen3 import eager_attention_forward
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.model.head import turned_as
+from modeling_mrp.model.head import pad_rotary
 from tests.random_cases import make_model
 
 pytestmark = pytest.mark.usefixtures("exact_norms")
@@ -144,8 +144,8 @@ def test_a_head_turns_no_more_of_its_heads_than_the_backbone_does() -> None:
     """Rotations of 4 of 8 numbers, pairs (0, 2) and (1, 3), become those of pairs (0, 4) and (1,
     5); 2, 3, 6 and 7 stay."""
     cos, sin = torch.tensor([[[0.6, 0.8, 0.6, 0.8]]]), torch.tensor([[[0.8, 0.6, 0.8, 0.6]]])
-    wide_cos, wide_sin = turned_as((cos, sin), 8)
+    wide_cos, wide_sin = pad_rotary((cos, sin), 8)
     assert wide_cos.equal(torch.tensor([[[0.6, 0.8, 1.0, 1.0, 0.6, 0.8, 1.0, 1.0]]]))
     assert wide_sin.equal(torch.tensor([[[0.8, 0.6, 0.0, 0.0, 0.8, 0.6, 0.0, 0.0]]]))
-    same_cos, same_sin = turned_as((cos, sin), 4)
+    same_cos, same_sin = pad_rotary((cos, sin), 4)
     assert (same_cos is cos, same_sin is sin) == (True, True)

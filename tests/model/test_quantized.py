@@ -15,7 +15,7 @@ from conftest import ROOT, TINY
 from torch import Tensor, nn
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.generate.generation import mixed_tokens
+from modeling_mrp.generate.generation import describe_token_mixing
 from tests.random_cases import make_model
 
 QUESTIONS = (
@@ -132,10 +132,10 @@ def test_scales_of_activations_and_of_weights_are_told_apart() -> None:
         given = None if scales is None else type(scales, (), {})()
         for granularity in (given, [given, None]):
             scheme = SimpleNamespace(quant_type=type(kind, (), {"granularity": granularity})())
-            assert (mixed_tokens(scheme) is not None) == (
+            assert (describe_token_mixing(scheme) is not None) == (
                 (kind, scales) == ("DynamicActivationConfig", "PerTensor")
             )
-    assert mixed_tokens(None) is None
+    assert describe_token_mixing(None) is None
 
 
 @pytest.mark.filterwarnings(

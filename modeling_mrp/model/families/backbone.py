@@ -50,13 +50,13 @@ class FamilyBackbone(MRPBackbone):
             )
 
     @classmethod
-    def translated(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        """Translate a published config's fields, none of them null, into those of `MRPConfig`; add
-        `family` and `unsaid`."""
+    def translate_published(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        """Translate a published config's fields, none of them null, into those of `MRPConfig`,
+        with `family` and `unsaid` added."""
         if "hidden_size" in fields and "num_attention_heads" in fields:
             fields = {"head_dim": fields["hidden_size"] // fields["num_attention_heads"], **fields}
-        ours = {cls.renamed.get(name, name): value for name, value in fields.items()}
-        return {**cls.unsaid, **ours, "family": cls.family}
+        translated = {cls.renamed.get(name, name): value for name, value in fields.items()}
+        return {**cls.unsaid, **translated, "family": cls.family}
 
     def __init__(self, config: Any) -> None:
         if getattr(config, "distributed_config", None) is not None:

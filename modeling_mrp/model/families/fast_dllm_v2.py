@@ -20,9 +20,14 @@ class FastDLLMBackbone(FamilyBackbone):
     """A backbone of transformers' Qwen2 layers, whose queries, keys and values have a bias and no
     norm."""
 
-    family, models, paper = "fast_dllm_v2", "Fast-dLLM v2", "2509.26328"
+    family = "fast_dllm_v2"
+    models = "Fast-dLLM v2"
+    paper = "2509.26328"
     shifted = True
-    layer, attention = Qwen2DecoderLayer, Qwen2Attention
-    norm_kind, rotary = Qwen2RMSNorm, Qwen2RotaryEmbedding
-    published, renamed = {"model_type": "Fast_dLLM_Qwen"}, {"bd_size": "block_size"}
+    layer = Qwen2DecoderLayer
+    attention = Qwen2Attention
+    norm_kind = Qwen2RMSNorm
+    rotary = Qwen2RotaryEmbedding
+    published = {"model_type": "Fast_dLLM_Qwen"}
+    renamed = {"bd_size": "block_size"}
     unsaid = {"block_size": 32, "mask_token_id": 151665}

@@ -25,9 +25,10 @@ _FIXED = {
     "use_qk_norm": True,
     "norm_head": False,
     "score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "use_sliding_window": False,
 }
-_FIXED |= {"moe_router_enable_expert_bias": True, "use_sliding_window": False}
-# Published names of modules, and ours.
+# Published names of modules, and those of transformers' layers.
 _NAMES = {
     "word_embeddings": "embed_tokens",
     "attention.query_layernorm": "self_attn.q_norm",
@@ -51,17 +52,24 @@ class _SplitHeads(ConversionOps):
         target_patterns: list[str],
         **kwargs: Any,
     ) -> Any:
-        (given,) = input_dict.values()
-        config, tensor = kwargs["config"], given[0] if isinstance(given, list) else given
+        (fused,) = input_dict.values()
+        if isinstance(fused, list):
+            fused = fused[0]
+        config = kwargs["config"]
         sizes = [config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads]
-        parts = tensor.split([size * config.head_dim for size in sizes])
-        return {name: part.contiguous() for name, part in zip(target_patterns, parts, strict=True)}
+        projections = fused.split([size * config.head_dim for size in sizes])
+        return {
+            name: projection.contiguous()
+            for name, projection in zip(target_patterns, projections, strict=True)
+        }
 
 
 class LLaDA2Backbone(FamilyBackbone):
     """A backbone of transformers' GLM-4-MoE layers."""
 
-    family, models, paper = "llada2_moe", "LLaDA2.0", "2512.15745"
+    family = "llada2_moe"
+    models = "LLaDA2.0"
+    paper = "2512.15745"
     fields: ClassVar[dict[str, Any]] = {
         "num_experts": 256,
         "num_experts_per_tok": 8,
@@ -74,18 +82,23 @@ class LLaDA2Backbone(FamilyBackbone):
         "first_k_dense_replace": 1,
         "use_qk_norm": True,
     }
-    layer, attention = glm4_moe.Glm4MoeDecoderLayer, glm4_moe.Glm4MoeAttention
-    norm_kind, rotary = glm4_moe.Glm4MoeRMSNorm, glm4_moe.Glm4MoeRotaryEmbedding
+    layer = glm4_moe.Glm4MoeDecoderLayer
+    attention = glm4_moe.Glm4MoeAttention
+    norm_kind = glm4_moe.Glm4MoeRMSNorm
+    rotary = glm4_moe.Glm4MoeRotaryEmbedding
     unsaid: ClassVar[dict[str, Any]] = {
-        **{"block_size": 32, "mask_token_id": 156895, "eos_token_id": 156892},
-        **{"rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        "block_size": 32,
+        "mask_token_id": 156895,
+        "eos_token_id": 156892,
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
     }
     renamed: ClassVar[dict[str, str]] = {"num_shared_experts": "n_shared_experts"}
     conversions = (
-        *(WeightRenaming(published, ours) for published, ours in _NAMES.items()),
+        *(WeightRenaming(published, name) for published, name in _NAMES.items()),
         WeightConverter(
             source_patterns="attention.query_key_value.weight",
-            target_patterns=[f"self_attn.{part}_proj.weight" for part in "qkv"],
+            target_patterns=[f"self_attn.{letter}_proj.weight" for letter in "qkv"],
             operations=[_SplitHeads()],
         ),
         *get_checkpoint_conversion_mapping("glm4_moe"),
@@ -102,14 +115,17 @@ class LLaDA2Backbone(FamilyBackbone):
             )
 
     @classmethod
-    def translated(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        """Translate as the base class does; `ValueError` for variants of layers that no published
-        model has."""
-        if wrong := {
+    def translate_published(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        """Translate as the base class does; `ValueError` for layer variants that no published model
+        has."""
+        unsupported = {
             name: fields[name] for name, value in _FIXED.items() if fields.get(name, value) != value
-        }:
+        }
+        if unsupported:
             raise ValueError(
-                f"the config has {wrong}: published models of the family 'llada2_moe' do not, nor "
-                "does this"
+                f"the config has {unsupported}: published models of the family 'llada2_moe' do "
+                "not, nor does this"
             )
-        return super().translated({**fields, "num_nextn_predict_layers": 0})  # theirs are no head
+        return super().translate_published(
+            {**fields, "num_nextn_predict_layers": 0}
+        )  # theirs are no head

@@ -53,17 +53,17 @@ class MRPBackbone(Qwen3Model):
         wrong angles. Where `to_empty` gives memory to a model of the meta device, they are computed
         anew, since no checkpoint holds them."""
         rotary: Any = self.rotary_emb
-        kept = dict(rotary.named_buffers())
+        originals = dict(rotary.named_buffers())
         super()._apply(fn, *args, **kwargs)
         emptied = any(
-            kept[name].is_meta and not frequencies.is_meta
+            originals[name].is_meta and not frequencies.is_meta
             for name, frequencies in rotary.named_buffers()
         )
         if emptied:
-            kept = dict(type(rotary)(config=self.config).named_buffers())
+            originals = dict(type(rotary)(config=self.config).named_buffers())
         for name, frequencies in list(rotary.named_buffers()):
-            if emptied or frequencies.dtype != kept[name].dtype:
-                setattr(rotary, name, kept[name].to(frequencies.device))
+            if emptied or frequencies.dtype != originals[name].dtype:
+                setattr(rotary, name, originals[name].to(frequencies.device))
         return self
 
     def forward(self, *args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
@@ -83,11 +83,11 @@ FAMILIES[DENSE] = MRPBackbone
 
 
 def untie(parent: Any, name: str, layer: Any) -> None:
-    """Give a tied `lm_head` or `embed_tokens` that an adapter (of peft) takes the place of a weight
-    of its own.
+    """Untie an `lm_head` or `embed_tokens` that peft replaces by an adapter: give it a copy of the
+    shared weight.
 
-    Merged into the weight that both share, an adapter of the one would change the other. Nothing is
-    computed otherwise before. Where peft gives both the same rows or the same copy
+    Merged into the weight that both share, an adapter of the one would change the other. Until
+    then the copy changes no result. Where peft gives both the same rows or the same copy
     (`ensure_weight_tying`), they stay tied.
     """
     config: Any = getattr(parent, "config", None)
@@ -98,10 +98,8 @@ def untie(parent: Any, name: str, layer: Any) -> None:
     if rows is not None and (name == "embed_tokens" or rows.tied_adapter is not None):
         return
     if name == "lm_head" and (copies := getattr(layer, "modules_to_save", None)) is not None:
-        of_embedding = getattr(parent.model.embed_tokens, "modules_to_save", {})
-        if any(
-            copies[key].weight is of_embedding[key].weight for key in copies if key in of_embedding
-        ):
+        embeddings = getattr(parent.model.embed_tokens, "modules_to_save", {})
+        if any(copies[key].weight is embeddings[key].weight for key in copies if key in embeddings):
             config.tie_word_embeddings = True
             return
     base: Any = getattr(layer, "base_layer", getattr(layer, "original_module", None))
@@ -115,9 +113,10 @@ def untie(parent: Any, name: str, layer: Any) -> None:
 def families() -> dict[str, Any]:
     """Import all families of this folder; return all registered backbone classes by name (remote
     code has only its own)."""
-    here = Path(__file__)
-    for file in sorted(here.parent.glob("[a-z]*.py")) if here.stem == DENSE else ():
-        import_module(f"{__package__}.{file.stem}")
+    this_file = Path(__file__)
+    if this_file.stem == DENSE:
+        for file in sorted(this_file.parent.glob("[a-z]*.py")):
+            import_module(f"{__package__}.{file.stem}")
     return FAMILIES
 
 

@@ -21,7 +21,9 @@ class SDARMoeBackbone(FamilyBackbone):
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     }
-    layer, attention = qwen3_moe.Qwen3MoeDecoderLayer, qwen3_moe.Qwen3MoeAttention
-    norm_kind, rotary = qwen3_moe.Qwen3MoeRMSNorm, qwen3_moe.Qwen3MoeRotaryEmbedding
+    layer = qwen3_moe.Qwen3MoeDecoderLayer
+    attention = qwen3_moe.Qwen3MoeAttention
+    norm_kind = qwen3_moe.Qwen3MoeRMSNorm
+    rotary = qwen3_moe.Qwen3MoeRotaryEmbedding
     conversions = get_checkpoint_conversion_mapping("qwen3_moe")
     unsaid = {"block_size": 4}  # by the first checkpoints

@@ -16,9 +16,13 @@ from .backbone import FamilyBackbone
 class StableDiffCoderBackbone(FamilyBackbone):
     """A backbone of transformers' Llama layers, without norms of queries and keys."""
 
-    family, models, paper = "stable_diffcoder", "Stable-DiffCoder", None
+    family = "stable_diffcoder"
+    models = "Stable-DiffCoder"
+    paper = None
     fields: ClassVar[dict[str, Any]] = {"mlp_bias": False}
-    layer, attention = LlamaDecoderLayer, LlamaAttention
-    norm_kind, rotary = LlamaRMSNorm, LlamaRotaryEmbedding
+    layer = LlamaDecoderLayer
+    attention = LlamaAttention
+    norm_kind = LlamaRMSNorm
+    rotary = LlamaRotaryEmbedding
     published = {"model_type": "llama", "architectures": ["StableDiffcoderForCausalLM"]}
     unsaid = {"block_size": 4, "mask_token_id": 5}
