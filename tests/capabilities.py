@@ -728,7 +728,9 @@ SAME = [
         arguments=lambda *_: {"graphs": True},
         without={
             **dict.fromkeys(QUANTIZED, UNKNOWN),
-            **dict.fromkeys(("two devices", "a small device"), "graphs is True, but the model is on"),
+            **dict.fromkeys(
+                ("two devices", "a small device"), "graphs is True, but the model is on"
+            ),
             **dict.fromkeys(
                 ("offloaded to disk", "offloaded to the host"),
                 "graphs is True, but the model lies on several devices",

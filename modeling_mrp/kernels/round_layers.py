@@ -115,12 +115,12 @@ def rotated_ref(
     size, head_dim = keys.shape[1] * keys.shape[3], keys.shape[3]
     if isinstance(projected, Tensor):
         projected = list(projected.split([projected.shape[-1] - 2 * size, size, size], -1))
-    query, key, value = (part.unflatten(-1, (-1, head_dim)) for part in projected)
+    query, key, value = (heads.unflatten(-1, (-1, head_dim)) for heads in projected)
     query, key = (
         normed_by(norms[0], query).transpose(1, 2),
         normed_by(norms[1], key).transpose(1, 2),
     )
-    cos, sin = (part[:, None] for part in rotary)
+    cos, sin = (heads[:, None] for heads in rotary)
     keys.copy_((key * cos).addcmul_(rotate_half(key), sin))
     values.copy_(value.transpose(1, 2))
     return (query * cos).addcmul_(rotate_half(query), sin), keys, values
@@ -148,30 +148,32 @@ class RoundMask:
     # what all layers of a forward share
     _kept: dict[Any, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
-    def dense(self, used: int) -> Tensor:
-        """Make the mask [rows, 1, width * block_size, used + width * block_size] bool over `used`
+    def dense(self, cached_slots: int) -> Tensor:
+        """Make the mask [rows, 1, width * block_size, used + width * block_size] bool over `cached_slots`
         slots and scored states."""
         slots, block = (
             torch.arange(self.parent.shape[1], device=self.parent.device),
             self.block_size,
         )
         # themselves and their parents
-        sees = (slots[:, None] == slots) | (self.parent[..., None] == slots)
-        scored = sees[:, :, None, :, None].expand(-1, -1, block, -1, block).flatten(3).flatten(1, 2)
-        before = torch.arange(used, device=slots.device) < self.committed[:, None]
-        return torch.cat([before[:, None].expand(-1, scored.shape[1], -1), scored], -1)[:, None]
+        visible = (slots[:, None] == slots) | (self.parent[..., None] == slots)
+        scored = (
+            visible[:, :, None, :, None].expand(-1, -1, block, -1, block).flatten(3).flatten(1, 2)
+        )
+        committed = torch.arange(cached_slots, device=slots.device) < self.committed[:, None]
+        return torch.cat([committed[:, None].expand(-1, scored.shape[1], -1), scored], -1)[:, None]
 
-    def bias(self, used: int, dtype: torch.dtype) -> Tensor | None:
+    def bias(self, cached_slots: int, dtype: torch.dtype) -> Tensor | None:
         """Make the additive mask of `dense`: 0 where a key is visible, -inf elsewhere; None if all
         are visible."""
         if self.sees_all:
             return None
-        if (name := (used, dtype)) not in self._kept:
-            hidden = self.dense(used).logical_not_()
-            self._kept[name] = torch.zeros(
+        if (key := (cached_slots, dtype)) not in self._kept:
+            hidden = self.dense(cached_slots).logical_not_()
+            self._kept[key] = torch.zeros(
                 hidden.shape, dtype=dtype, device=hidden.device
             ).masked_fill_(hidden, -torch.inf)
-        return self._kept[name]
+        return self._kept[key]
 
     def arrived(self, count: int) -> Tensor:
         """Return `count` int32 zeros, in which the kernel counts its programs; it sets them back to
@@ -209,14 +211,14 @@ def round_attention(
     Args:
         query: [rows, heads, queries, head_dim], queries = width * block_size.
         key, value: [rows, kv_heads, used + queries, head_dim], of equal strides, the last one 1:
-            `used` committed slots, then the scored states. Committed slots that a row does not see
+            `cached_slots` committed slots, then the scored states. Committed slots that a row does not see
             are never read.
         mask: Which keys each state sees.
         scale: Multiplies the scores.
     """
     rows, heads, queries, head_dim = query.shape
     kv_heads, keys = key.shape[1], key.shape[2]
-    group, used = heads // kv_heads, keys - queries
+    group, cached_slots = heads // kv_heads, keys - queries
     # So large that two programs, each with two tiles of keys, fit a multiprocessor's registers and
     # shared memory.
     tile_rows = max(
@@ -224,8 +226,8 @@ def round_attention(
     )
     tiles = triton.cdiv(queries * group, tile_rows)
     # for one wave of programs
-    most = _PROGRAMS * processors(query.device) // (tiles * rows * kv_heads)
-    splits = max(1, min(most, triton.cdiv(used, _KEYS_PER_PROGRAM), _MOST_SHARES))
+    max_splits = _PROGRAMS * processors(query.device) // (tiles * rows * kv_heads)
+    splits = max(1, min(max_splits, triton.cdiv(cached_slots, _KEYS_PER_PROGRAM), _MOST_SHARES))
     out = query.new_empty(rows, queries, heads, head_dim)
     shares = (rows * kv_heads, splits, queries * group) if splits > 1 else (0,)
     level = torch.empty(*shares, dtype=torch.float32, device=query.device)
@@ -242,7 +244,15 @@ def round_attention(
             level,
             mask.arrived(tiles * rows * kv_heads),
         ),
-        *(mask.committed, mask.parent, *key.stride()[:3], kv_heads, queries, used, scale * _LOG2_E),
+        *(
+            mask.committed,
+            mask.parent,
+            *key.stride()[:3],
+            kv_heads,
+            queries,
+            cached_slots,
+            scale * _LOG2_E,
+        ),
         BLOCK_SIZE=mask.block_size,
         GROUP=group,
         HEAD_DIM=head_dim,
@@ -288,17 +298,17 @@ def run_fused(
     for layer, of_attention, of_mlp in plan:
         hidden, normed = run(SUM_AND_NORM, hidden, added, layer.input_layernorm)
         attention = layer.self_attn
-        place, norms = attention.layer_idx, (attention.q_norm, attention.k_norm)
-        query, *_ = run(ROTATED, of_attention(normed), norms, rotary, cache.written[place])
-        attended = run(ROUND_ATTENTION, query, *cache.read[place], mask, attention.scaling)
+        layer_index, norms = attention.layer_idx, (attention.q_norm, attention.k_norm)
+        query, *_ = run(ROTATED, of_attention(normed), norms, rotary, cache.written[layer_index])
+        attended = run(ROUND_ATTENTION, query, *cache.read[layer_index], mask, attention.scaling)
         hidden, normed = run(
             SUM_AND_NORM,
             hidden,
             attention.o_proj(attended.flatten(2)),
             layer.post_attention_layernorm,
         )
-        both = of_mlp(normed)
-        gate, up = both.chunk(2, -1) if isinstance(both, Tensor) else both
+        gate_up = of_mlp(normed)
+        gate, up = gate_up.chunk(2, -1) if isinstance(gate_up, Tensor) else gate_up
         added = layer.mlp.down_proj(layer.mlp.act_fn(gate).mul_(up))
     _, last = run(SUM_AND_NORM, hidden, added, norm)
     return last
@@ -312,28 +322,28 @@ if triton is not None:
     ):
         column = tl.arange(0, TILE)
         inside = column < size
-        place = tl.program_id(0).to(tl.int64) * size + column
+        offsets = tl.program_id(0).to(tl.int64) * size + column
         kind = normed.dtype.element_ty
-        x = tl.load(hidden + place, mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(hidden + offsets, mask=inside, other=0.0).to(tl.float32)
         if added is not None:
             x = (
-                (x + tl.load(added + place, mask=inside, other=0.0).to(tl.float32))
+                (x + tl.load(added + offsets, mask=inside, other=0.0).to(tl.float32))
                 .to(kind)
                 .to(tl.float32)
             )
-            tl.store(total + place, x.to(kind), mask=inside)
+            tl.store(total + offsets, x.to(kind), mask=inside)
         unit = x * tl.rsqrt(tl.sum(x * x, 0) / size + epsilon)
         weight = tl.load(scale + column, mask=inside, other=0.0).to(tl.float32)
-        tl.store(normed + place, (weight * unit.to(kind).to(tl.float32)).to(kind), mask=inside)
+        tl.store(normed + offsets, (weight * unit.to(kind).to(tl.float32)).to(kind), mask=inside)
 
     @triton.jit
     def _normed(  # type: ignore[no-untyped-def]
-        x, size, is_query, query_scale, key_scale, dim, there, kind: tl.constexpr
+        x, size, is_query, query_scale, key_scale, dims, inside, kind: tl.constexpr
     ):
         """RMS-normalize x: multiply by `size`, its inverse RMS, and by the query or key weight at
-        the head columns `dim`."""
-        of_queries = tl.load(query_scale + dim, mask=there, other=0.0).to(tl.float32)[None, :]
-        of_keys = tl.load(key_scale + dim, mask=there, other=0.0).to(tl.float32)[None, :]
+        the head columns `dims`."""
+        of_queries = tl.load(query_scale + dims, mask=inside, other=0.0).to(tl.float32)[None, :]
+        of_keys = tl.load(key_scale + dims, mask=inside, other=0.0).to(tl.float32)[None, :]
         return (
             (tl.where(is_query, of_queries, of_keys) * (x * size).to(kind).to(tl.float32))
             .to(kind)
@@ -364,28 +374,30 @@ if triton is not None:
     ):
         """See `rotated`: a program takes HEADS heads, ordered by token, and within a token queries,
         then keys, then values."""
-        every = heads + 2 * kv_heads
-        at = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
-        token, head = at // every, at % every
+        heads_per_token = heads + 2 * kv_heads
+        index = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
+        token, head = index // heads_per_token, index % heads_per_token
         dim = tl.arange(0, PADDED)
-        first, there = dim < HEAD_DIM // 2, dim < HEAD_DIM
+        first, inside_head = dim < HEAD_DIM // 2, dim < HEAD_DIM
         partner = tl.where(first, dim + HEAD_DIM // 2, dim - HEAD_DIM // 2)
-        inside = (token < rows * tokens)[:, None] & there[None, :]
+        inside = (token < rows * tokens)[:, None] & inside_head[None, :]
         is_query, is_value = (head < heads)[:, None], (head >= heads + kv_heads)[:, None]
         kind: tl.constexpr = queries.dtype.element_ty
-        source = projected + at.to(tl.int64)[:, None] * HEAD_DIM
+        source = projected + index.to(tl.int64)[:, None] * HEAD_DIM
         value = tl.load(source + dim[None, :], mask=inside, other=0.0)
-        own = value.to(tl.float32)
-        other = tl.load(source + partner[None, :], mask=inside, other=0.0).to(tl.float32)
-        size = tl.rsqrt(tl.sum(own * own, 1) / HEAD_DIM + epsilon)[:, None]
-        own = _normed(own, size, is_query, query_scale, key_scale, dim, there, kind)
-        other = _normed(other, size, is_query, query_scale, key_scale, partner, there, kind)
-        other = tl.where(first[None, :], -other, other)
+        x = value.to(tl.float32)
+        partner_x = tl.load(source + partner[None, :], mask=inside, other=0.0).to(tl.float32)
+        size = tl.rsqrt(tl.sum(x * x, 1) / HEAD_DIM + epsilon)[:, None]
+        x = _normed(x, size, is_query, query_scale, key_scale, dim, inside_head, kind)
+        partner_x = _normed(
+            partner_x, size, is_query, query_scale, key_scale, partner, inside_head, kind
+        )
+        partner_x = tl.where(first[None, :], -partner_x, partner_x)
         angle = token[:, None] * HEAD_DIM + dim[None, :]
         along = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
         across = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
         turned = (
-            (own * along).to(kind).to(tl.float32) + (other * across).to(kind).to(tl.float32)
+            (x * along).to(kind).to(tl.float32) + (partner_x * across).to(kind).to(tl.float32)
         ).to(kind)
         tl.store(
             queries + ((token * heads + head) * HEAD_DIM)[:, None] + dim[None, :],
@@ -418,7 +430,7 @@ if triton is not None:
         key_token,
         kv_heads,
         tokens,
-        used,
+        cached_slots,
         scale,
         BLOCK_SIZE: tl.constexpr,
         GROUP: tl.constexpr,
@@ -433,58 +445,62 @@ if triton is not None:
         split, splits = tl.program_id(1), tl.num_programs(1)
         pair = tl.program_id(2).to(tl.int64)  # offsets into the cache may not fit 32 bits
         row, head = pair // kv_heads, pair % kv_heads
-        at = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
-        token = at // GROUP
+        index = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+        token = index // GROUP
         columns, dims = tl.arange(0, TILE_KEYS), tl.arange(0, PADDED)
-        real, inside = at < tokens * GROUP, dims < HEAD_DIM
-        whole = real[:, None] & inside[None, :]
-        place = (((row * tokens + token) * kv_heads + head) * GROUP + at % GROUP)[
+        inside_rows, inside_head = index < tokens * GROUP, dims < HEAD_DIM
+        inside_tile = inside_rows[:, None] & inside_head[None, :]
+        offsets = (((row * tokens + token) * kv_heads + head) * GROUP + index % GROUP)[
             :, None
         ] * HEAD_DIM + dims[None, :]
-        queries = tl.load(query + place, mask=whole, other=0.0)
+        queries = tl.load(query + offsets, mask=inside_tile, other=0.0)
         state = token // BLOCK_SIZE
-        before = tl.load(parent + row * (tokens // BLOCK_SIZE) + state, mask=real, other=-1).to(
-            tl.int32
-        )
+        parent_state = tl.load(
+            parent + row * (tokens // BLOCK_SIZE) + state, mask=inside_rows, other=-1
+        ).to(tl.int32)
 
         # The running softmax: weighted sum of values, sum of weights, greatest score.
         sums = tl.zeros([TILE_ROWS, PADDED], tl.float32)
         total = tl.zeros([TILE_ROWS], tl.float32)
         peak = tl.full([TILE_ROWS], float("-inf"), tl.float32)
-        length = tl.minimum(tl.load(committed + row), used).to(tl.int32)
+        length = tl.minimum(tl.load(committed + row), cached_slots).to(tl.int32)
         share = tl.cdiv(tl.cdiv(length, TILE_KEYS), splits) * TILE_KEYS
         begin = tl.minimum(split * share, length)
         end = tl.minimum(begin + share, length)
-        own = tl.cdiv(end - begin, TILE_KEYS)
+        prefix_tiles = tl.cdiv(end - begin, TILE_KEYS)
         # the first share takes the scored states, too
         scored = tl.where(split == 0, tl.cdiv(tokens, TILE_KEYS), 0)
-        for tile in range(0, own + scored):
+        for tile in range(0, prefix_tiles + scored):
             slot = (
-                tl.where(tile < own, begin + tile * TILE_KEYS, used + (tile - own) * TILE_KEYS)
+                tl.where(
+                    tile < prefix_tiles,
+                    begin + tile * TILE_KEYS,
+                    cached_slots + (tile - prefix_tiles) * TILE_KEYS,
+                )
                 + columns
             )
-            of = tl.where(tile < own, -2, (slot - used) // BLOCK_SIZE)
-            there = slot < tl.where(tile < own, end, used + tokens)
-            seen = (
+            key_state = tl.where(tile < prefix_tiles, -2, (slot - cached_slots) // BLOCK_SIZE)
+            readable = slot < tl.where(tile < prefix_tiles, end, cached_slots + tokens)
+            visible = (
                 (slot < end)[None, :]
-                | (of[None, :] == state[:, None])
-                | (of[None, :] == before[:, None])
+                | (key_state[None, :] == state[:, None])
+                | (key_state[None, :] == parent_state[:, None])
             )
             cell = row * key_row + head * key_head + slot.to(tl.int64) * key_token
             keys = tl.load(
                 key + cell[None, :] + dims[:, None],
-                mask=there[None, :] & inside[:, None],
+                mask=readable[None, :] & inside_head[:, None],
                 other=0.0,
             )
             values = tl.load(
                 value + cell[:, None] + dims[None, :],
-                mask=there[:, None] & inside[None, :],
+                mask=readable[:, None] & inside_head[None, :],
                 other=0.0,
             )
             # float32 is multiplied as three TF32 products, as in SDPA's own kernel: right to the
             # last bits.
             scores = tl.where(
-                seen, tl.dot(queries, keys, input_precision="tf32x3") * scale, float("-inf")
+                visible, tl.dot(queries, keys, input_precision="tf32x3") * scale, float("-inf")
             )
             higher = tl.maximum(peak, tl.max(scores, 1))
             # where nothing has been seen yet
@@ -498,10 +514,12 @@ if triton is not None:
         result = sums / tl.where(total == 0.0, 1.0, total)[:, None]
 
         if SPLIT:
-            first = pair * splits * (tokens * GROUP) + at
-            mine = first + split * (tokens * GROUP)
-            tl.store(levels + mine, peak + tl.log2(total), mask=real)
-            tl.store(partial + mine[:, None] * HEAD_DIM + dims[None, :], result, mask=whole)
+            first = pair * splits * (tokens * GROUP) + index
+            own_offsets = first + split * (tokens * GROUP)
+            tl.store(levels + own_offsets, peak + tl.log2(total), mask=inside_rows)
+            tl.store(
+                partial + own_offsets[:, None] * HEAD_DIM + dims[None, :], result, mask=inside_tile
+            )
             # All threads store before one of them counts this program as done (release) and reads
             # how many were (acquire).
             tl.debug_barrier()
@@ -509,17 +527,19 @@ if triton is not None:
             last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == splits - 1
             if last:
                 tl.store(counter, 0)  # reset for the next layer
-            real = at < tl.where(last, tokens * GROUP, 0)
-            whole = real[:, None] & inside[None, :]
+            inside_rows = index < tl.where(last, tokens * GROUP, 0)
+            inside_tile = inside_rows[:, None] & inside_head[None, :]
             result = tl.zeros([TILE_ROWS, PADDED], tl.float32)
             total = tl.zeros([TILE_ROWS], tl.float32)
             peak = tl.full([TILE_ROWS], float("-inf"), tl.float32)
-            for other in range(0, tl.where(last, splits, 0)):
-                theirs = first + other * (tokens * GROUP)
-                level = tl.load(levels + theirs, mask=real, other=0.0, cache_modifier=".cg")
+            for share_index in range(0, tl.where(last, splits, 0)):
+                share_offsets = first + share_index * (tokens * GROUP)
+                level = tl.load(
+                    levels + share_offsets, mask=inside_rows, other=0.0, cache_modifier=".cg"
+                )
                 values = tl.load(
-                    partial + theirs[:, None] * HEAD_DIM + dims[None, :],
-                    mask=whole,
+                    partial + share_offsets[:, None] * HEAD_DIM + dims[None, :],
+                    mask=inside_tile,
                     other=0.0,
                     cache_modifier=".cg",
                 )
@@ -530,4 +550,4 @@ if triton is not None:
                 total = total * fade + rise
                 peak = higher
             result = result / tl.where(last, total, 1.0)[:, None]
-        tl.store(out + place, result.to(out.dtype.element_ty), mask=whole)
+        tl.store(out + offsets, result.to(out.dtype.element_ty), mask=inside_tile)

@@ -40,10 +40,10 @@ def weights_seen(module: nn.Module) -> list[Any]:
     weights = []
     for weight in module.parameters():
         if not weight.is_meta:  # those that are offloaded come anew each time
-            place = weight.data_ptr() if type(weight) in (Tensor, nn.Parameter) else 0
+            address = weight.data_ptr() if type(weight) in (Tensor, nn.Parameter) else 0
             # for which there is no public name
             writes = 0 if weight.is_inference() else weight._version
-            weights.append((PassingReference(weight), place, writes))
+            weights.append((PassingReference(weight), address, writes))
     # peft's
     layers: list[Any] = [layer for layer in module.modules() if hasattr(layer, "merged_adapters")]
     adapters = [
@@ -62,10 +62,14 @@ def adapters_of_rows(module: nn.Module) -> list[str] | None:
     """Return peft's `adapter_names`, one per row of a batch, or None; from the newest hooks, as
     failed calls leave theirs."""
     hooks = (
-        hook for part in module.modules() for hook in reversed(part._forward_pre_hooks.values())
+        hook
+        for submodule in module.modules()
+        for hook in reversed(submodule._forward_pre_hooks.values())
     )
-    names = (getattr(hook, "keywords", {}).get("adapter_names") for hook in hooks)
-    return next((list(of_rows) for of_rows in names if of_rows is not None), None)
+    candidates = (getattr(hook, "keywords", {}).get("adapter_names") for hook in hooks)
+    return next(
+        (list(adapter_names) for adapter_names in candidates if adapter_names is not None), None
+    )
 
 
 def devices_of_layers(model: Any, with_head: bool) -> tuple[torch.device, ...]:
@@ -121,7 +125,7 @@ class BlockCache(Cache):
         fixed: bool = False,
     ) -> None:
         super().__init__(layers=[])
-        config, key = model.config, model.model.layers[0].self_attn.k_proj.weight
+        config, key_weight = model.config, model.model.layers[0].self_attn.k_proj.weight
         self.rows, self.capacity, self.scratch, self.fixed = rows, capacity, scratch, fixed
         self.dtype, self.shifted, self.layer_devices = (
             model.dtype,
@@ -133,8 +137,8 @@ class BlockCache(Cache):
         self.weights: dict[str, list[Any]] = {}
         self.empty()
         heads, width = config.num_key_value_heads, config.head_dim
-        if (getattr(model, "tp_size", None) or 1) > 1 and hasattr(key, "to_local"):
-            heads = len(key.to_local()) // width
+        if (getattr(model, "tp_size", None) or 1) > 1 and hasattr(key_weight, "to_local"):
+            heads = len(key_weight.to_local()) // width
         self._index = [
             self.layer_devices[:layer].count(device)
             for layer, device in enumerate(self.layer_devices)
@@ -142,9 +146,11 @@ class BlockCache(Cache):
         slots = scratch + (bucket(capacity) if fixed else capacity)
         # Unless `fixed`, no slot is read that was not written before: rows are prefilled and scored
         # together.
-        made = torch.zeros if fixed else torch.empty
+        allocate = torch.zeros if fixed else torch.empty
         self._buffers = {
-            device: made((rows, slots, layers, 2, heads, width), dtype=self.dtype, device=device)
+            device: allocate(
+                (rows, slots, layers, 2, heads, width), dtype=self.dtype, device=device
+            )
             for device, layers in Counter(self.layer_devices).items()
         }
         size = (
@@ -179,8 +185,10 @@ class BlockCache(Cache):
             .unbind(0)
             for device, buffer in self._buffers.items()
         }
-        places = zip(self.layer_devices, self._index, strict=True)
-        return [(views[device][2 * at], views[device][2 * at + 1]) for device, at in places]
+        locations = zip(self.layer_devices, self._index, strict=True)
+        return [
+            (views[device][2 * index], views[device][2 * index + 1]) for device, index in locations
+        ]
 
     def update(
         self,
@@ -203,40 +211,41 @@ class BlockCache(Cache):
         row, source, target = torch.tensor(moves).unbind(1)
         offsets = torch.arange(length)
         source, target = source[:, None] + offsets, target[:, None] + offsets
-        for part in self._of(layers):
-            at, of, to = (
-                index.to(part.device, non_blocking=True) for index in (row[:, None], source, target)
+        for buffer in self._of(layers):
+            rows, sources, targets = (
+                index.to(buffer.device, non_blocking=True)
+                for index in (row[:, None], source, target)
             )
             # A number of a narrow type costs as much to index as a wide one; other devices may lack
             # such writes of int64.
             if (
-                part.device.type in ("cpu", "cuda")
-                and part.shape[-1] * part.element_size() % 8 == 0
+                buffer.device.type in ("cpu", "cuda")
+                and buffer.shape[-1] * buffer.element_size() % 8 == 0
             ):
-                part = part.view(torch.int64)
-            part[at, to] = part[at, of]
+                buffer = buffer.view(torch.int64)
+            buffer[rows, targets] = buffer[rows, sources]
 
     def blank(self, layers: range, row: int, begin: int, end: int) -> None:
         """Zero slots of a row in some layers: attention multiplies masked slots by weight 0, but 0
         times NaN is NaN."""
-        for part in self._of(layers):
-            part[row, begin:end] = 0
+        for buffer in self._of(layers):
+            buffer[row, begin:end] = 0
 
     def swap(self, pairs: Sequence[tuple[int, int]], used: int) -> None:
         """Exchange the first `used` slots of pairs of rows, with their kept hidden states."""
-        ours, theirs = torch.tensor(pairs).unbind(1)
-        to, of = torch.cat([ours, theirs]), torch.cat([theirs, ours])
-        for part in self._held_parts(used):
-            part[to.to(part.device)] = part[of.to(part.device)]
+        firsts, seconds = torch.tensor(pairs).unbind(1)
+        targets, sources = torch.cat([firsts, seconds]), torch.cat([seconds, firsts])
+        for buffer in self._held_parts(used):
+            buffer[targets.to(buffer.device)] = buffer[sources.to(buffer.device)]
 
     @contextmanager
     def exchanging(self) -> Iterator[None]:
         """Record that the cache holds nothing while the context is open, and for good if an error
         or interrupt leaves it."""
-        record = self.ids, self.held, self.head_held, self.hidden_held
+        contents = self.ids, self.held, self.head_held, self.hidden_held
         self.empty()
         yield
-        self.hold(*record)
+        self.hold(*contents)
 
     def hold(
         self, ids: list[list[int]], held: list[int], head_held: list[int], hidden_held: list[int]
@@ -251,49 +260,51 @@ class BlockCache(Cache):
         self.hold([[] for _ in nothing], nothing, nothing, nothing)
 
     def cut(
-        self, texts: list[list[int]], upto: Sequence[int], block_size: int, with_head: bool
+        self, texts: list[list[int]], limits: Sequence[int], block_size: int, with_head: bool
     ) -> list[int]:
         """Cut each row's held tokens to their common prefix with its text, in whole blocks, at most
-        `upto`; return its lengths.
+        `limits`; return its lengths.
 
         If `with_head`, only tokens count that the head has read or can still read. The slots behind
         the prefix may be overwritten from here on, even by a call that fails.
         """
-        found = []
-        for row, (text, most) in enumerate(zip(texts, upto, strict=True)):
-            most = min(
-                most,
+        lengths = []
+        for row, (text, limit) in enumerate(zip(texts, limits, strict=True)):
+            limit = min(
+                limit,
                 self.held[row],
-                max(self.head_held[row], self.hidden_held[row]) if with_head else most,
+                max(self.head_held[row], self.hidden_held[row]) if with_head else limit,
             )
-            ids = self.ids[row][:most]
-            same = next((at for at, token in enumerate(ids) if token != text[at]), len(ids))
-            found.append(same // block_size * block_size)
+            ids = self.ids[row][:limit]
+            common = next(
+                (index for index, token in enumerate(ids) if token != text[index]), len(ids)
+            )
+            lengths.append(common // block_size * block_size)
         self.hold(
             texts,
-            found,
-            list(map(min, found, self.head_held)),
-            list(map(min, found, self.hidden_held)),
+            lengths,
+            list(map(min, lengths, self.head_held)),
+            list(map(min, lengths, self.hidden_held)),
         )
-        return found
+        return lengths
 
     def fits(self, rows: int, capacity: int, scratch: int, with_head: bool) -> bool:
         """Tell if the cache can be written to, has `rows` rows and enough slots, and has the head's
         layers if needed."""
         writable = torch.is_inference_mode_enabled() or not self.hidden.is_inference()
-        room = (
+        enough = (
             capacity <= self.capacity and scratch <= self.scratch and self.head_layers >= with_head
         )
-        return writable and rows == self.rows and room
+        return writable and rows == self.rows and enough
 
     def fill_from(self, other: "BlockCache") -> None:
         """Copy the content of a cache with as many layers, and repeat each of its rows `self.rows
         // other.rows` times."""
         copies, used = self.rows // other.rows, max(other.held)
         records: tuple[list[Any], ...] = (other.ids, other.held, other.head_held, other.hidden_held)
-        self.hold(*([one for one in record for _ in range(copies)] for record in records))
-        for ours, theirs in zip(self._held_parts(used), other._held_parts(used), strict=True):
-            ours.copy_(theirs.repeat_interleave(copies, 0))
+        self.hold(*([value for value in record for _ in range(copies)] for record in records))
+        for target, source in zip(self._held_parts(used), other._held_parts(used), strict=True):
+            target.copy_(source.repeat_interleave(copies, 0))
 
     def detach(self) -> None:
         """Copy the memory that this cache shares with another since `copy.copy`, so that it has its
@@ -305,7 +316,7 @@ class BlockCache(Cache):
         """View the content of the first `used` slots: keys and values of each device, and hidden
         states, [rows, slots, ...]."""
         return [
-            *(one[:, :used] for one in self._buffers.values()),
+            *(buffer[:, :used] for buffer in self._buffers.values()),
             self.hidden[:, : used + self.shifted],
         ]
 
@@ -313,11 +324,13 @@ class BlockCache(Cache):
         """Yield a view of the memory of some layers on each device, [rows, slots, layers, 2, heads,
         head_dim]."""
         for device, buffer in self._buffers.items():
-            held = [self._index[layer] for layer in layers if self.layer_devices[layer] == device]
-            if held:
-                yield buffer[:, :, held[0] : held[-1] + 1]
+            indices = [
+                self._index[layer] for layer in layers if self.layer_devices[layer] == device
+            ]
+            if indices:
+                yield buffer[:, :, indices[0] : indices[-1] + 1]
 
 
-def bucket(used: int) -> int:
+def bucket(slots: int) -> int:
     """Round a number of slots up to a power of two, at least `LEAST_BUCKET`."""
-    return max(LEAST_BUCKET, 1 << (used - 1).bit_length())
+    return max(LEAST_BUCKET, 1 << (slots - 1).bit_length())

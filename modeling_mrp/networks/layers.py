@@ -39,46 +39,50 @@ def plan_layers(model: Any, with_head: bool, dispatch: Dispatch) -> Plans | None
     }
     if with_head:
         layers[model.mrp_head] = list(model.mrp_head.layers)
-    if (chosen := model.config._attn_implementation) != "sdpa":
-        obstacle: str | None = f"the model attends by {chosen!r}: use attn_implementation='sdpa'"
-    elif any(part._compiled_call_impl is not None for part in model.modules()):
+    if (attention := model.config._attn_implementation) != "sdpa":
+        obstacle: str | None = f"the model attends by {attention!r}: use attn_implementation='sdpa'"
+    elif any(module._compiled_call_impl is not None for module in model.modules()):
         obstacle = "the model has parts that were compiled: leave it uncompiled"
     else:
         obstacle = next(
-            (why for module, kind in _parts(model, layers) if (why := deviation(module, kind))),
+            (
+                deviation_text
+                for module, kind in _parts(model, layers)
+                if (deviation_text := deviation(module, kind))
+            ),
             None,
         )
-    by_twins = obstacle is None and dispatch.forced is False
-    if not by_twins and not dispatch.allows(
+    pytorch_only = obstacle is None and dispatch.forced is False
+    if not pytorch_only and not dispatch.allows(
         "the kernels of its layers", next(model.model.parameters()), obstacle=obstacle
     ):
         return None
     return {
         owner: [
             (layer, *(product(linears, packed_weight(linears)) for linears in _of_one_input(layer)))
-            for layer in each
+            for layer in network_layers
         ]
-        for owner, each in layers.items()
+        for owner, network_layers in layers.items()
     }
 
 
 def deviation(module: nn.Module, kind: type[nn.Module]) -> str | None:
     """Say how a module deviates, global hooks aside, from the class `kind`, with the remedy; None
     if not at all."""
-    found = type(module)
+    module_class = type(module)
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         if any(getattr(hook, "__module__", None) != _NOTES_ONLY for hook in hooks.values()):
-            return f"a {found.__name__} carries hooks: remove them"
+            return f"a {module_class.__name__} carries hooks: remove them"
     if (
         "forward" in module.__dict__
-        or found.forward is not kind.forward
-        or not issubclass(found, kind)
+        or module_class.forward is not kind.forward
+        or not issubclass(module_class, kind)
     ):
-        return f"a {found.__name__} is wrapped or no {kind.__name__}: use plain modules"
+        return f"a {module_class.__name__} is wrapped or no {kind.__name__}: use plain modules"
     # Other packages may have replaced the class or its methods by their own (Liger does).
-    if not found.forward.__module__.startswith(_OWN):
+    if not module_class.forward.__module__.startswith(_OWN):
         return (
-            f"the forward of a {found.__name__} was replaced by one of {found.forward.__module__}: "
+            f"the forward of a {module_class.__name__} was replaced by one of {module_class.forward.__module__}: "
             "leave it as it was"
         )
     return None
@@ -90,9 +94,9 @@ def _parts(model: Any, layers: dict[Any, list[Any]]) -> Iterator[tuple[Any, type
     yield model.model, MRPBackbone
     if model.mrp_head in layers:
         yield model.mrp_head, MRPHead
-    for owner, each in layers.items():
+    for owner, network_layers in layers.items():
         yield owner.norm, Qwen3RMSNorm
-        for layer in each:
+        for layer in network_layers:
             yield layer, Qwen3DecoderLayer
             yield layer.self_attn, Qwen3Attention
             yield layer.mlp, Qwen3MLP
@@ -121,7 +125,7 @@ def pack(model: nn.Module) -> None:
     Layers are left as they are if one is more than a plain `nn.Linear` (adapters, quantised
     weights, hooks), or lies on another device than the others.
     """
-    moved = None
+    packed = None
     with _PACKING:
         for layer in model.modules():
             for linears in _of_one_input(layer) if isinstance(layer, Qwen3DecoderLayer) else ():
@@ -129,14 +133,14 @@ def pack(model: nn.Module) -> None:
                 if (
                     len(weights) == len(linears)
                     and packed_weight(linears) is None
-                    and len({w.device for w in weights}) == 1
+                    and len({weight.device for weight in weights}) == 1
                 ):
-                    moved = torch.cat(weights)
-                    for linear, part in zip(
-                        linears, moved.split([len(w) for w in weights]), strict=True
+                    packed = torch.cat(weights)
+                    for linear, view in zip(
+                        linears, packed.split([len(weight) for weight in weights]), strict=True
                     ):
-                        linear.weight.data = part
-    if moved is not None and moved.is_cuda:
+                        linear.weight.data = view
+    if packed is not None and packed.is_cuda:
         torch.cuda.empty_cache()  # where the weights lay, in pieces that little else fits
 
 
@@ -146,14 +150,14 @@ def packed_weight(linears: Sequence[Any]) -> Tensor | None:
     if not all(map(_plain, linears)):
         return None
     first = linears[0].weight
-    storage, place = first.untyped_storage().data_ptr(), first.data_ptr()
+    storage, address = first.untyped_storage().data_ptr(), first.data_ptr()
     for linear in linears:
         if (
-            linear.weight.data_ptr() != place
+            linear.weight.data_ptr() != address
             or linear.weight.untyped_storage().data_ptr() != storage
         ):
             return None
-        place += linear.weight.nbytes
+        address += linear.weight.nbytes
     return first.as_strided(
         (sum(len(linear.weight) for linear in linears), first.shape[1]), first.stride()
     )

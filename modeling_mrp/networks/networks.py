@@ -94,43 +94,48 @@ class Networks:
         at the least of these.
         """
         length = max(row.state.start for row in rows) + self.block
-        read = max(row.head_held for row in rows)
-        for at, row in enumerate(rows):
-            if row.head_held < read:  # possible only if an earlier call filled the cache
-                self.cache.blank(self.head_layers, at, row.head_held, read)
-        first: dict[int, Hidden] = {}
-        for begin, end, *given in self._chunks(rows, min(reused), length):
-            hidden = self.model.backbone(*given, self.cache).to(self.device)
+        head_length = max(row.head_held for row in rows)
+        for index, row in enumerate(rows):
+            if row.head_held < head_length:  # possible only if an earlier call filled the cache
+                self.cache.blank(self.head_layers, index, row.head_held, head_length)
+        first_blocks: dict[int, Hidden] = {}
+        for begin, end, *inputs in self._chunks(rows, min(reused), length):
+            hidden = self.model.backbone(*inputs, self.cache).to(self.device)
             self.forwards["prefill"] += 1
             if self.with_head or self.shifted:
                 self.cache.hidden[: len(rows), begin + self.shifted : end + self.shifted] = hidden
             if self.shifted:
                 hidden = self.cache.hidden[: len(rows), begin:end].to(self.device, copy=True)
             blocks = hidden.unflatten(1, (-1, self.block)).flatten(0, 1)
-            for at, row in enumerate(rows):
-                row.counts.forwards += row.state.start >= begin and reused[at] < end
+            for index, row in enumerate(rows):
+                row.counts.forwards += row.state.start >= begin and reused[index] < end
                 if begin <= row.state.start < end:
-                    first[at] = blocks, (at * (end - begin) + row.state.start - begin) // self.block
+                    first_blocks[index] = (
+                        blocks,
+                        (index * (end - begin) + row.state.start - begin) // self.block,
+                    )
         for row in rows:
             row.held = row.state.start
         return self.pick(
-            self.picker, [(row, row.state) for row in rows], [first[at] for at in range(len(rows))]
+            self.picker,
+            [(row, row.state) for row in rows],
+            [first_blocks[index] for index in range(len(rows))],
         )
 
-    def _catch_up(self, rows: Sequence[Row], behind: Sequence[Row]) -> None:
-        """Run the head over the part of the texts of the rows `behind` that it has not read yet."""
-        first, last = min(row.head_held for row in behind), max(row.held for row in behind)
+    def _catch_up(self, rows: Sequence[Row], lagging: Sequence[Row]) -> None:
+        """Run the head over the part of the texts of the rows `lagging` that it has not read yet."""
+        first, last = min(row.head_held for row in lagging), max(row.held for row in lagging)
         for begin, end, ids, positions, mask in self._chunks(rows, first, last):
             hidden = self.cache.hidden[: len(rows), begin:end]
-            held = torch.tensor([row.held for row in rows], device=hidden.device)
-            kept = torch.arange(begin, end, device=hidden.device) < held[:, None]
+            lengths = torch.tensor([row.held for row in rows], device=hidden.device)
+            cached = torch.arange(begin, end, device=hidden.device) < lengths[:, None]
             self.model.residual(
-                ids, torch.where(kept[..., None], hidden, 0), positions, mask, self.cache
+                ids, torch.where(cached[..., None], hidden, 0), positions, mask, self.cache
             )
             self.forwards["head"] += 1
-            for row in behind:
+            for row in lagging:
                 row.counts.head_forwards += row.held > begin and row.head_held < end
-        for row in behind:
+        for row in lagging:
             row.head_held = row.held
 
     def _chunks(self, rows: Sequence[Row], begin: int, length: int) -> Iterator[Chunk]:
@@ -150,14 +155,14 @@ class Networks:
         self._scored, firsts = self._run_backbone(packed, [row.held for row in rows])
         self.forwards["denoise"] += 1
         hidden = self._scored[:, :-1] if self.shifted else self._scored
-        states, places, parents = [], [], []
+        states, blocks, parents = [], [], []
         for row, nodes, first in zip(rows, drafts, firsts, strict=True):
             row.counts.forwards += bool(nodes)
             states += [(row, node.state) for node in nodes]
-            places += [(hidden, first + slot) for slot in range(len(nodes))]
+            blocks += [(hidden, first + slot) for slot in range(len(nodes))]
             parents += [nodes[node.parent].state if node.parent >= 0 else None for node in nodes]
-        found = iter(self.pick(self.picker, states, places, parents))
-        return [[next(found) for _ in nodes] for nodes in drafts]
+        scores = iter(self.pick(self.picker, states, blocks, parents))
+        return [[next(scores) for _ in nodes] for nodes in drafts]
 
     def _run_backbone(self, packed: Packed, held: Sequence[int]) -> tuple[Tensor, Sequence[int]]:
         """Run the backbone over states; return hidden states [n, block, hidden_size] and each row's
@@ -181,47 +186,51 @@ class Networks:
         head starts from; at least one row has states. For rows with states, the pass also reads a
         committed block that the head has not read yet, if any.
         """
-        asking = [row for row, states in zip(rows, asked, strict=True) if states]
-        if behind := [row for row in asking if row.held - row.head_held > self.block]:
-            self._catch_up(rows, behind)
-        kept = self.cache.hidden.unflatten(1, (-1, self.block)).flatten(0, 1)
+        active = [row for row, states in zip(rows, asked, strict=True) if states]
+        if lagging := [row for row in active if row.held - row.head_held > self.block]:
+            self._catch_up(rows, lagging)
+        committed = self.cache.hidden.unflatten(1, (-1, self.block)).flatten(0, 1)
         packed: list[list[tuple[State, int]]] = []
-        given: list[list[Hidden]] = []
+        inputs: list[list[Hidden]] = []
         # rows with a committed block that the head has not read, put before their states
-        leads: list[int] = []
-        for at, (row, states) in enumerate(zip(rows, asked, strict=True)):
+        leading: list[int] = []
+        for index, (row, states) in enumerate(zip(rows, asked, strict=True)):
             row.counts.head_forwards += bool(states)
-            lead = bool(states) and row.held > row.head_held
-            cells, starts = (
-                [(state, lead - 1) for state, _ in states],
+            leads = bool(states) and row.held > row.head_held
+            entries, blocks = (
+                [(state, leads - 1) for state, _ in states],
                 [hidden for _, hidden in states],
             )
-            if lead:
-                leads.append(at)
-                cells.insert(0, (row.opened(row.head_held), -1))
-                starts.insert(
-                    0, (kept, (at * self.cache.hidden.shape[1] + row.head_held) // self.block)
+            if leads:
+                leading.append(index)
+                entries.insert(0, (row.opened(row.head_held), -1))
+                blocks.insert(
+                    0,
+                    (committed, (index * self.cache.hidden.shape[1] + row.head_held) // self.block),
                 )
-            packed.append(cells)
-            given.append(starts)
-        width, filler = max(map(len, packed)), next(starts[0] for starts in given if starts)
-        wide = gather_blocks(
-            [one for starts in given for one in [*starts, *[filler] * (width - len(starts))]]
+            packed.append(entries)
+            inputs.append(blocks)
+        width, filler = max(map(len, packed)), next(blocks[0] for blocks in inputs if blocks)
+        gathered = gather_blocks(
+            [block for blocks in inputs for block in [*blocks, *[filler] * (width - len(blocks))]]
         )
-        made = self._network(packed, [row.head_held for row in rows], wide)
+        output = self._network(packed, [row.head_held for row in rows], gathered)
         self.forwards["head"] += 1
-        if leads:
+        if leading:
             self.cache.move(
                 self.head_layers,
-                [(at, self.cache.begin, rows[at].head_held) for at in leads],
+                [(index, self.cache.begin, rows[index].head_held) for index in leading],
                 self.block,
             )
-        for at in leads:
-            rows[at].head_held += self.block
-        made = made if residual else wide.to(made.device) + made
+        for index in leading:
+            rows[index].head_held += self.block
+        output = output if residual else gathered.to(output.device) + output
         return [
-            [(made, at * width + slot) for slot in range(len(states) - len(asked[at]), len(states))]
-            for at, states in enumerate(packed)
+            [
+                (output, index * width + slot)
+                for slot in range(len(states) - len(asked[index]), len(states))
+            ]
+            for index, states in enumerate(packed)
         ]
 
     def commit(self, rows: Sequence[Row], clean: Sequence[Sequence[int]]) -> None:
@@ -232,18 +241,20 @@ class Networks:
         in order; at least one.
         """
         moves = []
-        for at, (row, slots) in enumerate(zip(rows, clean, strict=True)):
+        for index, (row, slots) in enumerate(zip(rows, clean, strict=True)):
             for slot in slots:
-                moves.append((at, self.cache.begin + slot * self.block, row.held))
+                moves.append((index, self.cache.begin + slot * self.block, row.held))
                 row.held += self.block
         self.cache.move(self.backbone_layers, moves, self.block)
         if self.with_head or self.shifted:
             assert self._scored is not None
-            kept, width = self.cache.hidden, len(self._scored) // len(rows)
-            place, source, target = torch.tensor(moves, device=kept.device).unbind(1)
-            states = place * width + (source - self.cache.begin) // self.block
-            columns = target[:, None] + torch.arange(self._scored.shape[1], device=kept.device)
-            kept[place[:, None], columns] = self._scored[states.to(self.device)].to(kept.device)
+            cached, width = self.cache.hidden, len(self._scored) // len(rows)
+            indices, source, target = torch.tensor(moves, device=cached.device).unbind(1)
+            states = indices * width + (source - self.cache.begin) // self.block
+            columns = target[:, None] + torch.arange(self._scored.shape[1], device=cached.device)
+            cached[indices[:, None], columns] = self._scored[states.to(self.device)].to(
+                cached.device
+            )
 
     def pick(
         self,
@@ -261,24 +272,32 @@ class Networks:
         """
         block, count = self.block, len(states)
         columns = np.array(
-            [at * block + column for at, (_, state) in enumerate(states) for column in state.free],
+            [
+                index * block + column
+                for index, (_, state) in enumerate(states)
+                for column in state.free
+            ],
             np.int64,
         )
         if not len(columns):
-            return [Scores([0] * block, [-torch.inf] * block, hidden=one) for one in hidden]
-        listed = [one for one in shortlists if one is not None]
-        index, given, *short = self._at_columns(columns, hidden, *[listed] * (len(listed) == count))
+            return [Scores([0] * block, [-torch.inf] * block, hidden=block) for block in hidden]
+        candidates = [block for block in shortlists if block is not None]
+        flat_index, gathered, *listed = self._at_columns(
+            columns, hidden, *[candidates] * (len(candidates) == count)
+        )
         spots = Spots(states, self.device, parents)
-        picks = picker.among(given, short[0], spots) if short else picker(given, spots)
-        few: Sequence[Hidden | None] = shortlists or [None] * count
+        picks = picker.among(gathered, listed[0], spots) if listed else picker(gathered, spots)
+        row_shortlists: Sequence[Hidden | None] = shortlists or [None] * count
         if picks.shortlist is not None:
             size = picks.shortlist.shape[1]
-            spread = picks.shortlist.new_zeros(count * block, size).index_copy_(
-                0, index, picks.shortlist
+            spread_shortlist = picks.shortlist.new_zeros(count * block, size).index_copy_(
+                0, flat_index, picks.shortlist
             )
-            few = [(spread.view(count, block, size), place) for place in range(count)]
-        found = zip(on_host(picks, columns, count, block), hidden, few, strict=True)
-        return [Scores(*said, one, shortlist) for said, one, shortlist in found]
+            row_shortlists = [
+                (spread_shortlist.view(count, block, size), index) for index in range(count)
+            ]
+        picked = zip(on_host(picks, columns, count, block), hidden, row_shortlists, strict=True)
+        return [Scores(*fields, block, shortlist) for fields, block, shortlist in picked]
 
     def _at_columns(self, columns: np.ndarray, *several: Sequence[Hidden]) -> list[Tensor]:
         """Copy column indices [n] to the device; return them, and the values of each list of blocks
@@ -288,50 +307,57 @@ class Networks:
 
     def token_odds(
         self,
-        asked: Sequence[tuple[Row, State, Sequence[int], Sequence[int]]],
+        queries: Sequence[tuple[Row, State, Sequence[int], Sequence[int]]],
         hidden: Sequence[Hidden],
     ) -> list[list[float]]:
         """Compute the log-odds [block] of given tokens at each state, -inf at other columns; one
         transfer to the host.
 
-        `asked` has, by state, its row, the state, some of its free columns, and tokens by column.
+        `queries` has, by state, its row, the state, some of its free columns, and tokens by column.
         """
         states = [
-            (row, State(state.key, tuple(where), state.end, state.masks, 0))
-            for row, state, where, _ in asked
+            (row, State(state.key, tuple(columns), state.end, state.masks, 0))
+            for row, state, columns, _ in queries
         ]
-        tokens, spots = [(where, token) for _, _, where, token in asked], Spots(states, self.device)
+        tokens, spots = (
+            [(columns, token) for _, _, columns, token in queries],
+            Spots(states, self.device),
+        )
         return self._of_tokens(
-            tokens, hidden, lambda given, token: self.picker.token_odds(given, token, spots)
+            tokens, hidden, lambda gathered, token: self.picker.token_odds(gathered, token, spots)
         )
 
-    def magnitudes(self, asked: TokensAt, hidden: Sequence[Hidden]) -> list[list[float]]:
+    def magnitudes(self, queries: TokensAt, hidden: Sequence[Hidden]) -> list[list[float]]:
         """Compute the magnitude |C| of given tokens' residual logits from h_C; return numbers as
         `token_odds` does."""
         weight = self.picker.lm_head_weight
         return self._of_tokens(
-            asked,
+            queries,
             hidden,
-            lambda given, token: token_logits(weight, given, token[:, None])[:, 0].abs(),
+            lambda gathered, token: token_logits(weight, gathered, token[:, None])[:, 0].abs(),
         )
 
     def _of_tokens(
-        self, asked: TokensAt, hidden: Sequence[Hidden], compute: Callable[..., Tensor]
+        self, queries: TokensAt, hidden: Sequence[Hidden], compute: Callable[..., Tensor]
     ) -> list[list[float]]:
         """Call `compute(hidden states [n, size], tokens [n])` on the given tokens; return its
         numbers as `token_odds` does."""
         pairs = [
-            (place * self.block + c, token[c])
-            for place, (where, token) in enumerate(asked)
-            for c in where
+            (index * self.block + column, token[column])
+            for index, (columns, token) in enumerate(queries)
+            for column in columns
         ]
-        columns, tokens = np.array(pairs, np.int64).T.copy()
-        _, given = self._at_columns(columns, hidden)
-        numbers = compute(given, torch.from_numpy(tokens).to(self.device, non_blocking=True))
-        found: list[list[float]] = spread_columns(numbers, columns, len(asked), self.block).tolist()
-        return found
+        indices, tokens = np.array(pairs, np.int64).T.copy()
+        _, gathered = self._at_columns(indices, hidden)
+        numbers = compute(gathered, torch.from_numpy(tokens).to(self.device, non_blocking=True))
+        rows: list[list[float]] = spread_columns(
+            numbers, indices, len(queries), self.block
+        ).tolist()
+        return rows
 
-    def _network(self, packed: Packed, held: Sequence[int], hidden: Tensor | None = None) -> Tensor:
+    def _network(
+        self, packed: Packed, lengths: Sequence[int], hidden: Tensor | None = None
+    ) -> Tensor:
         """Run the backbone over states, or the head if its input `hidden` [rows * width, block,
         hidden_size] is given.
 
@@ -343,57 +369,61 @@ class Networks:
             states of a row. Shifted hidden states have block + 1 columns: the first is for the
             block's first token, the last for the next block's.
         """
-        rows, width, used = len(packed), max(map(len, packed)), max(held)
-        self.cache.target(used, width * self.block)
+        rows, width, longest = len(packed), max(map(len, packed)), max(lengths)
+        self.cache.target(longest, width * self.block)
         empty = ((0, (self.mask_id,) * self.block), -1)
-        numbers, cells = array("q"), []
+        numbers, entries = array("q"), []
         for states in packed:
-            cells += [(state.key, parent) for state, parent in states] + [empty] * (
+            entries += [(state.key, parent) for state, parent in states] + [empty] * (
                 width - len(states)
             )
-        for (_, ids), _ in cells:
+        for (_, ids), _ in entries:
             numbers.extend(ids)
-        numbers.extend([start for (start, _), _ in cells])
-        numbers.extend([parent for _, parent in cells])
-        numbers.extend(held)
+        numbers.extend([start for (start, _), _ in entries])
+        numbers.extend([parent for _, parent in entries])
+        numbers.extend(lengths)
         table, begin = torch.frombuffer(numbers, dtype=torch.long), self.cache.begin
-        plain = width == 1 and min(held) == begin and self.recorded is None
-        forward = partial(self._packed, rows, width, begin, plain)
+        sees_all = width == 1 and min(lengths) == begin and self.recorded is None
+        forward = partial(self._packed, rows, width, begin, sees_all)
         inputs = [] if hidden is None else [hidden.reshape(rows, width * self.block, -1)]
         if self.recorded is None:
-            made = forward(table.to(self.device, non_blocking=True), *inputs)
+            output = forward(table.to(self.device, non_blocking=True), *inputs)
         else:
             key = (rows, width, begin, self.picker.dispatch, self.plans is not None)
-            made = self.recorded(key, forward, table, *inputs)
-        return made.view(rows * width, -1, made.shape[-1])
+            output = self.recorded(key, forward, table, *inputs)
+        return output.view(rows * width, -1, output.shape[-1])
 
     def _packed(
         self,
         rows: int,
         width: int,
         begin: int,
-        plain: bool,
+        sees_all: bool,
         table: Tensor,
         hidden: Tensor | None = None,
     ) -> Tensor:
         """Unpack `table` (ids, starts, parents, held) and run the network, by tensor operations
         that a graph can record."""
         states = rows * width
-        ids, starts, parents, held = table.split([states * self.block, states, states, rows])
+        ids, starts, parents, lengths = table.split([states * self.block, states, states, rows])
         ids, parent = ids.view(rows, -1), parents.view(rows, width)
         positions = (starts[:, None] + torch.arange(self.block, device=self.device)).view(rows, -1)
-        mask = RoundMask(held, parent, self.block, self.picker.dispatch, plain)
+        mask = RoundMask(lengths, parent, self.block, self.picker.dispatch, sees_all)
         if self.plans is not None:
-            made = self._fused(self.plans, ids, positions, mask, hidden)
+            output = self._fused(self.plans, ids, positions, mask, hidden)
         elif hidden is None:
-            made = self.model.backbone(ids, positions, mask.dense(begin), self.cache).to(
+            output = self.model.backbone(ids, positions, mask.dense(begin), self.cache).to(
                 self.device
             )
         else:
-            made = self.model.residual(ids, hidden, positions, mask.dense(begin), self.cache).to(
+            output = self.model.residual(ids, hidden, positions, mask.dense(begin), self.cache).to(
                 self.device
             )
-        return self._shifted_states(made, held, parent) if self.shifted and hidden is None else made
+        return (
+            self._shifted_states(output, lengths, parent)
+            if self.shifted and hidden is None
+            else output
+        )
 
     def _fused(
         self, plans: Plans, ids: Tensor, positions: Tensor, mask: RoundMask, hidden: Tensor | None
@@ -402,39 +432,41 @@ class Networks:
         backbone's."""
         backbone, head = self.model.model, self.model.mrp_head
         embeds = backbone.embed_tokens(ids)
-        owner, begun = (backbone, embeds) if hidden is None else (head, head.joined(embeds, hidden))
+        network, inputs = (
+            (backbone, embeds) if hidden is None else (head, head.joined(embeds, hidden))
+        )
         return run_fused(
-            plans[owner],
-            owner.norm,
-            begun,
+            plans[network],
+            network.norm,
+            inputs,
             backbone.rotary_emb(embeds, positions),
             mask,
             self.cache,
         )
 
-    def _shifted_states(self, hidden: Tensor, held: Tensor, parent: Tensor) -> Tensor:
+    def _shifted_states(self, hidden: Tensor, lengths: Tensor, parent: Tensor) -> Tensor:
         """Prepend to each state's part of `hidden` [rows, width * block, hidden_size] the hidden
         state for its first token (the last of its parent, or else of its row's text); return [rows,
         width, block + 1, hidden_size]."""
-        states, kept = hidden.unflatten(1, (-1, self.block)), self.cache.hidden
-        before = kept[torch.arange(len(hidden), device=kept.device), held.to(kept.device)].to(
-            self.device
-        )[:, None]
-        lasts = states[:, :, -1].gather(
+        states, cached = hidden.unflatten(1, (-1, self.block)), self.cache.hidden
+        previous = cached[
+            torch.arange(len(hidden), device=cached.device), lengths.to(cached.device)
+        ].to(self.device)[:, None]
+        parent_lasts = states[:, :, -1].gather(
             1, parent.clamp(min=0)[..., None].expand(-1, -1, hidden.shape[-1])
         )
-        before = torch.where(parent[..., None] >= 0, lasts, before)
-        return torch.cat([before[:, :, None], states], 2)
+        previous = torch.where(parent[..., None] >= 0, parent_lasts, previous)
+        return torch.cat([previous[:, :, None], states], 2)
 
     def narrow(self, rows: list[Row], size: int) -> list[Row]:
         """Cut the batch to its first `size` places after moving all unfinished rows there, which
         must fit; return the rows."""
-        ended = [place for place in range(size) if rows[place].stop is not None]
-        behind = [place for place in range(size, len(rows)) if rows[place].stop is None]
-        pairs = list(zip(ended, behind, strict=False))  # there may be more room than rows
+        vacant = [index for index in range(size) if rows[index].stop is not None]
+        displaced = [index for index in range(size, len(rows)) if rows[index].stop is None]
+        pairs = list(zip(vacant, displaced, strict=False))  # there may be more room than rows
         rows = list(rows)
-        for place, other in pairs:
-            rows[place], rows[other] = rows[other], rows[place]
+        for index, source in pairs:
+            rows[index], rows[source] = rows[source], rows[index]
         if pairs:
             with self.cache.exchanging():
                 self._swaps.append(pairs)
@@ -442,12 +474,12 @@ class Networks:
         self.cache.active = size
         return rows[:size]
 
-    def widen(self, used: int) -> None:
-        """Undo all calls of `narrow`: move rows, with their first `used` slots, back to their
+    def widen(self, slots: int) -> None:
+        """Undo all calls of `narrow`: move rows, with their first `slots` slots, back to their
         places."""
         with self.cache.exchanging():
             while self._swaps:
-                self.cache.swap(self._swaps.pop(), used)
+                self.cache.swap(self._swaps.pop(), slots)
         self.cache.active = self.cache.rows
 
 
@@ -460,45 +492,52 @@ def prefill_chunks(
     Before each, the cache's target is set to the slots of these tokens, which are whole blocks.
     """
     positions = torch.arange(texts.shape[1], device=texts.device).expand_as(texts)
-    for at in range(begin, texts.shape[1], chunk):
-        end = min(texts.shape[1], at + chunk)
-        here, seen = positions[:, at:end], positions[:, :end]
-        cache.target(at, end - at, prefill=True)
+    for start in range(begin, texts.shape[1], chunk):
+        end = min(texts.shape[1], start + chunk)
+        chunk_positions, visible_positions = positions[:, start:end], positions[:, :end]
+        cache.target(start, end - start, prefill=True)
         yield (
-            at,
+            start,
             end,
-            texts[:, at:end],
-            here,
-            block_causal_mask(here, seen, torch.ones_like(seen, dtype=torch.bool), block),
+            texts[:, start:end],
+            chunk_positions,
+            block_causal_mask(
+                chunk_positions,
+                visible_positions,
+                torch.ones_like(visible_positions, dtype=torch.bool),
+                block,
+            ),
         )
 
 
 def gather_blocks(hidden: Sequence[Hidden]) -> Tensor:
     """Gather the hidden states of n blocks from the tensors that hold them; return [n, block,
     hidden_size]."""
-    first, places = hidden[0][0], [place for _, place in hidden]
+    first, indices = hidden[0][0], [index for _, index in hidden]
     tensors = {id(tensor): tensor for tensor, _ in hidden}
     if len(tensors) == 1:
         return (
             first
-            if places == list(range(len(first)))
-            else first[torch.tensor(places, device=first.device)]
+            if indices == list(range(len(first)))
+            else first[torch.tensor(indices, device=first.device)]
         )
     out = first.new_empty(len(hidden), *first.shape[1:])
-    for name, tensor in tensors.items():
-        pairs = [(at, place) for at, (other, place) in enumerate(hidden) if id(other) == name]
-        to, of = torch.tensor(pairs, device=tensor.device).unbind(1)
-        out[to.to(out.device)] = tensor[of].to(out.device)
+    for key, tensor in tensors.items():
+        pairs = [
+            (target, index) for target, (holder, index) in enumerate(hidden) if id(holder) == key
+        ]
+        targets, sources = torch.tensor(pairs, device=tensor.device).unbind(1)
+        out[targets.to(out.device)] = tensor[sources].to(out.device)
     return out
 
 
 def spread_columns(numbers: Tensor, columns: np.ndarray, states: int, block: int) -> np.ndarray:
     """Copy numbers [n] or [n, m] to the host; return [states, block] or [states, block, m] float64,
     -inf elsewhere."""
-    read = numbers.detach().cpu().double().numpy()
-    spread = np.full((states * block, *read.shape[1:]), -np.inf)
-    spread[columns] = read
-    return spread.reshape(states, block, *read.shape[1:])
+    values = numbers.detach().cpu().double().numpy()
+    spread = np.full((states * block, *values.shape[1:]), -np.inf)
+    spread[columns] = values
+    return spread.reshape(states, block, *values.shape[1:])
 
 
 def on_host(
@@ -507,7 +546,9 @@ def on_host(
     """Read picks in one transfer; return by state its token, odds, entropy and likeliest, as in
     `Scores`."""
     numbers = [
-        one.view(len(columns), -1).to(picks.odds.dtype) for one in picks[:4] if one is not None
+        field.view(len(columns), -1).to(picks.odds.dtype)
+        for field in picks[:4]
+        if field is not None
     ]
     spread = spread_columns(torch.cat(numbers, 1), columns, states, block)
     # exact in float32: a vocabulary has fewer than 2^24

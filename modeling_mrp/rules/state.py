@@ -40,15 +40,15 @@ class State:
         """The block's tokens with masks."""
         return self.key[1]
 
-    def revealing(self, where: Sequence[int], key: Key) -> "State":
-        """Make the state with key `key` that results from revealing the columns `where`; no
+    def revealing(self, columns: Sequence[int], key: Key) -> "State":
+        """Make the state with key `key` that results from revealing the columns `columns`; no
         revealed token is an eos."""
-        if len(where) == 1:
-            at = self.free.index(where[0])
-            free = self.free[:at] + self.free[at + 1 :]
+        if len(columns) == 1:
+            index = self.free.index(columns[0])
+            free = self.free[:index] + self.free[index + 1 :]
         else:
-            free = tuple([column for column in self.free if column not in where])
-        return State(key, free, self.end, self.masks - len(where), self.step + 1)
+            free = tuple([column for column in self.free if column not in columns])
+        return State(key, free, self.end, self.masks - len(columns), self.step + 1)
 
 
 @dataclass(slots=True, eq=False)
@@ -178,7 +178,8 @@ class Row:
 
     def __post_init__(self) -> None:
         first = next(
-            (at for at in range(self.limit) if self.text[at] == self.mask_id), self.limit - 1
+            (position for position in range(self.limit) if self.text[position] == self.mask_id),
+            self.limit - 1,
         )
         self.state = self.opened(first // self.block_size * self.block_size)
         self.logprob, self.step = (
@@ -192,8 +193,8 @@ class Row:
         or later are masks again."""
         steps = [-1] * self.prompt + self.step
         text = [
-            self.mask_id if at >= start and step >= 0 else self.text[at]
-            for at, step in enumerate(steps)
+            self.mask_id if position >= start and step >= 0 else self.text[position]
+            for position, step in enumerate(steps)
         ]
         return replace(self, text=text)
 
@@ -213,19 +214,19 @@ class Row:
         free = tuple([column for column, token in enumerate(ids) if token == self.mask_id])
         return State((start, ids), free, self.block_size, len(free), 0)
 
-    def after(self, state: State, where: Sequence[int], token: Sequence[int]) -> State:
-        """Make the state that results from revealing `token[column]` at the columns `where`."""
-        start, before = state.key
-        ids, end, eos = list(before), state.end, self.eos
-        for column in where:
-            ids[column] = one = token[column]
-            if column < end and one in eos:
+    def after(self, state: State, columns: Sequence[int], token: Sequence[int]) -> State:
+        """Make the state that results from revealing `token[column]` at the columns `columns`."""
+        start, old_ids = state.key
+        ids, end, eos = list(old_ids), state.end, self.eos
+        for column in columns:
+            ids[column] = new_token = token[column]
+            if column < end and new_token in eos:
                 end = column
         key = (start, tuple(ids))
         if end == state.end:
-            return state.revealing(where, key)
-        free = tuple([column for column in state.free if column < end and column not in where])
-        return State(key, free, end, state.masks - len(where), state.step + 1)
+            return state.revealing(columns, key)
+        free = tuple([column for column in state.free if column < end and column not in columns])
+        return State(key, free, end, state.masks - len(columns), state.step + 1)
 
     def ends(self, state: State) -> bool:
         """Tell if the text is whole at a state: it ends in the state's block, and no mask before
