@@ -68,8 +68,8 @@ class Dispatch:
         obstacle = obstacle or _obstacle(tensors, interpreted=bool(self.forced))
         if self.forced and obstacle is not None:
             raise ValueError(
-                f"kernels is True, but {subject} cannot be used: {obstacle}, or use kernels=None or "
-                "kernels=False"
+                f"kernels is True, but {subject} cannot be used: {obstacle}, or use kernels=None "
+                "or kernels=False"
             )
         return obstacle is None
 
@@ -83,7 +83,8 @@ class Dispatch:
         if self.forced is False:
             return kernel.twin(*arguments)
         tensors = list(_tensors(arguments))
-        name, device = kernel.name, tensors[0].device
+        name = kernel.name
+        device = tensors[0].device
         if not self.allows(f"the kernel {name!r}", *tensors) or (
             not self.forced and (name, device) in _failed
         ):
@@ -109,8 +110,8 @@ class Dispatch:
                 reported = (name, device) in _failed
                 _failed.add((name, device))
             message = (
-                f"the kernel {name!r} failed on {device} ({reason}): PyTorch stands in, slower, and "
-                "kernels=False silences this"
+                f"the kernel {name!r} failed on {device} ({reason}): PyTorch stands in, slower, "
+                "and kernels=False silences this"
             )
             if not reported:  # by another thread, meanwhile
                 warnings.warn(message, RuntimeWarning, stacklevel=2)
@@ -138,22 +139,19 @@ def relative_error(result: Tensor, expected: Tensor) -> float:
     only one of a pair is NaN."""
     if not expected.is_floating_point():
         return float((result != expected).double().mean())
-    result, expected = result.double(), expected.double()
+    result = result.double()
+    expected = expected.double()
     equal = (result == expected) | (result.isnan() & expected.isnan())
-    difference, size = (
-        (result - expected).masked_fill(equal, 0).norm(),
-        expected.nan_to_num(0, 0, 0).norm(),
-    )
+    difference = (result - expected).masked_fill(equal, 0).norm()
+    size = expected.nan_to_num(0, 0, 0).norm()
     return float((difference / size.clamp(min=1e-30)).nan_to_num(nan=math.inf))
 
 
 def check_close(claim: str, result: Tensor, expected: Tensor) -> None:
     """Raise `ArithmeticError` if two results differ by more than rounding: 2 % in dtypes of 16
     bits, 0.5 % in wider ones."""
-    error, allowed = (
-        relative_error(result, expected),
-        2e-2 if expected.dtype in (torch.float16, torch.bfloat16) else 5e-3,
-    )
+    error = relative_error(result, expected)
+    allowed = 2e-2 if expected.dtype in (torch.float16, torch.bfloat16) else 5e-3
     if error > allowed:
         raise ArithmeticError(
             f"{claim} by {error:.3g} of their size, where rounding makes {allowed:g} at most"
@@ -188,11 +186,9 @@ def failed_kernels() -> list[str]:
 def processors(device: torch.device) -> int:
     """Return the number of multiprocessors of a GPU; for other devices, on which kernels are
     interpreted, an H200's."""
-    return (
-        torch.cuda.get_device_properties(device).multi_processor_count
-        if device.type == "cuda"
-        else 132
-    )
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    return 132
 
 
 def _obstacle(tensors: Sequence[Tensor], interpreted: bool) -> str | None:

@@ -127,7 +127,8 @@ def pick_rows(
         min_logit: [n], the least logit that may be picked; or None.
         keys: [n] long, from `noise_key`, to sample; None: greedy.
     """
-    (rows, vocab), device = logits.shape, logits.device
+    rows, vocab = logits.shape
+    device = logits.device
     token = torch.empty(rows, dtype=torch.long, device=device)
     odds = torch.empty(rows, dtype=torch.float32, device=device)
     length = triton.cdiv(vocab, _TILE * triton.cdiv(_READERS * processors(device), rows)) * _TILE
@@ -167,8 +168,8 @@ def pick_rows_ref(
     keys: Tensor | None,
     truncated_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Pick as `pick_rows` does, in PyTorch; `truncated_logits` [n, vocab], if given, are the logits with -inf
-    at barred tokens."""
+    """Pick as `pick_rows` does, in PyTorch; `truncated_logits` [n, vocab], if given, are
+    the logits with -inf at tokens that must not be picked."""
     scores = unembedding.tempered(logits)
     candidates = scores if truncated_logits is None else unembedding.tempered(truncated_logits)
     if min_logit is not None:
@@ -234,17 +235,16 @@ if triton is not None:
         TILE: tl.constexpr,
     ):
         """Store, for a program's row and slice of the vocabulary, the best score and its token,
-        that token's logit (`best_logit`), and the log-sum-exp of all other logits. Tokens with logits
-        under `min_logit` are never the best."""
-        row, slice_count = tl.program_id(0).to(tl.int64), tl.num_programs(0) * tl.num_programs(1)
+        that token's logit (`best_logit`), and the log-sum-exp of all other logits. Tokens with
+        logits under `min_logit` are never the best."""
+        row = tl.program_id(0).to(tl.int64)
+        slice_count = tl.num_programs(0) * tl.num_programs(1)
         begin = tl.program_id(1) * length
         end = tl.minimum(begin + length, vocab)
-        best, other_logsumexp, best_logit, best_token = (
-            float("-inf"),
-            float("-inf"),
-            float("-inf"),
-            begin,
-        )
+        best = float("-inf")
+        other_logsumexp = float("-inf")
+        best_logit = float("-inf")
+        best_token = begin
         for first in range(begin, end, TILE):
             token = first + tl.arange(0, TILE)
             inside = token < end
@@ -271,11 +271,9 @@ if triton is not None:
             other_logsumexp = _log_add(
                 _log_add(other_logsumexp, tile_logsumexp), tl.where(wins, best_logit, top_logit)
             )
-            best, best_token, best_logit = (
-                tl.where(wins, top, best),
-                tl.where(wins, top_token, best_token),
-                tl.where(wins, top_logit, best_logit),
-            )
+            best = tl.where(wins, top, best)
+            best_token = tl.where(wins, top_token, best_token)
+            best_logit = tl.where(wins, top_logit, best_logit)
         out = row * tl.num_programs(1) + tl.program_id(1)
         tl.store(slice_tokens + out, best_token)
         tl.store(slice_results + out, best)
@@ -288,12 +286,11 @@ if triton is not None:
     ):
         """Merge the slices of a program's row into its token and log-odds; the losers' own logits
         join the others."""
-        row, slice_count, slice_index = (
-            tl.program_id(0).to(tl.int64),
-            tl.num_programs(0) * slices,
-            tl.arange(0, TILE),
-        )
-        valid, index = slice_index < slices, row * slices + slice_index
+        row = tl.program_id(0).to(tl.int64)
+        slice_count = tl.num_programs(0) * slices
+        slice_index = tl.arange(0, TILE)
+        valid = slice_index < slices
+        index = row * slices + slice_index
         best = tl.load(slice_results + index, mask=valid, other=float("-inf"))
         logits = tl.load(slice_results + slice_count + index, mask=valid, other=0.0)
         other_logsumexp = _log_sum(

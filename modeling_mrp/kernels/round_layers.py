@@ -92,8 +92,11 @@ def rotated(
     projected = (
         projected.contiguous() if isinstance(projected, Tensor) else torch.cat(projected, -1)
     )
-    (cos, sin), (keys, values) = (each.contiguous() for each in rotary), target
-    (rows, tokens, size), (kv_heads, head_dim) = projected.shape, keys.shape[1::2]
+    cos = rotary[0].contiguous()
+    sin = rotary[1].contiguous()
+    keys, values = target
+    rows, tokens, size = projected.shape
+    kv_heads, head_dim = keys.shape[1::2]
     heads = size // head_dim - 2 * kv_heads
     queries = projected.new_empty(rows, tokens, heads, head_dim)
     _rotate[(triton.cdiv(rows * tokens * size // head_dim, _HEADS),)](
@@ -112,15 +115,15 @@ def rotated_ref(
 ) -> tuple[Tensor, ...]:
     """Compute `rotated` in PyTorch."""
     keys, values = target
-    size, head_dim = keys.shape[1] * keys.shape[3], keys.shape[3]
+    size = keys.shape[1] * keys.shape[3]
+    head_dim = keys.shape[3]
     if isinstance(projected, Tensor):
         projected = list(projected.split([projected.shape[-1] - 2 * size, size, size], -1))
-    query, key, value = (heads.unflatten(-1, (-1, head_dim)) for heads in projected)
-    query, key = (
-        normed_by(norms[0], query).transpose(1, 2),
-        normed_by(norms[1], key).transpose(1, 2),
-    )
-    cos, sin = (heads[:, None] for heads in rotary)
+    query, key, value = (tensor.unflatten(-1, (-1, head_dim)) for tensor in projected)
+    query = normed_by(norms[0], query).transpose(1, 2)
+    key = normed_by(norms[1], key).transpose(1, 2)
+    cos = rotary[0][:, None]
+    sin = rotary[1][:, None]
     keys.copy_((key * cos).addcmul_(rotate_half(key), sin))
     values.copy_(value.transpose(1, 2))
     return (query * cos).addcmul_(rotate_half(query), sin), keys, values
@@ -146,15 +149,13 @@ class RoundMask:
     dispatch: Dispatch = AUTOMATIC
     sees_all: bool = False
     # what all layers of a forward share
-    _kept: dict[Any, Tensor] = field(default_factory=dict, repr=False, compare=False)
+    _shared: dict[Any, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def dense(self, cached_slots: int) -> Tensor:
-        """Make the mask [rows, 1, width * block_size, used + width * block_size] bool over `cached_slots`
-        slots and scored states."""
-        slots, block = (
-            torch.arange(self.parent.shape[1], device=self.parent.device),
-            self.block_size,
-        )
+        """Make the mask [rows, 1, queries, cached_slots + queries] bool, where queries = width *
+        block_size, over committed slots and scored states."""
+        slots = torch.arange(self.parent.shape[1], device=self.parent.device)
+        block = self.block_size
         # themselves and their parents
         visible = (slots[:, None] == slots) | (self.parent[..., None] == slots)
         scored = (
@@ -168,31 +169,33 @@ class RoundMask:
         are visible."""
         if self.sees_all:
             return None
-        if (key := (cached_slots, dtype)) not in self._kept:
+        if (key := (cached_slots, dtype)) not in self._shared:
             hidden = self.dense(cached_slots).logical_not_()
-            self._kept[key] = torch.zeros(
+            self._shared[key] = torch.zeros(
                 hidden.shape, dtype=dtype, device=hidden.device
             ).masked_fill_(hidden, -torch.inf)
-        return self._kept[key]
+        return self._shared[key]
 
     def arrived(self, count: int) -> Tensor:
         """Return `count` int32 zeros, in which the kernel counts its programs; it sets them back to
         zero after each layer."""
-        if count not in self._kept:
-            self._kept[count] = torch.zeros(count, dtype=torch.int32, device=self.committed.device)
-        return self._kept[count]
+        if count not in self._shared:
+            self._shared[count] = torch.zeros(
+                count, dtype=torch.int32, device=self.committed.device
+            )
+        return self._shared[count]
 
 
 def round_attention_ref(
     query: Tensor, key: Tensor, value: Tensor, mask: RoundMask, scale: float
 ) -> Tensor:
     """Compute `round_attention` in PyTorch, by SDPA."""
-    bias, grouped = (
-        mask.bias(key.shape[2] - query.shape[2], query.dtype),
-        query.device.type == "cpu",
-    )
+    bias = mask.bias(key.shape[2] - query.shape[2], query.dtype)
+    grouped = query.device.type == "cpu"
     if not grouped:  # with a mask, SDPA's fast kernels on a GPU take no grouped heads
-        key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
+        group = query.shape[1] // key.shape[1]
+        key = key.repeat_interleave(group, 1)
+        value = value.repeat_interleave(group, 1)
     out = F.scaled_dot_product_attention(
         query, key, value, attn_mask=bias, scale=scale, enable_gqa=grouped
     )
@@ -210,15 +213,17 @@ def round_attention(
 
     Args:
         query: [rows, heads, queries, head_dim], queries = width * block_size.
-        key, value: [rows, kv_heads, used + queries, head_dim], of equal strides, the last one 1:
-            `cached_slots` committed slots, then the scored states. Committed slots that a row does not see
-            are never read.
+        key, value: [rows, kv_heads, cached_slots + queries, head_dim], of equal strides, the last
+            one 1: `cached_slots` committed slots, then the scored states. Committed slots that a
+            row does not see are never read.
         mask: Which keys each state sees.
         scale: Multiplies the scores.
     """
     rows, heads, queries, head_dim = query.shape
-    kv_heads, keys = key.shape[1], key.shape[2]
-    group, cached_slots = heads // kv_heads, keys - queries
+    kv_heads = key.shape[1]
+    keys = key.shape[2]
+    group = heads // kv_heads
+    cached_slots = keys - queries
     # So large that two programs, each with two tiles of keys, fit a multiprocessor's registers and
     # shared memory.
     tile_rows = max(
@@ -229,11 +234,15 @@ def round_attention(
     max_splits = _PROGRAMS * processors(query.device) // (tiles * rows * kv_heads)
     splits = max(1, min(max_splits, triton.cdiv(cached_slots, _KEYS_PER_PROGRAM), _MOST_SHARES))
     out = query.new_empty(rows, queries, heads, head_dim)
-    shares = (rows * kv_heads, splits, queries * group) if splits > 1 else (0,)
+    shares: tuple[int, ...] = (0,)
+    if splits > 1:
+        shares = (rows * kv_heads, splits, queries * group)
     level = torch.empty(*shares, dtype=torch.float32, device=query.device)
     sums = torch.empty(*shares, head_dim, dtype=torch.float32, device=query.device)
     if triton.knobs.runtime.interpret:  # the interpreter's products of bfloat16 are wrong
-        query, key, value = query.float(), key.float(), value.float()
+        query = query.float()
+        key = key.float()
+        value = value.float()
     _attend[(tiles, splits, rows * kv_heads)](
         *(
             query.transpose(1, 2).contiguous(),
@@ -276,11 +285,9 @@ def product(
 ) -> Callable[[Tensor], Tensor | list[Tensor]]:
     """Make a function that applies linear layers to one input and returns a list, or one tensor by
     their packed `weight`."""
-    return (
-        (lambda hidden: [linear(hidden) for linear in linears])
-        if weight is None
-        else partial(F.linear, weight=weight)
-    )
+    if weight is not None:
+        return partial(F.linear, weight=weight)
+    return lambda hidden: [linear(hidden) for linear in linears]
 
 
 def run_fused(
@@ -294,11 +301,13 @@ def run_fused(
     Hidden states are [rows, tokens, hidden_size], cos and sin of `rotary` [rows, tokens, head_dim]
     each; keys and values go to the target of `cache`, a `BlockCache`.
     """
-    run, added = mask.dispatch.run, None
+    run = mask.dispatch.run
+    added = None
     for layer, of_attention, of_mlp in plan:
         hidden, normed = run(SUM_AND_NORM, hidden, added, layer.input_layernorm)
         attention = layer.self_attn
-        layer_index, norms = attention.layer_idx, (attention.q_norm, attention.k_norm)
+        layer_index = attention.layer_idx
+        norms = (attention.q_norm, attention.k_norm)
         query, *_ = run(ROTATED, of_attention(normed), norms, rotary, cache.written[layer_index])
         attended = run(ROUND_ATTENTION, query, *cache.read[layer_index], mask, attention.scaling)
         hidden, normed = run(
@@ -376,12 +385,15 @@ if triton is not None:
         then keys, then values."""
         heads_per_token = heads + 2 * kv_heads
         index = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
-        token, head = index // heads_per_token, index % heads_per_token
+        token = index // heads_per_token
+        head = index % heads_per_token
         dim = tl.arange(0, PADDED)
-        first, inside_head = dim < HEAD_DIM // 2, dim < HEAD_DIM
+        first = dim < HEAD_DIM // 2
+        inside_head = dim < HEAD_DIM
         partner = tl.where(first, dim + HEAD_DIM // 2, dim - HEAD_DIM // 2)
         inside = (token < rows * tokens)[:, None] & inside_head[None, :]
-        is_query, is_value = (head < heads)[:, None], (head >= heads + kv_heads)[:, None]
+        is_query = (head < heads)[:, None]
+        is_value = (head >= heads + kv_heads)[:, None]
         kind: tl.constexpr = queries.dtype.element_ty
         source = projected + index.to(tl.int64)[:, None] * HEAD_DIM
         value = tl.load(source + dim[None, :], mask=inside, other=0.0)
@@ -414,7 +426,7 @@ if triton is not None:
         tl.store(keys + slot, turned, mask=inside & ~is_query & ~is_value)
         tl.store(values + slot, value, mask=inside & is_value)
 
-    @triton.jit(do_not_specialize=["tokens", "used"])
+    @triton.jit(do_not_specialize=["tokens", "cached_slots"])
     def _attend(  # type: ignore[no-untyped-def]
         query,
         key,
@@ -442,13 +454,17 @@ if triton is not None:
     ):
         """Attend in program (tile of queries x heads of a group, share of the prefix, batch row x
         KV head)."""
-        split, splits = tl.program_id(1), tl.num_programs(1)
+        split = tl.program_id(1)
+        splits = tl.num_programs(1)
         pair = tl.program_id(2).to(tl.int64)  # offsets into the cache may not fit 32 bits
-        row, head = pair // kv_heads, pair % kv_heads
+        row = pair // kv_heads
+        head = pair % kv_heads
         index = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
         token = index // GROUP
-        columns, dims = tl.arange(0, TILE_KEYS), tl.arange(0, PADDED)
-        inside_rows, inside_head = index < tokens * GROUP, dims < HEAD_DIM
+        columns = tl.arange(0, TILE_KEYS)
+        dims = tl.arange(0, PADDED)
+        inside_rows = index < tokens * GROUP
+        inside_head = dims < HEAD_DIM
         inside_tile = inside_rows[:, None] & inside_head[None, :]
         offsets = (((row * tokens + token) * kv_heads + head) * GROUP + index % GROUP)[
             :, None
@@ -505,7 +521,8 @@ if triton is not None:
             higher = tl.maximum(peak, tl.max(scores, 1))
             # where nothing has been seen yet
             level = tl.where(higher == float("-inf"), 0.0, higher)
-            weights, fade = tl.exp2(scores - level[:, None]), tl.exp2(peak - level)
+            weights = tl.exp2(scores - level[:, None])
+            fade = tl.exp2(peak - level)
             total = total * fade + tl.sum(weights, 1)
             sums = tl.dot(
                 weights.to(values.dtype), values, sums * fade[:, None], input_precision="tf32x3"
@@ -545,7 +562,8 @@ if triton is not None:
                 )
                 # the first share sees something, so this is finite
                 higher = tl.maximum(peak, level)
-                fade, rise = tl.exp2(peak - higher), tl.exp2(level - higher)
+                fade = tl.exp2(peak - higher)
+                rise = tl.exp2(level - higher)
                 result = result * fade[:, None] + values * rise[:, None]
                 total = total * fade + rise
                 peak = higher

@@ -45,37 +45,40 @@ def weights_seen(module: nn.Module) -> list[Any]:
             writes = 0 if weight.is_inference() else weight._version
             weights.append((PassingReference(weight), address, writes))
     # peft's
-    layers: list[Any] = [layer for layer in module.modules() if hasattr(layer, "merged_adapters")]
-    adapters = [
-        (
-            list(layer.active_adapters),
-            layer.disable_adapters,
-            layer.merged_adapters[:],
-            dict(getattr(layer, "scaling", {})),
+    adapters = []
+    layer: Any
+    for layer in module.modules():
+        if not hasattr(layer, "merged_adapters"):
+            continue
+        scaling = dict(getattr(layer, "scaling", {}))
+        adapters.append(
+            (
+                list(layer.active_adapters),
+                layer.disable_adapters,
+                layer.merged_adapters[:],
+                scaling,
+            )
         )
-        for layer in layers
-    ]
     return [weights, adapters, adapters_of_rows(module)]
 
 
 def adapters_of_rows(module: nn.Module) -> list[str] | None:
     """Return peft's `adapter_names`, one per row of a batch, or None; from the newest hooks, as
     failed calls leave theirs."""
-    hooks = (
-        hook
-        for submodule in module.modules()
-        for hook in reversed(submodule._forward_pre_hooks.values())
-    )
-    candidates = (getattr(hook, "keywords", {}).get("adapter_names") for hook in hooks)
-    return next(
-        (list(adapter_names) for adapter_names in candidates if adapter_names is not None), None
-    )
+    for submodule in module.modules():
+        for hook in reversed(submodule._forward_pre_hooks.values()):
+            adapter_names = getattr(hook, "keywords", {}).get("adapter_names")
+            if adapter_names is not None:
+                return list(adapter_names)
+    return None
 
 
 def devices_of_layers(model: Any, with_head: bool) -> tuple[torch.device, ...]:
     """List the devices on which a model's layers compute: the backbone's, then, if `with_head`, the
     head's."""
-    layers = list(model.model.layers) + (list(model.mrp_head.layers) if with_head else [])
+    layers = list(model.model.layers)
+    if with_head:
+        layers += model.mrp_head.layers
     return tuple(device_of(layer.self_attn.k_proj) for layer in layers)
 
 
@@ -125,34 +128,34 @@ class BlockCache(Cache):
         fixed: bool = False,
     ) -> None:
         super().__init__(layers=[])
-        config, key_weight = model.config, model.model.layers[0].self_attn.k_proj.weight
-        self.rows, self.capacity, self.scratch, self.fixed = rows, capacity, scratch, fixed
-        self.dtype, self.shifted, self.layer_devices = (
-            model.dtype,
-            model.model.shifted,
-            devices_of_layers(model, with_head),
-        )
+        config = model.config
+        key_weight = model.model.layers[0].self_attn.k_proj.weight
+        self.rows = rows
+        self.capacity = capacity
+        self.scratch = scratch
+        self.fixed = fixed
+        self.dtype = model.dtype
+        self.shifted = model.model.shifted
+        self.layer_devices = devices_of_layers(model, with_head)
         self.head_layers = len(self.layer_devices) - config.num_hidden_layers
         self.owner = PassingReference(model)
         self.weights: dict[str, list[Any]] = {}
         self.empty()
-        heads, width = config.num_key_value_heads, config.head_dim
+        heads = config.num_key_value_heads
+        width = config.head_dim
         if (getattr(model, "tp_size", None) or 1) > 1 and hasattr(key_weight, "to_local"):
             heads = len(key_weight.to_local()) // width
-        self._index = [
-            self.layer_devices[:layer].count(device)
-            for layer, device in enumerate(self.layer_devices)
-        ]
+        self._index = []
+        for layer, device in enumerate(self.layer_devices):
+            self._index.append(self.layer_devices[:layer].count(device))
         slots = scratch + (bucket(capacity) if fixed else capacity)
         # Unless `fixed`, no slot is read that was not written before: rows are prefilled and scored
         # together.
         allocate = torch.zeros if fixed else torch.empty
-        self._buffers = {
-            device: allocate(
-                (rows, slots, layers, 2, heads, width), dtype=self.dtype, device=device
-            )
-            for device, layers in Counter(self.layer_devices).items()
-        }
+        self._buffers: dict[torch.device, Tensor] = {}
+        for device, layers in Counter(self.layer_devices).items():
+            shape = (rows, slots, layers, 2, heads, width)
+            self._buffers[device] = allocate(shape, dtype=self.dtype, device=device)
         size = (
             rows,
             capacity + scratch * self.shifted,
@@ -160,7 +163,9 @@ class BlockCache(Cache):
         )
         self.hidden = torch.empty(size, dtype=self.dtype, device=self.layer_devices[-1])
         self.hidden[:, :1] = 0  # before the first token
-        self.active, self.begin, self.end = rows, 0, 0
+        self.active = rows
+        self.begin = 0
+        self.end = 0
 
     @property
     def nbytes(self) -> int:
@@ -173,22 +178,20 @@ class BlockCache(Cache):
         written."""
         self.begin = bucket(used) if self.fixed and not prefill else used
         self.end = self.begin + width
-        self.written, self.read = self._views(self.begin), self._views(0)
+        self.written = self._views(self.begin)
+        self.read = self._views(0)
 
     def _views(self, begin: int) -> list[tuple[Tensor, Tensor]]:
         """View each layer's keys and values, [rows, heads, slots, head_dim], from slot `begin` to
         the end of the target."""
-        views = {
-            device: buffer[: self.active, begin : self.end]
-            .permute(2, 3, 0, 4, 1, 5)
-            .flatten(0, 1)
-            .unbind(0)
-            for device, buffer in self._buffers.items()
-        }
-        locations = zip(self.layer_devices, self._index, strict=True)
-        return [
-            (views[device][2 * index], views[device][2 * index + 1]) for device, index in locations
-        ]
+        views = {}
+        for device, buffer in self._buffers.items():
+            target = buffer[: self.active, begin : self.end].permute(2, 3, 0, 4, 1, 5)
+            views[device] = target.flatten(0, 1).unbind(0)
+        layers = []
+        for device, index in zip(self.layer_devices, self._index, strict=True):
+            layers.append((views[device][2 * index], views[device][2 * index + 1]))
+        return layers
 
     def update(
         self,
@@ -210,12 +213,12 @@ class BlockCache(Cache):
         `(row, source, target)`."""
         row, source, target = torch.tensor(moves).unbind(1)
         offsets = torch.arange(length)
-        source, target = source[:, None] + offsets, target[:, None] + offsets
-        for buffer in self._of(layers):
-            rows, sources, targets = (
-                index.to(buffer.device, non_blocking=True)
-                for index in (row[:, None], source, target)
-            )
+        source = source[:, None] + offsets
+        target = target[:, None] + offsets
+        for buffer in self._layer_views(layers):
+            rows = row[:, None].to(buffer.device, non_blocking=True)
+            sources = source.to(buffer.device, non_blocking=True)
+            targets = target.to(buffer.device, non_blocking=True)
             # A number of a narrow type costs as much to index as a wide one; other devices may lack
             # such writes of int64.
             if (
@@ -228,13 +231,14 @@ class BlockCache(Cache):
     def blank(self, layers: range, row: int, begin: int, end: int) -> None:
         """Zero slots of a row in some layers: attention multiplies masked slots by weight 0, but 0
         times NaN is NaN."""
-        for buffer in self._of(layers):
+        for buffer in self._layer_views(layers):
             buffer[row, begin:end] = 0
 
     def swap(self, pairs: Sequence[tuple[int, int]], used: int) -> None:
         """Exchange the first `used` slots of pairs of rows, with their kept hidden states."""
         firsts, seconds = torch.tensor(pairs).unbind(1)
-        targets, sources = torch.cat([firsts, seconds]), torch.cat([seconds, firsts])
+        targets = torch.cat([firsts, seconds])
+        sources = torch.cat([seconds, firsts])
         for buffer in self._held_parts(used):
             buffer[targets.to(buffer.device)] = buffer[sources.to(buffer.device)]
 
@@ -252,7 +256,9 @@ class BlockCache(Cache):
     ) -> None:
         """Record what the cache holds, by row (see the attributes)."""
         self.ids, self.held, self.head_held, self.hidden_held = ids, held, head_held, hidden_held
-        self.written, self.read = [], []  # a copy of the cache needs no copies of views
+        # a copy of the cache needs no copies of views
+        self.written = []
+        self.read = []
 
     def empty(self) -> None:
         """Record that the cache holds nothing."""
@@ -270,11 +276,9 @@ class BlockCache(Cache):
         """
         lengths = []
         for row, (text, limit) in enumerate(zip(texts, limits, strict=True)):
-            limit = min(
-                limit,
-                self.held[row],
-                max(self.head_held[row], self.hidden_held[row]) if with_head else limit,
-            )
+            limit = min(limit, self.held[row])
+            if with_head:
+                limit = min(limit, max(self.head_held[row], self.hidden_held[row]))
             ids = self.ids[row][:limit]
             common = next(
                 (index for index, token in enumerate(ids) if token != text[index]), len(ids)
@@ -300,9 +304,12 @@ class BlockCache(Cache):
     def fill_from(self, other: "BlockCache") -> None:
         """Copy the content of a cache with as many layers, and repeat each of its rows `self.rows
         // other.rows` times."""
-        copies, used = self.rows // other.rows, max(other.held)
-        records: tuple[list[Any], ...] = (other.ids, other.held, other.head_held, other.hidden_held)
-        self.hold(*([value for value in record for _ in range(copies)] for record in records))
+        copies = self.rows // other.rows
+        used = max(other.held)
+        records: list[list[Any]] = []
+        for record in (other.ids, other.held, other.head_held, other.hidden_held):
+            records.append([value for value in record for _ in range(copies)])
+        self.hold(*records)
         for target, source in zip(self._held_parts(used), other._held_parts(used), strict=True):
             target.copy_(source.repeat_interleave(copies, 0))
 
@@ -315,12 +322,12 @@ class BlockCache(Cache):
     def _held_parts(self, used: int) -> list[Tensor]:
         """View the content of the first `used` slots: keys and values of each device, and hidden
         states, [rows, slots, ...]."""
-        return [
-            *(buffer[:, :used] for buffer in self._buffers.values()),
-            self.hidden[:, : used + self.shifted],
-        ]
+        views = []
+        for buffer in self._buffers.values():
+            views.append(buffer[:, :used])
+        return [*views, self.hidden[:, : used + self.shifted]]
 
-    def _of(self, layers: range) -> Iterator[Tensor]:
+    def _layer_views(self, layers: range) -> Iterator[Tensor]:
         """Yield a view of the memory of some layers on each device, [rows, slots, layers, 2, heads,
         head_dim]."""
         for device, buffer in self._buffers.items():

@@ -42,11 +42,9 @@ class CudaRecorder:
     overwritten by the next graph."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.stream, self.pool = (
-            device,
-            torch.cuda.Stream(device),
-            torch.cuda.graph_pool_handle(),
-        )
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+        self.pool = torch.cuda.graph_pool_handle()
 
     def first(self, step: Callable[[], Tensor]) -> Tensor:
         """Run a step on the recording stream, as a warm-up for recording it; return its output."""
@@ -60,7 +58,8 @@ class CudaRecorder:
     def record(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """Record a step without running it; return a function that replays it and returns its
         output, in the graph's memory."""
-        graph, first_error = torch.cuda.CUDAGraph(), None
+        graph = torch.cuda.CUDAGraph()
+        first_error = None
         recording = torch.cuda.graph(
             graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"
         )
@@ -97,32 +96,36 @@ class Graphs:
         failed: Whether a forward could not be recorded or gave wrong results, so that no more are
             tried.
         busy: Whether a call is using them.
-        lent: A weak reference to the cache that shares their memory: the last one that `lend`
+        borrower: A weak reference to the cache that shares their memory: the last one that `lend`
             returned.
     """
 
     def __init__(self, cache: BlockCache, weights: Hashable) -> None:
-        self.cache, self.weights, self.device = cache, weights, cache.layer_devices[0]
+        self.cache = cache
+        self.weights = weights
+        self.device = cache.layer_devices[0]
         self.recorder = RECORDERS[self.device.type](self.device)
         self.inputs: dict[Hashable, list[Tensor]] = {}
         self.recorded: dict[Hashable, Callable[[], Tensor]] = {}
         self.compared: dict[Hashable, int] = {}
-        self.replays, self.failed, self.busy = 0, False, False
+        self.replays = 0
+        self.failed = False
+        self.busy = False
         # libraries keep a handle for each: one that ran nothing yet must not record
         self._thread = threading.local()
-        self.lent: Callable[[], BlockCache | None] = lambda: None
+        self.borrower: Callable[[], BlockCache | None] = lambda: None
 
     def lend(self, past: BlockCache | None) -> BlockCache:
         """Return the cache, filled with the content of `past` if given; an earlier borrower first
         gets a copy of its own."""
         cache = past
         if cache is None or cache.hidden is not self.cache.hidden:
-            if (holder := self.lent()) is not None:
+            if (holder := self.borrower()) is not None:
                 holder.detach()
             cache = copy.copy(self.cache)
             if past is not None:
                 cache.fill_from(past)
-        self.lent = weakref.ref(cache)
+        self.borrower = weakref.ref(cache)
         return cache
 
     def call(self, key: Hashable, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
@@ -130,7 +133,8 @@ class Graphs:
         result. `function` must depend on nothing but the inputs (which may lie on the host), the
         key and the cache."""
         key = key, tuple((tensor.shape, tensor.dtype) for tensor in inputs)
-        static_inputs, replay = self.inputs.get(key), self.recorded.get(key)
+        static_inputs = self.inputs.get(key)
+        replay = self.recorded.get(key)
         if (
             static_inputs is None
             or self.failed
@@ -160,14 +164,12 @@ class Graphs:
         except Exception as error:
             self.failed = True
             self.recorded.clear()
-            failure = (
-                "is wrong when it is replayed"
-                if isinstance(error, ArithmeticError)
-                else "could not be recorded"
-            )
+            failure = "could not be recorded"
+            if isinstance(error, ArithmeticError):
+                failure = "is wrong when it is replayed"
             warnings.warn(
-                f"a round of decoding {failure} as a CUDA graph ({error}): decoding goes on without "
-                "graphs. That may disturb other work of this process: restart it, and pass "
+                f"a round of decoding {failure} as a CUDA graph ({error}): decoding goes on "
+                "without graphs. That may disturb other work of this process: restart it, and pass "
                 "graphs=False to generate",
                 stacklevel=2,
             )
@@ -192,17 +194,14 @@ def recording_report(model: nn.Module) -> dict[str, int]:
     """Count what is kept for a model: `recordings`, their `replays` so far, the cache's `bytes`,
     whether recording `failed`."""
     recordings = _KEPT.get(model)
-    numbers = (
-        (0, 0, 0, 0)
-        if recordings is None
-        else (
-            len(recordings.recorded),
-            recordings.replays,
-            recordings.cache.nbytes,
-            int(recordings.failed),
-        )
-    )
-    return dict(zip(("recordings", "replays", "bytes", "failed"), numbers, strict=True))
+    if recordings is None:
+        return {"recordings": 0, "replays": 0, "bytes": 0, "failed": 0}
+    return {
+        "recordings": len(recordings.recorded),
+        "replays": recordings.replays,
+        "bytes": recordings.cache.nbytes,
+        "failed": int(recordings.failed),
+    }
 
 
 @contextmanager
@@ -230,9 +229,9 @@ def cache_for(
     # a Cache of transformers is false where it is empty
     head_layers = with_head or (past is not None and past.head_layers > 0)
     with _in_use(past):
-        loan = (
-            None if reason is not None else _lend(model, past, rows, capacity, scratch, head_layers)
-        )
+        loan = None
+        if reason is None:
+            loan = _lend(model, past, rows, capacity, scratch, head_layers)
         if loan is not None:
             cache, recordings = loan
             try:
@@ -312,9 +311,9 @@ def _separate(model: Any, past: BlockCache) -> None:
     be lent meanwhile."""
     with _LOCK:
         recordings = _KEPT.get(model)
-        if recordings is not None and not recordings.busy and recordings.lent() is past:
+        if recordings is not None and not recordings.busy and recordings.borrower() is past:
             past.detach()
-            recordings.lent = lambda: None
+            recordings.borrower = lambda: None
 
 
 def fingerprint(model: Any) -> Hashable:

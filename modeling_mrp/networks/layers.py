@@ -44,26 +44,29 @@ def plan_layers(model: Any, with_head: bool, dispatch: Dispatch) -> Plans | None
     elif any(module._compiled_call_impl is not None for module in model.modules()):
         obstacle = "the model has parts that were compiled: leave it uncompiled"
     else:
-        obstacle = next(
-            (
-                deviation_text
-                for module, kind in _parts(model, layers)
-                if (deviation_text := deviation(module, kind))
-            ),
-            None,
-        )
+        obstacle = None
+        for module, kind in _replaced_modules(model, layers):
+            obstacle = deviation(module, kind)
+            if obstacle is not None:
+                break
     pytorch_only = obstacle is None and dispatch.forced is False
     if not pytorch_only and not dispatch.allows(
         "the kernels of its layers", next(model.model.parameters()), obstacle=obstacle
     ):
         return None
-    return {
-        owner: [
-            (layer, *(product(linears, packed_weight(linears)) for linears in _of_one_input(layer)))
-            for layer in network_layers
-        ]
-        for owner, network_layers in layers.items()
-    }
+    plans: Plans = {}
+    for owner, network_layers in layers.items():
+        plans[owner] = []
+        for layer in network_layers:
+            projections, gate_up = _linear_groups(layer)
+            plans[owner].append(
+                (
+                    layer,
+                    product(projections, packed_weight(projections)),
+                    product(gate_up, packed_weight(gate_up)),
+                )
+            )
+    return plans
 
 
 def deviation(module: nn.Module, kind: type[nn.Module]) -> str | None:
@@ -71,8 +74,9 @@ def deviation(module: nn.Module, kind: type[nn.Module]) -> str | None:
     if not at all."""
     module_class = type(module)
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        if any(getattr(hook, "__module__", None) != _NOTES_ONLY for hook in hooks.values()):
-            return f"a {module_class.__name__} carries hooks: remove them"
+        for hook in hooks.values():
+            if getattr(hook, "__module__", None) != _NOTES_ONLY:
+                return f"a {module_class.__name__} carries hooks: remove them"
     if (
         "forward" in module.__dict__
         or module_class.forward is not kind.forward
@@ -82,13 +86,15 @@ def deviation(module: nn.Module, kind: type[nn.Module]) -> str | None:
     # Other packages may have replaced the class or its methods by their own (Liger does).
     if not module_class.forward.__module__.startswith(_OWN):
         return (
-            f"the forward of a {module_class.__name__} was replaced by one of {module_class.forward.__module__}: "
-            "leave it as it was"
+            f"the forward of a {module_class.__name__} was replaced by one of "
+            f"{module_class.forward.__module__}: leave it as it was"
         )
     return None
 
 
-def _parts(model: Any, layers: dict[Any, list[Any]]) -> Iterator[tuple[Any, type[nn.Module]]]:
+def _replaced_modules(
+    model: Any, layers: dict[Any, list[Any]]
+) -> Iterator[tuple[Any, type[nn.Module]]]:
     """Yield the modules that fused layers replace and their classes, parents first: one of another
     class may lack parts."""
     yield model.model, MRPBackbone
@@ -109,10 +115,11 @@ def _parts(model: Any, layers: dict[Any, list[Any]]) -> Iterator[tuple[Any, type
                 yield norm, Qwen3RMSNorm
 
 
-def _of_one_input(layer: Any) -> tuple[list[Any], list[Any]]:
+def _linear_groups(layer: Any) -> tuple[list[Any], list[Any]]:
     """Group a layer's linear layers that share an input: those of queries, keys and values, and the
     MLP's gate and up."""
-    attention, mlp = layer.self_attn, layer.mlp
+    attention = layer.self_attn
+    mlp = layer.mlp
     return [attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]
 
 
@@ -128,7 +135,9 @@ def pack(model: nn.Module) -> None:
     packed = None
     with _PACKING:
         for layer in model.modules():
-            for linears in _of_one_input(layer) if isinstance(layer, Qwen3DecoderLayer) else ():
+            if not isinstance(layer, Qwen3DecoderLayer):
+                continue
+            for linears in _linear_groups(layer):
                 weights = [linear.weight.data for linear in linears if _plain(linear)]
                 if (
                     len(weights) == len(linears)
@@ -137,7 +146,7 @@ def pack(model: nn.Module) -> None:
                 ):
                     packed = torch.cat(weights)
                     for linear, view in zip(
-                        linears, packed.split([len(weight) for weight in weights]), strict=True
+                        linears, packed.split(list(map(len, weights))), strict=True
                     ):
                         linear.weight.data = view
     if packed is not None and packed.is_cuda:
@@ -150,7 +159,9 @@ def packed_weight(linears: Sequence[Any]) -> Tensor | None:
     if not all(map(_plain, linears)):
         return None
     first = linears[0].weight
-    storage, address = first.untyped_storage().data_ptr(), first.data_ptr()
+    storage = first.untyped_storage().data_ptr()
+    address = first.data_ptr()
+    rows = 0
     for linear in linears:
         if (
             linear.weight.data_ptr() != address
@@ -158,9 +169,8 @@ def packed_weight(linears: Sequence[Any]) -> Tensor | None:
         ):
             return None
         address += linear.weight.nbytes
-    return first.as_strided(
-        (sum(len(linear.weight) for linear in linears), first.shape[1]), first.stride()
-    )
+        rows += len(linear.weight)
+    return first.as_strided((rows, first.shape[1]), first.stride())
 
 
 def _plain(linear: Any) -> bool:

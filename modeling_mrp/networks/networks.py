@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -65,14 +66,17 @@ class Networks:
         plans: Plans | None = None,
         recorded: Callable[..., Tensor] | None = None,
     ) -> None:
-        self.model, self.cache, self.plans, self.recorded = model, cache, plans, recorded
-        self.picker, self.drafter = picker, replace(picker, entropy=False, shortlist=0)
-        self.device, config = picker.lm_head_weight.device, model.config
-        self.block, self.mask_id, self.with_head = (
-            config.block_size,
-            config.mask_token_id,
-            with_head,
-        )
+        self.model = model
+        self.cache = cache
+        self.plans = plans
+        self.recorded = recorded
+        self.picker = picker
+        self.drafter = replace(picker, entropy=False, shortlist=0)
+        self.device = picker.lm_head_weight.device
+        config = model.config
+        self.block = config.block_size
+        self.mask_id = config.mask_token_id
+        self.with_head = with_head
         self.backbone_layers = range(config.num_hidden_layers)
         self.head_layers = range(
             len(self.backbone_layers), len(self.backbone_layers) + config.num_nextn_predict_layers
@@ -81,9 +85,8 @@ class Networks:
         self._swaps: list[list[tuple[int, int]]] = []
         # whether the backbone's hidden state at a position is for the next token
         self.shifted = cache.shifted
-        self._scored: Tensor | None = (
-            None  # hidden states of the last `score`, [n, block (+ 1 if shifted), hidden_size]
-        )
+        # hidden states of the last `score`, [n, block (+ 1 if shifted), hidden_size]
+        self._scored: Tensor | None = None
         cache.active = cache.rows
 
     def prefill(self, rows: Sequence[Row], reused: Sequence[int]) -> list[Scores]:
@@ -110,21 +113,18 @@ class Networks:
             for index, row in enumerate(rows):
                 row.counts.forwards += row.state.start >= begin and reused[index] < end
                 if begin <= row.state.start < end:
-                    first_blocks[index] = (
-                        blocks,
-                        (index * (end - begin) + row.state.start - begin) // self.block,
-                    )
+                    position = index * (end - begin) + row.state.start - begin
+                    first_blocks[index] = blocks, position // self.block
+        states = []
         for row in rows:
             row.held = row.state.start
-        return self.pick(
-            self.picker,
-            [(row, row.state) for row in rows],
-            [first_blocks[index] for index in range(len(rows))],
-        )
+            states.append((row, row.state))
+        return self.pick(self.picker, states, [first_blocks[index] for index in range(len(rows))])
 
     def _catch_up(self, rows: Sequence[Row], lagging: Sequence[Row]) -> None:
-        """Run the head over the part of the texts of the rows `lagging` that it has not read yet."""
-        first, last = min(row.head_held for row in lagging), max(row.held for row in lagging)
+        """Run the head over the text of the rows `lagging` that it has not read yet."""
+        first = min(row.head_held for row in lagging)
+        last = max(row.held for row in lagging)
         for begin, end, ids, positions, mask in self._chunks(rows, first, last):
             hidden = self.cache.hidden[: len(rows), begin:end]
             lengths = torch.tensor([row.held for row in rows], device=hidden.device)
@@ -151,18 +151,23 @@ class Networks:
     def score(self, rows: Sequence[Row], drafts: Sequence[Sequence[Node]]) -> list[list[Scores]]:
         """Score all rows' nodes (ended rows have none) in one backbone forward; return the scores
         by row and node."""
-        packed = [[(node.state, node.parent) for node in nodes] for nodes in drafts]
+        packed = []
+        for nodes in drafts:
+            packed.append([(node.state, node.parent) for node in nodes])
         self._scored, firsts = self._run_backbone(packed, [row.held for row in rows])
         self.forwards["denoise"] += 1
         hidden = self._scored[:, :-1] if self.shifted else self._scored
-        states, blocks, parents = [], [], []
+        states: list[tuple[Row, State]] = []
+        blocks: list[Hidden] = []
+        parents: list[State | None] = []
         for row, nodes, first in zip(rows, drafts, firsts, strict=True):
             row.counts.forwards += bool(nodes)
-            states += [(row, node.state) for node in nodes]
-            blocks += [(hidden, first + slot) for slot in range(len(nodes))]
-            parents += [nodes[node.parent].state if node.parent >= 0 else None for node in nodes]
+            for index, node in enumerate(nodes, first):
+                states.append((row, node.state))
+                blocks.append((hidden, index))
+                parents.append(nodes[node.parent].state if node.parent >= 0 else None)
         scores = iter(self.pick(self.picker, states, blocks, parents))
-        return [[next(scores) for _ in nodes] for nodes in drafts]
+        return [list(islice(scores, len(nodes))) for nodes in drafts]
 
     def _run_backbone(self, packed: Packed, held: Sequence[int]) -> tuple[Tensor, Sequence[int]]:
         """Run the backbone over states; return hidden states [n, block, hidden_size] and each row's
@@ -186,52 +191,55 @@ class Networks:
         head starts from; at least one row has states. For rows with states, the pass also reads a
         committed block that the head has not read yet, if any.
         """
-        active = [row for row, states in zip(rows, asked, strict=True) if states]
-        if lagging := [row for row in active if row.held - row.head_held > self.block]:
+        lagging = [
+            row
+            for row, states in zip(rows, asked, strict=True)
+            if states and row.held - row.head_held > self.block
+        ]
+        if lagging:
             self._catch_up(rows, lagging)
         committed = self.cache.hidden.unflatten(1, (-1, self.block)).flatten(0, 1)
         packed: list[list[tuple[State, int]]] = []
         inputs: list[list[Hidden]] = []
-        # rows with a committed block that the head has not read, put before their states
+        # indices of rows with a committed block that the head has not read, put before their states
         leading: list[int] = []
         for index, (row, states) in enumerate(zip(rows, asked, strict=True)):
             row.counts.head_forwards += bool(states)
-            leads = bool(states) and row.held > row.head_held
-            entries, blocks = (
-                [(state, leads - 1) for state, _ in states],
-                [hidden for _, hidden in states],
-            )
-            if leads:
+            entries: list[tuple[State, int]] = []
+            blocks: list[Hidden] = []
+            parent = -1
+            if states and row.held > row.head_held:
                 leading.append(index)
-                entries.insert(0, (row.opened(row.head_held), -1))
-                blocks.insert(
-                    0,
-                    (committed, (index * self.cache.hidden.shape[1] + row.head_held) // self.block),
-                )
+                position = index * self.cache.hidden.shape[1] + row.head_held
+                entries.append((row.opened(row.head_held), -1))
+                blocks.append((committed, position // self.block))
+                parent = 0
+            for state, hidden in states:
+                entries.append((state, parent))
+                blocks.append(hidden)
             packed.append(entries)
             inputs.append(blocks)
-        width, filler = max(map(len, packed)), next(blocks[0] for blocks in inputs if blocks)
-        gathered = gather_blocks(
-            [block for blocks in inputs for block in [*blocks, *[filler] * (width - len(blocks))]]
-        )
+        width = max(map(len, packed))
+        filler = next(blocks[0] for blocks in inputs if blocks)
+        padded: list[Hidden] = []
+        for blocks in inputs:
+            padded += blocks
+            padded += [filler] * (width - len(blocks))
+        gathered = gather_blocks(padded)
         output = self._network(packed, [row.head_held for row in rows], gathered)
         self.forwards["head"] += 1
         if leading:
-            self.cache.move(
-                self.head_layers,
-                [(index, self.cache.begin, rows[index].head_held) for index in leading],
-                self.block,
-            )
+            moves = [(index, self.cache.begin, rows[index].head_held) for index in leading]
+            self.cache.move(self.head_layers, moves, self.block)
         for index in leading:
             rows[index].head_held += self.block
-        output = output if residual else gathered.to(output.device) + output
-        return [
-            [
-                (output, index * width + slot)
-                for slot in range(len(states) - len(asked[index]), len(states))
-            ]
-            for index, states in enumerate(packed)
-        ]
+        if not residual:
+            output = gathered.to(output.device) + output
+        results = []
+        for index, (entries, states) in enumerate(zip(packed, asked, strict=True)):
+            end = index * width + len(entries)
+            results.append([(output, slot) for slot in range(end - len(states), end)])
+        return results
 
     def commit(self, rows: Sequence[Row], clean: Sequence[Sequence[int]]) -> None:
         """Copy keys, values and hidden states (for the head) of accepted clean states to their
@@ -248,7 +256,8 @@ class Networks:
         self.cache.move(self.backbone_layers, moves, self.block)
         if self.with_head or self.shifted:
             assert self._scored is not None
-            cached, width = self.cache.hidden, len(self._scored) // len(rows)
+            cached = self.cache.hidden
+            width = len(self._scored) // len(rows)
             indices, source, target = torch.tensor(moves, device=cached.device).unbind(1)
             states = indices * width + (source - self.cache.begin) // self.block
             columns = target[:, None] + torch.arange(self._scored.shape[1], device=cached.device)
@@ -270,7 +279,8 @@ class Networks:
         `parents` are the states' parents, whose tokens processors see. If every state has a
         shortlist in `shortlists` (`Scores.shortlist`), tokens are chosen among those listed.
         """
-        block, count = self.block, len(states)
+        block = self.block
+        count = len(states)
         columns = np.array(
             [
                 index * block + column
@@ -280,8 +290,10 @@ class Networks:
             np.int64,
         )
         if not len(columns):
-            return [Scores([0] * block, [-torch.inf] * block, hidden=block) for block in hidden]
-        candidates = [block for block in shortlists if block is not None]
+            return [
+                Scores([0] * block, [-torch.inf] * block, hidden=location) for location in hidden
+            ]
+        candidates = [location for location in shortlists if location is not None]
         flat_index, gathered, *listed = self._at_columns(
             columns, hidden, *[candidates] * (len(candidates) == count)
         )
@@ -293,11 +305,10 @@ class Networks:
             spread_shortlist = picks.shortlist.new_zeros(count * block, size).index_copy_(
                 0, flat_index, picks.shortlist
             )
-            row_shortlists = [
-                (spread_shortlist.view(count, block, size), index) for index in range(count)
-            ]
+            spread_shortlist = spread_shortlist.view(count, block, size)
+            row_shortlists = [(spread_shortlist, index) for index in range(count)]
         picked = zip(on_host(picks, columns, count, block), hidden, row_shortlists, strict=True)
-        return [Scores(*fields, block, shortlist) for fields, block, shortlist in picked]
+        return [Scores(*fields, location, shortlist) for fields, location, shortlist in picked]
 
     def _at_columns(self, columns: np.ndarray, *several: Sequence[Hidden]) -> list[Tensor]:
         """Copy column indices [n] to the device; return them, and the values of each list of blocks
@@ -315,15 +326,14 @@ class Networks:
 
         `queries` has, by state, its row, the state, some of its free columns, and tokens by column.
         """
-        states = [
-            (row, State(state.key, tuple(columns), state.end, state.masks, 0))
-            for row, state, columns, _ in queries
-        ]
-        tokens, spots = (
-            [(columns, token) for _, _, columns, token in queries],
-            Spots(states, self.device),
-        )
-        return self._of_tokens(
+        states = []
+        tokens = []
+        for row, state, columns, token in queries:
+            narrowed = State(state.key, tuple(columns), state.end, state.masks, 0)
+            states.append((row, narrowed))
+            tokens.append((columns, token))
+        spots = Spots(states, self.device)
+        return self._compute_at_tokens(
             tokens, hidden, lambda gathered, token: self.picker.token_odds(gathered, token, spots)
         )
 
@@ -331,22 +341,21 @@ class Networks:
         """Compute the magnitude |C| of given tokens' residual logits from h_C; return numbers as
         `token_odds` does."""
         weight = self.picker.lm_head_weight
-        return self._of_tokens(
+        return self._compute_at_tokens(
             queries,
             hidden,
             lambda gathered, token: token_logits(weight, gathered, token[:, None])[:, 0].abs(),
         )
 
-    def _of_tokens(
+    def _compute_at_tokens(
         self, queries: TokensAt, hidden: Sequence[Hidden], compute: Callable[..., Tensor]
     ) -> list[list[float]]:
         """Call `compute(hidden states [n, size], tokens [n])` on the given tokens; return its
         numbers as `token_odds` does."""
-        pairs = [
-            (index * self.block + column, token[column])
-            for index, (columns, token) in enumerate(queries)
-            for column in columns
-        ]
+        pairs = []
+        for index, (columns, token) in enumerate(queries):
+            for column in columns:
+                pairs.append((index * self.block + column, token[column]))
         indices, tokens = np.array(pairs, np.int64).T.copy()
         _, gathered = self._at_columns(indices, hidden)
         numbers = compute(gathered, torch.from_numpy(tokens).to(self.device, non_blocking=True))
@@ -369,20 +378,28 @@ class Networks:
             states of a row. Shifted hidden states have block + 1 columns: the first is for the
             block's first token, the last for the next block's.
         """
-        rows, width, longest = len(packed), max(map(len, packed)), max(lengths)
+        rows = len(packed)
+        width = max(map(len, packed))
+        longest = max(lengths)
         self.cache.target(longest, width * self.block)
         empty = ((0, (self.mask_id,) * self.block), -1)
-        numbers, entries = array("q"), []
+        numbers = array("q")
+        entries = []
         for states in packed:
-            entries += [(state.key, parent) for state, parent in states] + [empty] * (
-                width - len(states)
-            )
-        for (_, ids), _ in entries:
+            for state, parent in states:
+                entries.append((state.key, parent))
+            entries += [empty] * (width - len(states))
+        starts = []
+        parents = []
+        for (start, ids), parent in entries:
             numbers.extend(ids)
-        numbers.extend([start for (start, _), _ in entries])
-        numbers.extend([parent for _, parent in entries])
+            starts.append(start)
+            parents.append(parent)
+        numbers.extend(starts)
+        numbers.extend(parents)
         numbers.extend(lengths)
-        table, begin = torch.frombuffer(numbers, dtype=torch.long), self.cache.begin
+        table = torch.frombuffer(numbers, dtype=torch.long)
+        begin = self.cache.begin
         sees_all = width == 1 and min(lengths) == begin and self.recorded is None
         forward = partial(self._packed, rows, width, begin, sees_all)
         inputs = [] if hidden is None else [hidden.reshape(rows, width * self.block, -1)]
@@ -406,7 +423,8 @@ class Networks:
         that a graph can record."""
         states = rows * width
         ids, starts, parents, lengths = table.split([states * self.block, states, states, rows])
-        ids, parent = ids.view(rows, -1), parents.view(rows, width)
+        ids = ids.view(rows, -1)
+        parent = parents.view(rows, width)
         positions = (starts[:, None] + torch.arange(self.block, device=self.device)).view(rows, -1)
         mask = RoundMask(lengths, parent, self.block, self.picker.dispatch, sees_all)
         if self.plans is not None:
@@ -419,22 +437,24 @@ class Networks:
             output = self.model.residual(ids, hidden, positions, mask.dense(begin), self.cache).to(
                 self.device
             )
-        return (
-            self._shifted_states(output, lengths, parent)
-            if self.shifted and hidden is None
-            else output
-        )
+        if self.shifted and hidden is None:
+            return self._shifted_states(output, lengths, parent)
+        return output
 
     def _fused(
         self, plans: Plans, ids: Tensor, positions: Tensor, mask: RoundMask, hidden: Tensor | None
     ) -> Tensor:
         """Run the fused layers over states: the head's if `hidden` is given, else the
         backbone's."""
-        backbone, head = self.model.model, self.model.mrp_head
+        backbone = self.model.model
+        head = self.model.mrp_head
         embeds = backbone.embed_tokens(ids)
-        network, inputs = (
-            (backbone, embeds) if hidden is None else (head, head.joined(embeds, hidden))
-        )
+        if hidden is None:
+            network = backbone
+            inputs = embeds
+        else:
+            network = head
+            inputs = head.joined(embeds, hidden)
         return run_fused(
             plans[network],
             network.norm,
@@ -448,7 +468,8 @@ class Networks:
         """Prepend to each state's part of `hidden` [rows, width * block, hidden_size] the hidden
         state for its first token (the last of its parent, or else of its row's text); return [rows,
         width, block + 1, hidden_size]."""
-        states, cached = hidden.unflatten(1, (-1, self.block)), self.cache.hidden
+        states = hidden.unflatten(1, (-1, self.block))
+        cached = self.cache.hidden
         previous = cached[
             torch.arange(len(hidden), device=cached.device), lengths.to(cached.device)
         ].to(self.device)[:, None]
@@ -461,8 +482,13 @@ class Networks:
     def narrow(self, rows: list[Row], size: int) -> list[Row]:
         """Cut the batch to its first `size` places after moving all unfinished rows there, which
         must fit; return the rows."""
-        vacant = [index for index in range(size) if rows[index].stop is not None]
-        displaced = [index for index in range(size, len(rows)) if rows[index].stop is None]
+        vacant = []
+        displaced = []
+        for index, row in enumerate(rows):
+            if index < size and row.stop is not None:
+                vacant.append(index)
+            elif index >= size and row.stop is None:
+                displaced.append(index)
         pairs = list(zip(vacant, displaced, strict=False))  # there may be more room than rows
         rows = list(rows)
         for index, source in pairs:
@@ -494,7 +520,8 @@ def prefill_chunks(
     positions = torch.arange(texts.shape[1], device=texts.device).expand_as(texts)
     for start in range(begin, texts.shape[1], chunk):
         end = min(texts.shape[1], start + chunk)
-        chunk_positions, visible_positions = positions[:, start:end], positions[:, :end]
+        chunk_positions = positions[:, start:end]
+        visible_positions = positions[:, :end]
         cache.target(start, end - start, prefill=True)
         yield (
             start,
@@ -513,19 +540,19 @@ def prefill_chunks(
 def gather_blocks(hidden: Sequence[Hidden]) -> Tensor:
     """Gather the hidden states of n blocks from the tensors that hold them; return [n, block,
     hidden_size]."""
-    first, indices = hidden[0][0], [index for _, index in hidden]
+    first = hidden[0][0]
+    indices = [index for _, index in hidden]
     tensors = {id(tensor): tensor for tensor, _ in hidden}
     if len(tensors) == 1:
-        return (
-            first
-            if indices == list(range(len(first)))
-            else first[torch.tensor(indices, device=first.device)]
-        )
+        if indices == list(range(len(first))):
+            return first
+        return first[torch.tensor(indices, device=first.device)]
     out = first.new_empty(len(hidden), *first.shape[1:])
     for key, tensor in tensors.items():
-        pairs = [
-            (target, index) for target, (holder, index) in enumerate(hidden) if id(holder) == key
-        ]
+        pairs = []
+        for target, (holder, index) in enumerate(hidden):
+            if id(holder) == key:
+                pairs.append((target, index))
         targets, sources = torch.tensor(pairs, device=tensor.device).unbind(1)
         out[targets.to(out.device)] = tensor[sources].to(out.device)
     return out
@@ -545,15 +572,16 @@ def on_host(
 ) -> list[tuple[list[int], list[float], Any, Any]]:
     """Read picks in one transfer; return by state its token, odds, entropy and likeliest, as in
     `Scores`."""
-    numbers = [
-        field.view(len(columns), -1).to(picks.odds.dtype)
-        for field in picks[:4]
-        if field is not None
-    ]
+    numbers = []
+    for field in picks[:4]:
+        if field is not None:
+            numbers.append(field.view(len(columns), -1).to(picks.odds.dtype))
     spread = spread_columns(torch.cat(numbers, 1), columns, states, block)
     # exact in float32: a vocabulary has fewer than 2^24
     token = np.maximum(spread[..., 0], 0).astype(np.int64).tolist()
-    entropy = [None] * states if picks.entropy is None else spread[..., 2].tolist()
+    entropy: list[Any] = [None] * states
+    if picks.entropy is not None:
+        entropy = spread[..., 2].tolist()
     likeliest: list[Any] = [None] * states
     if picks.likeliest is not None:
         ids, odds = np.split(spread[..., -picks.likeliest.shape[1] :], 2, -1)

@@ -178,12 +178,12 @@ class Picker:
         left out before stay out. Hidden states are [n, hidden_size]; `shortlist` [n, 2 m + 1] is
         `Picks.shortlist` of the same positions at an earlier state.
         """
-        unembedding, count, picks = self.unembedding, shortlist.shape[1] // 2, []
-        ids, earlier_scores, other_scores = (
-            shortlist[:, :count].long(),
-            shortlist[:, count : 2 * count],
-            shortlist[:, 2 * count :],
-        )
+        unembedding = self.unembedding
+        count = shortlist.shape[1] // 2
+        picks = []
+        ids = shortlist[:, :count].long()
+        earlier_scores = shortlist[:, count : 2 * count]
+        other_scores = shortlist[:, 2 * count :]
         no_eos = spots.no_eos()
         for chunk in unembedding.chunks(len(hidden), count * hidden.shape[1]):
             logits = unembedding.tempered(
@@ -193,23 +193,21 @@ class Picker:
             logits = unembedding.barred(
                 logits, None if no_eos is None else no_eos[chunk], ids[chunk]
             )
-            best, scores = (
-                logits.argmax(-1),
-                torch.cat([logits, other_scores[chunk].to(logits.dtype)], 1),
-            )
-            token, odds = ids[chunk].gather(1, best[:, None])[:, 0], log_odds(scores, best)
+            best = logits.argmax(-1)
+            scores = torch.cat([logits, other_scores[chunk].to(logits.dtype)], 1)
+            token = ids[chunk].gather(1, best[:, None])[:, 0]
+            odds = log_odds(scores, best)
             candidates = torch.arange(count, device=ids.device).expand_as(ids[chunk])
-            likeliest = (
-                torch.cat([ids[chunk].to(scores.dtype), odds_of(scores, candidates)], 1)
-                if self.likeliest
-                else None
-            )
+            likeliest = None
+            if self.likeliest:
+                likeliest = torch.cat([ids[chunk].to(scores.dtype), odds_of(scores, candidates)], 1)
             picks.append(Picks(token, odds, likeliest=likeliest))
         return _join(picks)
 
     def token_odds(self, hidden: Tensor, token: Tensor, spots: Spots) -> Tensor:
         """Compute the log-odds [n] of given tokens [n], under the same softmax as `Picks.odds`."""
-        shape, odds = self._shaper(spots), []
+        shape = self._shaper(spots)
+        odds = []
         for chunk in self.unembedding.chunks(len(hidden)):
             logits = shape(self.unembedding.logits(hidden[chunk]), chunk)
             odds.append(log_odds(self.unembedding.tempered(logits), token[chunk]))
@@ -218,17 +216,17 @@ class Picker:
     def distributions(self, hidden: Tensor, spots: Spots) -> tuple[Tensor, Tensor]:
         """Compute logits [n, vocab] at n positions; return them raw, and processed, tempered and
         truncated, as drawn from."""
-        shape, raw, truncated = self._shaper(spots), [], []
+        shape = self._shaper(spots)
+        raw = []
+        truncated = []
         for chunk in self.unembedding.chunks(len(hidden)):
             raw.append(upcast(self.unembedding.logits(hidden[chunk])))
             logits = shape(raw[-1].clone(), chunk)
-            truncated_logits, min_logit = self._shown(logits)
+            truncated_logits, min_logit = self._truncate_logits(logits)
             scores = self.unembedding.tempered(truncated_logits)
-            truncated.append(
-                scores
-                if min_logit is None
-                else scores.masked_fill(logits < min_logit[:, None], -torch.inf)
-            )
+            if min_logit is not None:
+                scores = scores.masked_fill(logits < min_logit[:, None], -torch.inf)
+            truncated.append(scores)
         return torch.cat(raw), torch.cat(truncated)
 
     def _shaper(self, spots: Spots | None) -> Callable[[Tensor, slice], Tensor]:
@@ -236,19 +234,16 @@ class Picker:
         a slice of the positions."""
         no_eos = None if spots is None else spots.no_eos()
         if spots is None or (no_eos is self.processors is self.bans is None):
-            return lambda logits, position: logits
+            return lambda logits, chunk: logits
         contexts: list[list[int]] = []
         barred: list[tuple[int, int]] = []
-        for index, (ids, position) in enumerate(
-            spots.texts() if self.processors or self.bans else ()
-        ):
-            contexts += [ids[:position]] if self.processors else []
-            barred += [
-                (index, token)
-                for token in (
-                    self.bans.barred(ids, position, self.mask_token_id) if self.bans else ()
-                )
-            ]
+        texts = spots.texts() if self.processors or self.bans else ()
+        for index, (ids, position) in enumerate(texts):
+            if self.processors:
+                contexts.append(ids[:position])
+            if self.bans:
+                for token in self.bans.barred(ids, position, self.mask_token_id):
+                    barred.append((index, token))
         indices, tokens = torch.tensor(barred, dtype=torch.long).view(-1, 2).unbind(1)
 
         def shape(logits: Tensor, chunk: slice) -> Tensor:
@@ -276,24 +271,22 @@ class Picker:
             )
             processed = logits[selected]
             for processor in self.processors or ():
-                processed = _answer(processor, processor(ids, processed), processed)
+                processed = _check_scores(processor, processor(ids, processed), processed)
             logits[selected] = processed.masked_fill(processed.isnan(), -torch.inf)
         logits[:, self.mask_token_id] = -torch.inf
         return logits
 
     def _pick(self, logits: Tensor, keys: Tensor | None) -> Picks:
         """Pick from logits [n, vocab], with the noise of keys [n], or without noise."""
-        truncated_logits, min_logit = self._shown(logits)
+        truncated_logits, min_logit = self._truncate_logits(logits)
         if truncated_logits is logits:
             token, odds = self.dispatch.run(PICK, self.unembedding, logits, min_logit, keys)
         else:
             token, odds = pick_rows_ref(self.unembedding, logits, min_logit, keys, truncated_logits)
         entropy = likeliest = shortlist = None
-        scores = (
-            self.unembedding.tempered(logits)
-            if self.entropy or self.likeliest or self.shortlist
-            else logits
-        )
+        scores = logits
+        if self.entropy or self.likeliest or self.shortlist:
+            scores = self.unembedding.tempered(logits)
         if self.entropy:
             logp = scores.log_softmax(-1)
             entropy = -(logp.exp() * logp.nan_to_num(neginf=0.0)).sum(-1)
@@ -305,15 +298,11 @@ class Picker:
                 excluded |= logits.gather(1, ids) < min_logit[:, None]
             top_scores = top_scores.masked_fill(excluded, -torch.inf)
             if self.likeliest:
-                likeliest = torch.cat(
-                    [
-                        ids.to(top_scores.dtype),
-                        odds_of(scores, ids).masked_fill(excluded, -torch.inf),
-                    ],
-                    1,
-                )
+                top_odds = odds_of(scores, ids).masked_fill(excluded, -torch.inf)
+                likeliest = torch.cat([ids.to(top_scores.dtype), top_odds], 1)
             if self.shortlist:
-                ids, top_scores = ids[:, : self.shortlist], top_scores[:, : self.shortlist]
+                ids = ids[:, : self.shortlist]
+                top_scores = top_scores[:, : self.shortlist]
                 included = top_scores > -torch.inf  # all others keep their share of the sum
                 other_logsumexp = scores.scatter(
                     1, ids, scores.gather(1, ids).masked_fill(included, -torch.inf)
@@ -321,10 +310,11 @@ class Picker:
                 shortlist = torch.cat([ids.to(top_scores.dtype), top_scores, other_logsumexp], 1)
         return Picks(token, odds, entropy, likeliest, shortlist)
 
-    def _shown(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Truncate logits [n, vocab], and return None beside; after a top-k, return them whole and
-        the least one kept [n]."""
-        top_k, tempered = self._top_k(), self.unembedding.tempered
+    def _truncate_logits(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Truncate logits [n, vocab]; return them and None, or, after a top-k, the whole logits and
+        the least that may be picked, [n]."""
+        top_k = self._top_k()
+        tempered = self.unembedding.tempered
         if not self.truncation or not len(logits):
             return logits, None
         if top_k is None:
@@ -341,11 +331,9 @@ class Picker:
         """Return k if the truncation begins with a top-k and its other parts need only those k
         logits; else None."""
         warpers = self.truncation or []
-        if not all(
-            TRUNCATIONS.get(type(warper), False) and warper.filter_value == -torch.inf
-            for warper in warpers
-        ):
-            return None
+        for warper in warpers:
+            if not TRUNCATIONS.get(type(warper), False) or warper.filter_value != -torch.inf:
+                return None
         first = next(iter(warpers), None)
         return first.top_k if isinstance(first, TopKLogitsWarper) else None
 
@@ -366,7 +354,8 @@ def odds_of(scores: Tensor, ids: Tensor) -> Tensor:
     in place of NaN."""
     token_scores = scores.gather(1, ids)
     log_p = token_scores - scores.logsumexp(-1, keepdim=True)
-    odds, best = log_p - torch.log1p(-log_p.exp()), token_scores.argmax(-1, keepdim=True)
+    odds = log_p - torch.log1p(-log_p.exp())
+    best = token_scores.argmax(-1, keepdim=True)
     # The likeliest token's log-odds are computed without cancellation, as its probability may be
     # nearly 1.
     odds = odds.scatter(1, best, log_odds(scores, ids.gather(1, best)[:, 0])[:, None])
@@ -375,30 +364,27 @@ def odds_of(scores: Tensor, ids: Tensor) -> Tensor:
 
 def _join(picks: Sequence[Picks]) -> Picks:
     """Join picks of consecutive positions."""
-    fields = zip(*picks, strict=True)
-    return (
-        picks[0]
-        if len(picks) == 1
-        else Picks._make(None if field[0] is None else torch.cat(field) for field in fields)
-    )
+    if len(picks) == 1:
+        return picks[0]
+    joined = []
+    for values in zip(*picks, strict=True):
+        joined.append(None if values[0] is None else torch.cat(values))
+    return Picks._make(joined)
 
 
-def _answer(processor: LogitsProcessor, answer: Any, scores: Tensor) -> Tensor:
-    """Check a logits processor's answer to the scores `scores` [n, vocab], and return it in their
-    dtype."""
+def _check_scores(processor: LogitsProcessor, answer: Any, scores: Tensor) -> Tensor:
+    """Check a logits processor's answer to `scores` [n, vocab], and return it in their dtype."""
     if (
         not isinstance(answer, Tensor)
         or answer.shape != scores.shape
         or not answer.is_floating_point()
     ):
-        received = (
-            f"{answer.dtype} of {list(answer.shape)}"
-            if isinstance(answer, Tensor)
-            else f"a {type(answer).__name__}"
-        )
+        received = f"a {type(answer).__name__}"
+        if isinstance(answer, Tensor):
+            received = f"{answer.dtype} of {list(answer.shape)}"
         raise ValueError(
-            f"the logits processor {type(processor).__name__} returned {received}: it must return float "
-            f"scores of the shape it was given, {list(scores.shape)}"
+            f"the logits processor {type(processor).__name__} returned {received}: it must return "
+            f"float scores of the shape it was given, {list(scores.shape)}"
         )
     if bool((answer == torch.inf).any()):
         raise ValueError(

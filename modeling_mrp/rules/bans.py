@@ -24,8 +24,8 @@ class Bans:
     ngram: int = 0
 
     def barred(self, ids: Sequence[int], position: int, mask_id: int) -> set[int]:
-        """Return the token ids that would complete a banned sequence if put at position `position` of the
-        text `ids`."""
+        """Find the token ids that would complete a banned sequence at `position` of the text
+        `ids`."""
         tokens = set()
         for word in self.words:
             for hole in range(len(word)):
@@ -34,26 +34,26 @@ class Bans:
                     index == hole or ids[begin + index] == token for index, token in enumerate(word)
                 ):
                     tokens.add(word[hole])
-        return tokens | self._repeated(ids, position, mask_id) if self.ngram else tokens
+        if self.ngram:
+            tokens |= self._repeated(ids, position, mask_id)
+        return tokens
 
     def _repeated(self, ids: Sequence[int], position: int, mask_id: int) -> set[int]:
-        """Return the token ids that would make an n-gram occur twice in the text `ids` if put at
-        position `position`."""
-        tokens, size = set(), self.ngram
-        begins = [
-            begin
-            for begin in range(max(0, position - size + 1), position + 1)
-            if begin + size <= len(ids)
-        ]
-        windows = {begin: list(ids[begin : begin + size]) for begin in begins}
+        """Find the token ids that would make an n-gram occur twice in the text `ids` at
+        `position`."""
+        tokens = set()
+        size = self.ngram
+        windows = {}
+        for begin in range(max(0, position - size + 1), min(position, len(ids) - size) + 1):
+            windows[begin] = list(ids[begin : begin + size])
         for begin, window in windows.items():
             hole = position - begin
-            if any(candidate == mask_id for index, candidate in enumerate(window) if index != hole):
+            if any(token == mask_id for index, token in enumerate(window) if index != hole):
                 continue
             for start in range(len(ids) - size + 1):
                 if not start <= position < start + size and all(
-                    index == hole or ids[start + index] == candidate
-                    for index, candidate in enumerate(window)
+                    index == hole or ids[start + index] == token
+                    for index, token in enumerate(window)
                 ):
                     tokens.add(ids[start + hole])
         # two of them may be equal
@@ -61,8 +61,8 @@ class Bans:
             completed = []
             for begin, window in windows.items():
                 window[position - begin] = candidate
-                completed.append(tuple(window))
-            completed = [window for window in completed if mask_id not in window]
+                if mask_id not in window:
+                    completed.append(tuple(window))
             if len(set(completed)) < len(completed):
                 tokens.add(candidate)
         return tokens - {mask_id}
@@ -86,7 +86,8 @@ class Bans:
             token, log_odds: [block], the token picked at each column, and its log-odds.
             mask_id: The mask's id.
         """
-        ids, revealed = list(ids), list[int]()
+        ids = list(ids)
+        revealed = list[int]()
         for column in sorted(columns, key=lambda column: -log_odds[column]):
             position = start + column
             if not revealed or token[column] not in self.barred(ids, position, mask_id):

@@ -107,19 +107,24 @@ class Hierarchy(Dynamic):
     def eased(self, free: Columns, log_odds: Sequence[float]) -> set[int]:
         """Find the columns that need only the low threshold: the most confident one of each run of
         masks."""
-        # of neighbours, which are as far from their places
+        # within a run of masks, column and index differ by a constant
         runs = groupby(enumerate(free), lambda pair: pair[1] - pair[0])
-        return {surest([column for _, column in run], log_odds) for _, run in runs}
+        eased = set()
+        for _, run in runs:
+            eased.add(surest([column for _, column in run], log_odds))
+        return eased
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`."""
-        free, log_odds, eased = state.free, scores.odds, self.eased(state.free, scores.odds)
-        columns = [
-            column
-            for column in free
-            if log_odds[column] > self.threshold
-            or (column in eased and log_odds[column] > self.low)
-        ]
+        free = state.free
+        log_odds = scores.odds
+        eased = self.eased(state.free, scores.odds)
+        columns = []
+        for column in free:
+            if log_odds[column] > self.threshold or (
+                column in eased and log_odds[column] > self.low
+            ):
+                columns.append(column)
         return tuple(columns) or (surest(free, log_odds),), memo
 
     def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
@@ -127,10 +132,10 @@ class Hierarchy(Dynamic):
         difference of the thresholds."""
         increase = max(bounded(self.threshold, MOST_ODDS) - bounded(self.low, MOST_ODDS), 0.0)
         eased = self.eased(state.free, log_odds)
-        log_odds = [
-            value + increase if column in eased else value for column, value in enumerate(log_odds)
-        ]
-        return super().likely(state, log_odds, count)
+        raised = list(log_odds)
+        for column in eased:
+            raised[column] += increase
+        return super().likely(state, raised, count)
 
 
 @dataclass(frozen=True)
@@ -150,58 +155,56 @@ class LocalLeap(Hierarchy):
     def eased(self, free: Columns, log_odds: Sequence[float]) -> set[int]:
         """See `Hierarchy`: find the columns within the radius of an anchor."""
         anchors = [column for column in free if log_odds[column] >= self.threshold]
-        return {
-            column
-            for column in free
-            if any(abs(column - anchor) <= self.radius for anchor in anchors)
-        }
+        neighbours = set[int]()
+        for anchor in anchors:
+            neighbours.update(range(anchor - self.radius, anchor + self.radius + 1))
+        return neighbours.intersection(free)
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`."""
-        free, log_odds, eased = state.free, scores.odds, self.eased(state.free, scores.odds)
-        columns = [
-            column
-            for column in free
-            if log_odds[column] >= self.threshold
-            or (column in eased and log_odds[column] >= self.low)
-        ]
+        free = state.free
+        log_odds = scores.odds
+        eased = self.eased(state.free, scores.odds)
+        columns = []
+        for column in free:
+            if log_odds[column] >= self.threshold or (
+                column in eased and log_odds[column] >= self.low
+            ):
+                columns.append(column)
         return tuple(columns) or (surest(free, log_odds),), memo
 
 
 @dataclass(frozen=True)
 class ConfidenceAdaptive(Dynamic):
-    """Reveal the columns that reach the threshold among the `most` most confident; no eos in the
-    first half of a block.
+    """Reveal the columns that reach the threshold among the `max_columns` most confident; no eos in
+    the first half of a block.
 
     CAD of CD4LM (arXiv 2601.02236), with 4 columns and threshold 0.8. Until half of the block is
     revealed, an eos is revealed only where nothing else is left to reveal.
 
     Attributes:
         eos: Ids that end the text.
-        most: Columns revealed in a step, at most.
+        max_columns: Columns revealed in a step, at most.
     """
 
     eos: frozenset[int] = frozenset()
-    most: int = 4
+    max_columns: int = 4
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`."""
-        free, block = state.free, len(state.ids)
+        free = state.free
+        block = len(state.ids)
         if 2 * (block - state.masks) < block:
             free = (
                 tuple([column for column in free if scores.token[column] not in self.eos]) or free
             )
-        candidates = tuple(sorted(by_odds(free, scores.odds)[: self.most]))
+        candidates = tuple(sorted(by_odds(free, scores.odds)[: self.max_columns]))
         return at_least(candidates, scores.odds, self.threshold), memo
 
     def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: as `Dynamic`, over the `most` most confident columns."""
-        return likely_over(
-            tuple(sorted(by_odds(state.free, log_odds)[: self.most])),
-            log_odds,
-            self.threshold,
-            count,
-        )
+        """See `RevealRule`: as `Dynamic`, over the `max_columns` most confident columns."""
+        candidates = tuple(sorted(by_odds(state.free, log_odds)[: self.max_columns]))
+        return likely_over(candidates, log_odds, self.threshold, count)
 
 
 def ascending(block_size: int) -> Columns:
@@ -254,27 +257,31 @@ class Prophet(Static):
 
     def margin(self, state: State, log_odds: Sequence[float]) -> float:
         """Compute by how much the mean log-odds exceed the bound at the state's step."""
-        progress, free = (
-            state.step / len(self.schedule),
-            [log_odds[column] for column in state.free],
-        )
-        return sum(free) / len(free) - (7.5 if progress < 0.33 else 5.0 if progress < 0.67 else 2.5)
+        progress = state.step / len(self.schedule)
+        if progress < 0.33:
+            bound = 7.5
+        elif progress < 0.67:
+            bound = 5.0
+        else:
+            bound = 2.5
+        free = [log_odds[column] for column in state.free]
+        return sum(free) / len(free) - bound
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`."""
-        return state.free if self.margin(state, scores.odds) >= 0 else self.first(
-            state, scores.odds
-        ), memo
+        if self.margin(state, scores.odds) >= 0:
+            return state.free, memo
+        return self.first(state, scores.odds), memo
 
     def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
         """See `RevealRule`: guess all columns, with the chance that their mean reaches the bound,
         or else as `Static`."""
-        log_odds = [bounded(weight, MOST_ODDS) for weight in log_odds]
+        log_odds = [bounded(value, MOST_ODDS) for value in log_odds]
         chance = sigmoid(2 * self.margin(state, log_odds))
         guesses = super().likely(state, log_odds, count)
         if guesses[0][0] == state.free:
             return guesses
-        guesses = [(columns, weight * (1 - chance)) for columns, weight in guesses]
+        guesses = [(columns, share * (1 - chance)) for columns, share in guesses]
         guesses.insert(0 if chance >= 0.5 else max(count - 1, 1), (state.free, chance))
         return guesses[:count]
 
@@ -303,9 +310,10 @@ class BoundedAdaptive(Dynamic):
         """See `RevealRule`: the memo holds the number of revealed columns and the sum of their
         confidences."""
         count, total = recalled(memo, state, (0, 0.0))
-        mean_log_odds = (
-            logit(total / count) if count else scores.odds[surest(state.free, scores.odds)]
-        )
+        if count:
+            mean_log_odds = logit(total / count)
+        else:
+            mean_log_odds = scores.odds[surest(state.free, scores.odds)]
         columns = at_least(
             state.free, scores.odds, min(max(mean_log_odds, self.low), self.threshold)
         )
@@ -339,9 +347,13 @@ class SlowFast(Dynamic):
         """See `RevealRule`: the memo holds the span's begin and end (0 while exploring), its steps
         and the last estimate."""
         begin, end, steps, last = recalled(memo, state, (0, 0, 0, 0))
-        free, log_odds = state.free, scores.odds
+        free = state.free
+        log_odds = scores.odds
         if end and not any(begin <= column < end for column in free):  # it is clean
-            begin, end, steps, last = end, 0, 0, 0
+            begin = end
+            end = 0
+            steps = 0
+            last = 0
         scope = (
             tuple([column for column in free if begin <= column and (not end or column < end)])
             or free
@@ -361,34 +373,37 @@ class SlowFast(Dynamic):
 
 @dataclass(frozen=True)
 class Coherent(RevealRule):
-    """Reveal the columns among the `few` most confident that the buffer of the step before holds
-    with the same token.
+    """Reveal the columns among the `buffer_size` most confident that the buffer of the step before
+    holds with the same token.
 
-    CCD with adaptive budgets (arXiv 2512.02044), as in its code: the buffer holds the `few` (4)
-    most confident columns that a step leaves masked, and their tokens. If no column qualifies, the
-    most confident one is revealed.
+    CCD with adaptive budgets (arXiv 2512.02044), as in its code: the buffer holds the
+    `buffer_size` (4) most confident columns that a step leaves masked, and their tokens. If no
+    column qualifies, the most confident one is revealed.
 
     Attributes:
-        few: Columns of the buffer.
+        buffer_size: Columns of the buffer.
     """
 
-    few: int = 4
+    buffer_size: int = 4
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`: the memo holds the buffer's columns and tokens."""
         (buffer,) = recalled(memo, state, ((),))
-        ordered, buffered, token = by_odds(state.free, scores.odds), dict(buffer), scores.token
-        repeated = [
-            column for column in ordered[: self.few] if buffered.get(column) == token[column]
-        ]
+        ordered = by_odds(state.free, scores.odds)
+        buffered = dict(buffer)
+        token = scores.token
+        repeated = []
+        for column in ordered[: self.buffer_size]:
+            if buffered.get(column) == token[column]:
+                repeated.append(column)
         columns = tuple(sorted(repeated)) or (ordered[0],)
-        remaining = [column for column in ordered if column not in columns][: self.few]
-        return columns, (state.start, tuple([(column, token[column]) for column in remaining]))
+        masked = [(column, token[column]) for column in ordered if column not in columns]
+        return columns, (state.start, tuple(masked[: self.buffer_size]))
 
     def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: guess one column in a block's first step, later about `few`, as if all
-        of the buffer qualified."""
-        room = min(self.few, len(state.free)) if state.step else 1
+        """See `RevealRule`: guess one column in a block's first step, later about
+        `buffer_size`, as if all of the buffer qualified."""
+        room = min(self.buffer_size, len(state.free)) if state.step else 1
         return likely_first(state.free, log_odds, lambda *_: room, count)
 
 
@@ -410,11 +425,9 @@ class Credit(Dynamic):
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`: the memo holds columns, their tokens and the tokens' credits."""
         (remembered,) = recalled(memo, state, ((),))
-        credits, updated, log_odds = (
-            {(column, token): credit for column, token, credit in remembered},
-            [],
-            list(scores.odds),
-        )
+        credits = {(column, token): credit for column, token, credit in remembered}
+        updated = []
+        log_odds = list(scores.odds)
         for column in state.free:
             token = scores.token[column]
             credit = (
@@ -457,16 +470,19 @@ class Klass(Dynamic):
         previous = {
             (column, token): (log_odds, stable) for column, token, log_odds, stable in remembered
         }
-        updated, columns = [], []
+        updated = []
+        columns = []
         for column in state.free:
-            token, log_odds = scores.token[column], scores.odds[column]
+            token = scores.token[column]
+            log_odds = scores.odds[column]
             previous_log_odds, stable = previous.get((column, token), (None, 0))
-            stable = (
-                0
-                if previous_log_odds is None
-                or not divergence(log_odds, previous_log_odds) < self.divergence
-                else min(stable + 1, self.steps)
-            )
+            if (
+                previous_log_odds is not None
+                and divergence(log_odds, previous_log_odds) < self.divergence
+            ):
+                stable = min(stable + 1, self.steps)
+            else:
+                stable = 0
             updated.append((column, token, log_odds, stable))
             if stable == self.steps and log_odds > self.threshold:
                 columns.append(column)
@@ -483,7 +499,8 @@ class Klass(Dynamic):
 def divergence(log_odds: float, previous: float) -> float:
     """Compute KL(now || before) in nats of a binary event from its log-odds now and before; 0 if it
     stays certain."""
-    log_odds, previous = bounded(log_odds, MOST_ODDS), bounded(previous, MOST_ODDS)
+    log_odds = bounded(log_odds, MOST_ODDS)
+    previous = bounded(previous, MOST_ODDS)
     return sum(
         [
             sigmoid(current) * (log_sigmoid(current) - log_sigmoid(earlier))

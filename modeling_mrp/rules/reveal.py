@@ -87,14 +87,16 @@ def by_odds(columns: Columns, log_odds: Sequence[float]) -> list[int]:
     return sorted(columns, key=log_odds.__getitem__, reverse=True)
 
 
-def alone_chances(
+def first_reveal_probabilities(
     candidates: Sequence[int], columns: Sequence[int], log_odds: Sequence[float]
 ) -> dict[int, float]:
-    """Estimate for each column of `candidates` (by falling odds) the chance that it is the most confident
-    of all `columns`."""
+    """Estimate for each candidate column (by falling log-odds) the chance that it is the most
+    confident of all `columns`."""
     largest = log_odds[candidates[0]]
     if largest > MOST_ODDS:
-        return alone_chances(candidates, columns, [min(value, MOST_ODDS) for value in log_odds])
+        return first_reveal_probabilities(
+            candidates, columns, [min(value, MOST_ODDS) for value in log_odds]
+        )
     exp = math.exp
     total = sum([exp(ORDER_SHARPNESS * (log_odds[column] - largest)) for column in columns])
     return {
@@ -112,17 +114,15 @@ def likely_over(
     only one column is likely to be revealed, it is uncertain which one is the most confident, as
     under `Static`: so every second guess is another column alone.
     """
-    best, threshold, exp = surest(columns, log_odds), bounded(threshold, 2 * MOST_ODDS), math.exp
+    best = surest(columns, log_odds)
+    threshold = bounded(threshold, 2 * MOST_ODDS)
+    exp = math.exp
     if count == 1:
-        return [
-            (
-                tuple(
-                    [column for column in columns if log_odds[column] > threshold or column == best]
-                ),
-                1.0,
-            )
-        ]
-    above, uncertain, chance = [], list[tuple[float, int]](), 1.0
+        likeliest = [column for column in columns if log_odds[column] > threshold or column == best]
+        return [(tuple(likeliest), 1.0)]
+    above = []
+    uncertain = list[tuple[float, int]]()
+    chance = 1.0
     for column in columns:
         distance = THRESHOLD_SHARPNESS * (log_odds[column] - threshold)
         if column == best or distance > 0:
@@ -134,15 +134,16 @@ def likely_over(
     if len(above) > 1:
         guesses = [(tuple(above), chance)]
         for gap, column in uncertain:
-            changed = (
-                [member for member in above if member != column]
-                if column in above
-                else [*above, column]
-            )
+            if column in above:
+                changed = [member for member in above if member != column]
+            else:
+                changed = [*above, column]
             guesses.append((tuple(sorted(changed)), chance * exp(-gap)))
         return guesses
     del uncertain[count // 2 :]
-    probabilities = alone_chances([best, *(column for _, column in uncertain)], columns, log_odds)
+    probabilities = first_reveal_probabilities(
+        [best, *(column for _, column in uncertain)], columns, log_odds
+    )
     guesses = [((best,), chance * probabilities[best])]
     for gap, column in uncertain:
         guesses.append(((best, column) if best < column else (column, best), chance * exp(-gap)))
@@ -165,10 +166,13 @@ def likely_first(
     log_odds = [bounded(value, MOST_ODDS) for value in log_odds]
     ordered = by_odds(columns, log_odds)
     room = max(room_of(ordered, log_odds), 1)
-    probabilities = alone_chances(ordered[:count], ordered, log_odds) if room == 1 else {}
+    probabilities = (
+        first_reveal_probabilities(ordered[:count], ordered, log_odds) if room == 1 else {}
+    )
     guesses: Guesses = []
     for index in range(count):
-        offset, larger = (index + 1) // 2, index % 2 == 1
+        offset = (index + 1) // 2
+        larger = index % 2 == 1
         size = room + (offset if larger else -offset)
         if probabilities and not larger:
             if offset < len(ordered):
@@ -186,11 +190,9 @@ def bounded(log_odds: float, limit: float) -> float:
 
 def log_sigmoid(log_odds: float) -> float:
     """Compute the log of a probability from its log-odds."""
-    return (
-        -math.log1p(math.exp(-log_odds))
-        if log_odds > 0
-        else log_odds - math.log1p(math.exp(log_odds))
-    )
+    if log_odds > 0:
+        return -math.log1p(math.exp(-log_odds))
+    return log_odds - math.log1p(math.exp(log_odds))
 
 
 def sigmoid(log_odds: float) -> float:
@@ -202,7 +204,9 @@ def logit(probability: float) -> float:
     """Compute the log-odds of a probability, infinite at 0 and 1."""
     if probability <= 0:
         return -math.inf
-    return math.inf if probability >= 1 else math.log(probability) - math.log1p(-probability)
+    if probability >= 1:
+        return math.inf
+    return math.log(probability) - math.log1p(-probability)
 
 
 def schedule_of(block_size: int, denoising_steps: int | None) -> Columns:
@@ -229,11 +233,9 @@ class Static(RevealRule):
     def first(self, state: State, log_odds: Sequence[float]) -> Columns:
         """Select the n most confident columns, or all that are left."""
         quota = self.quota(state)
-        return (
-            (surest(state.free, log_odds),)
-            if quota == 1
-            else tuple(sorted(by_odds(state.free, log_odds)[:quota]))
-        )
+        if quota == 1:
+            return (surest(state.free, log_odds),)
+        return tuple(sorted(by_odds(state.free, log_odds)[:quota]))
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`."""
@@ -246,9 +248,13 @@ class Static(RevealRule):
         if count == 1 or len(state.free) < quota:
             return [(self.first(state, log_odds), 1.0)]
         ordered = by_odds(state.free, log_odds)
-        first, remaining = ordered[: quota - 1], ordered[quota - 1 :]
-        chances = alone_chances(remaining[:count], remaining, log_odds)
-        return [(tuple(sorted([*first, last])), chance) for last, chance in chances.items()]
+        first = ordered[: quota - 1]
+        remaining = ordered[quota - 1 :]
+        chances = first_reveal_probabilities(remaining[:count], remaining, log_odds)
+        guesses = []
+        for last, chance in chances.items():
+            guesses.append((tuple(sorted([*first, last])), chance))
+        return guesses
 
 
 @dataclass(frozen=True)
@@ -281,7 +287,8 @@ class Dynamic(RevealRule):
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`."""
-        log_odds, threshold = scores.odds, self.threshold
+        log_odds = scores.odds
+        threshold = self.threshold
         best = surest(state.free, log_odds)
         return tuple(
             [column for column in state.free if log_odds[column] > threshold or column == best]
@@ -321,8 +328,8 @@ class EntropyBound(RevealRule):
         """See `RevealRule`: guess the most confident columns, about as many as their estimated
         entropies allow."""
 
-        def room_of(ordered: list[int], odds: list[float]) -> int:
-            return self.leading([likely_entropy(odds[column]) for column in ordered])
+        def room_of(ordered: list[int], log_odds: list[float]) -> int:
+            return self.leading([likely_entropy(log_odds[column]) for column in ordered])
 
         return likely_first(state.free, log_odds, room_of, count)
 
@@ -330,6 +337,7 @@ class EntropyBound(RevealRule):
 def likely_entropy(log_odds: float) -> float:
     """Estimate the entropy of a position, in nats, from the log-odds of its likeliest token
     alone."""
-    log_p, log_q = log_sigmoid(log_odds), log_sigmoid(-log_odds)
+    log_p = log_sigmoid(log_odds)
+    log_q = log_sigmoid(-log_odds)
     p = math.exp(log_p)
     return -p * log_p - (1 - p) * log_q + (1 - p) * TAIL_NATS

@@ -111,7 +111,8 @@ class Counts:
         self.forwards = self.head_forwards = 0
         self.drafted = self.accepted = self.revoked = 0
         self.lengths = [0] * ((1 + drafts) * width + 1)
-        self.offered_at_depth, self.accepted_at_depth = [0] * depths, [0] * depths
+        self.offered_at_depth = [0] * depths
+        self.accepted_at_depth = [0] * depths
 
 
 @dataclass(eq=False)
@@ -178,24 +179,22 @@ class Row:
 
     def __post_init__(self) -> None:
         first = next(
-            (position for position in range(self.limit) if self.text[position] == self.mask_id),
+            (index for index in range(self.limit) if self.text[index] == self.mask_id),
             self.limit - 1,
         )
         self.state = self.opened(first // self.block_size * self.block_size)
-        self.logprob, self.step = (
-            [0.0] * (len(self.text) - self.prompt),
-            [-1] * (len(self.text) - self.prompt),
-        )
+        self.logprob = [0.0] * (len(self.text) - self.prompt)
+        self.step = [-1] * (len(self.text) - self.prompt)
         self.counts = Counts(1, False)
 
     def rewound(self, start: int) -> "Row":
         """Make the row as it was when the block at `start` was opened: tokens revealed at `start`
         or later are masks again."""
         steps = [-1] * self.prompt + self.step
-        text = [
-            self.mask_id if position >= start and step >= 0 else self.text[position]
-            for position, step in enumerate(steps)
-        ]
+        text = self.text[: len(steps)]
+        for position in range(start, len(text)):
+            if steps[position] >= 0:
+                text[position] = self.mask_id
         return replace(self, text=text)
 
     def text_at(self, state: State, parent: State | None = None) -> list[int]:
@@ -217,7 +216,9 @@ class Row:
     def after(self, state: State, columns: Sequence[int], token: Sequence[int]) -> State:
         """Make the state that results from revealing `token[column]` at the columns `columns`."""
         start, old_ids = state.key
-        ids, end, eos = list(old_ids), state.end, self.eos
+        ids = list(old_ids)
+        end = state.end
+        eos = self.eos
         for column in columns:
             ids[column] = new_token = token[column]
             if column < end and new_token in eos:
@@ -239,5 +240,6 @@ class Row:
     def settle(self) -> None:
         """Set `stop` if the text is whole at the row's state."""
         if self.ends(self.state):
-            start, end = self.state.start, self.state.end
+            start = self.state.start
+            end = self.state.end
             self.stop = min(self.limit, start + end + 1) if end < self.block_size else self.limit
