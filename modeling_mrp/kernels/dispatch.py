@@ -107,13 +107,13 @@ class Dispatch:
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                 raise  # most errors are the capture's then, and a twin would go into the graph
             with _KERNELS_LOCK:
-                reported = (name, device) in _failed
+                already_failed = (name, device) in _failed
                 _failed.add((name, device))
             message = (
                 f"the kernel {name!r} failed on {device} ({reason}): PyTorch stands in, slower, "
                 "and kernels=False silences this"
             )
-            if not reported:  # by another thread, meanwhile
+            if not already_failed:  # by another thread, meanwhile
                 warnings.warn(message, RuntimeWarning, stacklevel=2)
         return kernel.twin(*arguments)
 

@@ -23,7 +23,7 @@ class PassingReference(weakref.ref[Any]):
     that is alive."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # which nothing else holds, so that an unpickled reference is dead
+        # nothing else refers to this set, so an unpickled reference is dead
         return type(self), (set(),)
 
     def __deepcopy__(self, memo: Any) -> "PassingReference":
@@ -39,12 +39,12 @@ def weights_seen(module: nn.Module) -> list[Any]:
     count)."""
     weights = []
     for weight in module.parameters():
-        if not weight.is_meta:  # those that are offloaded come anew each time
+        if not weight.is_meta:  # offloaded weights are loaded anew each time
             address = weight.data_ptr() if type(weight) in (Tensor, nn.Parameter) else 0
-            # for which there is no public name
+            # the version counter has no public name
             writes = 0 if weight.is_inference() else weight._version
             weights.append((PassingReference(weight), address, writes))
-    # peft's
+    # adapters of peft
     adapters = []
     layer: Any
     for layer in module.modules():
@@ -296,10 +296,10 @@ class BlockCache(Cache):
         """Tell if the cache can be written to, has `rows` rows and enough slots, and has the head's
         layers if needed."""
         writable = torch.is_inference_mode_enabled() or not self.hidden.is_inference()
-        enough = (
+        large_enough = (
             capacity <= self.capacity and scratch <= self.scratch and self.head_layers >= with_head
         )
-        return writable and rows == self.rows and enough
+        return writable and rows == self.rows and large_enough
 
     def fill_from(self, other: "BlockCache") -> None:
         """Copy the content of a cache with as many layers, and repeat each of its rows `self.rows

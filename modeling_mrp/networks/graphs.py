@@ -143,7 +143,7 @@ class Graphs:
             device_inputs = [tensor.to(self.device, non_blocking=True) for tensor in inputs]
             if self.failed:
                 return function(*device_inputs)
-            # to be written to in and outside of it
+            # these tensors are written to both in and outside of inference mode
             with torch.inference_mode(False), torch.no_grad():
                 self.inputs[key] = static_inputs or [
                     torch.empty_like(tensor) for tensor in device_inputs

@@ -122,15 +122,15 @@ class Networks:
         return self.pick(self.picker, states, [first_blocks[index] for index in range(len(rows))])
 
     def _catch_up(self, rows: Sequence[Row], lagging: Sequence[Row]) -> None:
-        """Run the head over the text of the rows `lagging` that it has not read yet."""
+        """Run the head over the committed text of the rows `lagging` that it has not read yet."""
         first = min(row.head_held for row in lagging)
         last = max(row.held for row in lagging)
         for begin, end, ids, positions, mask in self._chunks(rows, first, last):
             hidden = self.cache.hidden[: len(rows), begin:end]
-            lengths = torch.tensor([row.held for row in rows], device=hidden.device)
-            cached = torch.arange(begin, end, device=hidden.device) < lengths[:, None]
+            cached_lengths = torch.tensor([row.held for row in rows], device=hidden.device)
+            is_cached = torch.arange(begin, end, device=hidden.device) < cached_lengths[:, None]
             self.model.residual(
-                ids, torch.where(cached[..., None], hidden, 0), positions, mask, self.cache
+                ids, torch.where(is_cached[..., None], hidden, 0), positions, mask, self.cache
             )
             self.forwards["head"] += 1
             for row in lagging:
@@ -198,43 +198,43 @@ class Networks:
         ]
         if lagging:
             self._catch_up(rows, lagging)
-        committed = self.cache.hidden.unflatten(1, (-1, self.block)).flatten(0, 1)
+        committed_blocks = self.cache.hidden.unflatten(1, (-1, self.block)).flatten(0, 1)
         packed: list[list[tuple[State, int]]] = []
-        inputs: list[list[Hidden]] = []
+        row_inputs: list[list[Hidden]] = []
         # indices of rows with a committed block that the head has not read, put before their states
-        leading: list[int] = []
+        leading_rows: list[int] = []
         for index, (row, states) in enumerate(zip(rows, asked, strict=True)):
             row.counts.head_forwards += bool(states)
             entries: list[tuple[State, int]] = []
             blocks: list[Hidden] = []
             parent = -1
             if states and row.held > row.head_held:
-                leading.append(index)
+                leading_rows.append(index)
                 position = index * self.cache.hidden.shape[1] + row.head_held
                 entries.append((row.opened(row.head_held), -1))
-                blocks.append((committed, position // self.block))
+                blocks.append((committed_blocks, position // self.block))
                 parent = 0
             for state, hidden in states:
                 entries.append((state, parent))
                 blocks.append(hidden)
             packed.append(entries)
-            inputs.append(blocks)
+            row_inputs.append(blocks)
         width = max(map(len, packed))
-        filler = next(blocks[0] for blocks in inputs if blocks)
+        filler = next(blocks[0] for blocks in row_inputs if blocks)
         padded: list[Hidden] = []
-        for blocks in inputs:
+        for blocks in row_inputs:
             padded += blocks
             padded += [filler] * (width - len(blocks))
-        gathered = gather_blocks(padded)
-        output = self._network(packed, [row.head_held for row in rows], gathered)
+        head_inputs = gather_blocks(padded)
+        output = self._network(packed, [row.head_held for row in rows], head_inputs)
         self.forwards["head"] += 1
-        if leading:
-            moves = [(index, self.cache.begin, rows[index].head_held) for index in leading]
+        if leading_rows:
+            moves = [(index, self.cache.begin, rows[index].head_held) for index in leading_rows]
             self.cache.move(self.head_layers, moves, self.block)
-        for index in leading:
+        for index in leading_rows:
             rows[index].head_held += self.block
         if not residual:
-            output = gathered.to(output.device) + output
+            output = head_inputs.to(output.device) + output
         results = []
         for index, (entries, states) in enumerate(zip(packed, asked, strict=True)):
             end = index * width + len(entries)
@@ -256,13 +256,15 @@ class Networks:
         self.cache.move(self.backbone_layers, moves, self.block)
         if self.with_head or self.shifted:
             assert self._scored is not None
-            cached = self.cache.hidden
+            cached_hidden = self.cache.hidden
             width = len(self._scored) // len(rows)
-            indices, source, target = torch.tensor(moves, device=cached.device).unbind(1)
-            states = indices * width + (source - self.cache.begin) // self.block
-            columns = target[:, None] + torch.arange(self._scored.shape[1], device=cached.device)
-            cached[indices[:, None], columns] = self._scored[states.to(self.device)].to(
-                cached.device
+            row_indices, source, target = torch.tensor(moves, device=cached_hidden.device).unbind(1)
+            states = row_indices * width + (source - self.cache.begin) // self.block
+            columns = target[:, None] + torch.arange(
+                self._scored.shape[1], device=cached_hidden.device
+            )
+            cached_hidden[row_indices[:, None], columns] = self._scored[states.to(self.device)].to(
+                cached_hidden.device
             )
 
     def pick(
@@ -293,12 +295,16 @@ class Networks:
             return [
                 Scores([0] * block, [-torch.inf] * block, hidden=location) for location in hidden
             ]
-        candidates = [location for location in shortlists if location is not None]
-        flat_index, gathered, *listed = self._at_columns(
-            columns, hidden, *[candidates] * (len(candidates) == count)
+        given_shortlists = [location for location in shortlists if location is not None]
+        flat_index, hidden_states, *shortlist_values = self._at_columns(
+            columns, hidden, *[given_shortlists] * (len(given_shortlists) == count)
         )
         spots = Spots(states, self.device, parents)
-        picks = picker.among(gathered, listed[0], spots) if listed else picker(gathered, spots)
+        picks = (
+            picker.among(hidden_states, shortlist_values[0], spots)
+            if shortlist_values
+            else picker(hidden_states, spots)
+        )
         row_shortlists: Sequence[Hidden | None] = shortlists or [None] * count
         if picks.shortlist is not None:
             size = picks.shortlist.shape[1]
@@ -334,7 +340,9 @@ class Networks:
             tokens.append((columns, token))
         spots = Spots(states, self.device)
         return self._compute_at_tokens(
-            tokens, hidden, lambda gathered, token: self.picker.token_odds(gathered, token, spots)
+            tokens,
+            hidden,
+            lambda hidden_states, token: self.picker.token_odds(hidden_states, token, spots),
         )
 
     def magnitudes(self, queries: TokensAt, hidden: Sequence[Hidden]) -> list[list[float]]:
@@ -344,7 +352,9 @@ class Networks:
         return self._compute_at_tokens(
             queries,
             hidden,
-            lambda gathered, token: token_logits(weight, gathered, token[:, None])[:, 0].abs(),
+            lambda hidden_states, token: token_logits(weight, hidden_states, token[:, None])[
+                :, 0
+            ].abs(),
         )
 
     def _compute_at_tokens(
@@ -357,15 +367,17 @@ class Networks:
             for column in columns:
                 pairs.append((index * self.block + column, token[column]))
         indices, tokens = np.array(pairs, np.int64).T.copy()
-        _, gathered = self._at_columns(indices, hidden)
-        numbers = compute(gathered, torch.from_numpy(tokens).to(self.device, non_blocking=True))
+        _, hidden_states = self._at_columns(indices, hidden)
+        numbers = compute(
+            hidden_states, torch.from_numpy(tokens).to(self.device, non_blocking=True)
+        )
         rows: list[list[float]] = spread_columns(
             numbers, indices, len(queries), self.block
         ).tolist()
         return rows
 
     def _network(
-        self, packed: Packed, lengths: Sequence[int], hidden: Tensor | None = None
+        self, packed: Packed, cached_lengths: Sequence[int], hidden: Tensor | None = None
     ) -> Tensor:
         """Run the backbone over states, or the head if its input `hidden` [rows * width, block,
         hidden_size] is given.
@@ -380,7 +392,7 @@ class Networks:
         """
         rows = len(packed)
         width = max(map(len, packed))
-        longest = max(lengths)
+        longest = max(cached_lengths)
         self.cache.target(longest, width * self.block)
         empty = ((0, (self.mask_id,) * self.block), -1)
         numbers = array("q")
@@ -397,10 +409,10 @@ class Networks:
             parents.append(parent)
         numbers.extend(starts)
         numbers.extend(parents)
-        numbers.extend(lengths)
+        numbers.extend(cached_lengths)
         table = torch.frombuffer(numbers, dtype=torch.long)
         begin = self.cache.begin
-        sees_all = width == 1 and min(lengths) == begin and self.recorded is None
+        sees_all = width == 1 and min(cached_lengths) == begin and self.recorded is None
         forward = partial(self._packed, rows, width, begin, sees_all)
         inputs = [] if hidden is None else [hidden.reshape(rows, width * self.block, -1)]
         if self.recorded is None:
@@ -419,14 +431,16 @@ class Networks:
         table: Tensor,
         hidden: Tensor | None = None,
     ) -> Tensor:
-        """Unpack `table` (ids, starts, parents, held) and run the network, by tensor operations
-        that a graph can record."""
+        """Unpack `table` (ids, starts, parents, cached lengths) and run the network, by tensor
+        operations that a graph can record."""
         states = rows * width
-        ids, starts, parents, lengths = table.split([states * self.block, states, states, rows])
+        ids, starts, parents, cached_lengths = table.split(
+            [states * self.block, states, states, rows]
+        )
         ids = ids.view(rows, -1)
         parent = parents.view(rows, width)
         positions = (starts[:, None] + torch.arange(self.block, device=self.device)).view(rows, -1)
-        mask = RoundMask(lengths, parent, self.block, self.picker.dispatch, sees_all)
+        mask = RoundMask(cached_lengths, parent, self.block, self.picker.dispatch, sees_all)
         if self.plans is not None:
             output = self._fused(self.plans, ids, positions, mask, hidden)
         elif hidden is None:
@@ -438,7 +452,7 @@ class Networks:
                 self.device
             )
         if self.shifted and hidden is None:
-            return self._shifted_states(output, lengths, parent)
+            return self._shifted_states(output, cached_lengths, parent)
         return output
 
     def _fused(
@@ -464,14 +478,15 @@ class Networks:
             self.cache,
         )
 
-    def _shifted_states(self, hidden: Tensor, lengths: Tensor, parent: Tensor) -> Tensor:
+    def _shifted_states(self, hidden: Tensor, cached_lengths: Tensor, parent: Tensor) -> Tensor:
         """Prepend to each state's part of `hidden` [rows, width * block, hidden_size] the hidden
         state for its first token (the last of its parent, or else of its row's text); return [rows,
         width, block + 1, hidden_size]."""
         states = hidden.unflatten(1, (-1, self.block))
-        cached = self.cache.hidden
-        previous = cached[
-            torch.arange(len(hidden), device=cached.device), lengths.to(cached.device)
+        cached_hidden = self.cache.hidden
+        previous = cached_hidden[
+            torch.arange(len(hidden), device=cached_hidden.device),
+            cached_lengths.to(cached_hidden.device),
         ].to(self.device)[:, None]
         parent_lasts = states[:, :, -1].gather(
             1, parent.clamp(min=0)[..., None].expand(-1, -1, hidden.shape[-1])
@@ -480,19 +495,21 @@ class Networks:
         return torch.cat([previous[:, :, None], states], 2)
 
     def narrow(self, rows: list[Row], size: int) -> list[Row]:
-        """Cut the batch to its first `size` places after moving all unfinished rows there, which
+        """Shrink the batch to its first `size` rows, after moving all unfinished rows there, which
         must fit; return the rows."""
-        vacant = []
-        displaced = []
-        for index, row in enumerate(rows):
-            if index < size and row.stop is not None:
-                vacant.append(index)
-            elif index >= size and row.stop is None:
-                displaced.append(index)
-        pairs = list(zip(vacant, displaced, strict=False))  # there may be more room than rows
+        free_indices = []
+        row_indices = []
+        for target, row in enumerate(rows):
+            if target < size and row.stop is not None:
+                free_indices.append(target)
+            elif target >= size and row.stop is None:
+                row_indices.append(target)
+        pairs = list(
+            zip(free_indices, row_indices, strict=False)
+        )  # there may be more room than rows
         rows = list(rows)
-        for index, source in pairs:
-            rows[index], rows[source] = rows[source], rows[index]
+        for target, source in pairs:
+            rows[target], rows[source] = rows[source], rows[target]
         if pairs:
             with self.cache.exchanging():
                 self._swaps.append(pairs)
@@ -502,7 +519,7 @@ class Networks:
 
     def widen(self, slots: int) -> None:
         """Undo all calls of `narrow`: move rows, with their first `slots` slots, back to their
-        places."""
+        indices."""
         with self.cache.exchanging():
             while self._swaps:
                 self.cache.swap(self._swaps.pop(), slots)

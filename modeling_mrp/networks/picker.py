@@ -217,17 +217,17 @@ class Picker:
         """Compute logits [n, vocab] at n positions; return them raw, and processed, tempered and
         truncated, as drawn from."""
         shape = self._shaper(spots)
-        raw = []
-        truncated = []
+        raw_logits = []
+        truncated_scores = []
         for chunk in self.unembedding.chunks(len(hidden)):
-            raw.append(upcast(self.unembedding.logits(hidden[chunk])))
-            logits = shape(raw[-1].clone(), chunk)
+            raw_logits.append(upcast(self.unembedding.logits(hidden[chunk])))
+            logits = shape(raw_logits[-1].clone(), chunk)
             truncated_logits, min_logit = self._truncate_logits(logits)
             scores = self.unembedding.tempered(truncated_logits)
             if min_logit is not None:
                 scores = scores.masked_fill(logits < min_logit[:, None], -torch.inf)
-            truncated.append(scores)
-        return torch.cat(raw), torch.cat(truncated)
+            truncated_scores.append(scores)
+        return torch.cat(raw_logits), torch.cat(truncated_scores)
 
     def _shaper(self, spots: Spots | None) -> Callable[[Tensor, slice], Tensor]:
         """Make a function that applies processors, bans and minimum length to logits [m, vocab] of

@@ -58,12 +58,12 @@ class Bans:
                     tokens.add(ids[start + hole])
         # two of them may be equal
         for candidate in {token for window in windows.values() for token in window}:
-            completed = []
+            completed_windows = []
             for begin, window in windows.items():
                 window[position - begin] = candidate
                 if mask_id not in window:
-                    completed.append(tuple(window))
-            if len(set(completed)) < len(completed):
+                    completed_windows.append(tuple(window))
+            if len(set(completed_windows)) < len(completed_windows):
                 tokens.add(candidate)
         return tokens - {mask_id}
 
@@ -87,10 +87,10 @@ class Bans:
             mask_id: The mask's id.
         """
         ids = list(ids)
-        revealed = list[int]()
+        allowed_columns = list[int]()
         for column in sorted(columns, key=lambda column: -log_odds[column]):
             position = start + column
-            if not revealed or token[column] not in self.barred(ids, position, mask_id):
+            if not allowed_columns or token[column] not in self.barred(ids, position, mask_id):
                 ids[position] = token[column]
-                revealed.append(column)
-        return tuple(sorted(revealed))
+                allowed_columns.append(column)
+        return tuple(sorted(allowed_columns))

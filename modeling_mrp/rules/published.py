@@ -132,10 +132,10 @@ class Hierarchy(Dynamic):
         difference of the thresholds."""
         increase = max(bounded(self.threshold, MOST_ODDS) - bounded(self.low, MOST_ODDS), 0.0)
         eased = self.eased(state.free, log_odds)
-        raised = list(log_odds)
+        raised_log_odds = list(log_odds)
         for column in eased:
-            raised[column] += increase
-        return super().likely(state, raised, count)
+            raised_log_odds[column] += increase
+        return super().likely(state, raised_log_odds, count)
 
 
 @dataclass(frozen=True)
@@ -390,15 +390,15 @@ class Coherent(RevealRule):
         """See `RevealRule`: the memo holds the buffer's columns and tokens."""
         (buffer,) = recalled(memo, state, ((),))
         ordered = by_odds(state.free, scores.odds)
-        buffered = dict(buffer)
+        buffered_tokens = dict(buffer)
         token = scores.token
-        repeated = []
+        stable = []
         for column in ordered[: self.buffer_size]:
-            if buffered.get(column) == token[column]:
-                repeated.append(column)
-        columns = tuple(sorted(repeated)) or (ordered[0],)
-        masked = [(column, token[column]) for column in ordered if column not in columns]
-        return columns, (state.start, tuple(masked[: self.buffer_size]))
+            if buffered_tokens.get(column) == token[column]:
+                stable.append(column)
+        columns = tuple(sorted(stable)) or (ordered[0],)
+        new_buffer = [(column, token[column]) for column in ordered if column not in columns]
+        return columns, (state.start, tuple(new_buffer[: self.buffer_size]))
 
     def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
         """See `RevealRule`: guess one column in a block's first step, later about
@@ -424,9 +424,9 @@ class Credit(Dynamic):
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`: the memo holds columns, their tokens and the tokens' credits."""
-        (remembered,) = recalled(memo, state, ((),))
-        credits = {(column, token): credit for column, token, credit in remembered}
-        updated = []
+        (records,) = recalled(memo, state, ((),))
+        credits = {(column, token): credit for column, token, credit in records}
+        new_credits = []
         log_odds = list(scores.odds)
         for column in state.free:
             token = scores.token[column]
@@ -435,8 +435,8 @@ class Credit(Dynamic):
                 + sigmoid(log_odds[column]) ** self.gamma
             )
             log_odds[column] += self.alpha * math.log1p(credit)
-            updated.append((column, token, credit))
-        return at_least(state.free, log_odds, self.threshold), (state.start, tuple(updated))
+            new_credits.append((column, token, credit))
+        return at_least(state.free, log_odds, self.threshold), (state.start, tuple(new_credits))
 
     def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
         """See `RevealRule`: as `Dynamic`, supposing at each column the credit of a confident token
@@ -466,16 +466,16 @@ class Klass(Dynamic):
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`: the memo holds columns, tokens, log-odds, and the steps for which each
         column has been stable."""
-        (remembered,) = recalled(memo, state, ((),))
-        previous = {
-            (column, token): (log_odds, stable) for column, token, log_odds, stable in remembered
+        (records,) = recalled(memo, state, ((),))
+        previous_records = {
+            (column, token): (log_odds, stable) for column, token, log_odds, stable in records
         }
-        updated = []
+        new_records = []
         columns = []
         for column in state.free:
             token = scores.token[column]
             log_odds = scores.odds[column]
-            previous_log_odds, stable = previous.get((column, token), (None, 0))
+            previous_log_odds, stable = previous_records.get((column, token), (None, 0))
             if (
                 previous_log_odds is not None
                 and divergence(log_odds, previous_log_odds) < self.divergence
@@ -483,10 +483,13 @@ class Klass(Dynamic):
                 stable = min(stable + 1, self.steps)
             else:
                 stable = 0
-            updated.append((column, token, log_odds, stable))
+            new_records.append((column, token, log_odds, stable))
             if stable == self.steps and log_odds > self.threshold:
                 columns.append(column)
-        return tuple(columns) or (surest(state.free, scores.odds),), (state.start, tuple(updated))
+        return tuple(columns) or (surest(state.free, scores.odds),), (
+            state.start,
+            tuple(new_records),
+        )
 
     def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
         """See `RevealRule`: the most confident column in a block's first steps, then as

@@ -92,15 +92,16 @@ def first_reveal_probabilities(
 ) -> dict[int, float]:
     """Estimate for each candidate column (by falling log-odds) the chance that it is the most
     confident of all `columns`."""
-    largest = log_odds[candidates[0]]
-    if largest > MOST_ODDS:
+    max_log_odds = log_odds[candidates[0]]
+    if max_log_odds > MOST_ODDS:
         return first_reveal_probabilities(
             candidates, columns, [min(value, MOST_ODDS) for value in log_odds]
         )
     exp = math.exp
-    total = sum([exp(ORDER_SHARPNESS * (log_odds[column] - largest)) for column in columns])
+    total = sum([exp(ORDER_SHARPNESS * (log_odds[column] - max_log_odds)) for column in columns])
     return {
-        column: exp(ORDER_SHARPNESS * (log_odds[column] - largest)) / total for column in candidates
+        column: exp(ORDER_SHARPNESS * (log_odds[column] - max_log_odds)) / total
+        for column in candidates
     }
 
 
@@ -120,33 +121,35 @@ def likely_over(
     if count == 1:
         likeliest = [column for column in columns if log_odds[column] > threshold or column == best]
         return [(tuple(likeliest), 1.0)]
-    above = []
-    uncertain = list[tuple[float, int]]()
+    confident = []
+    distances = list[tuple[float, int]]()
     chance = 1.0
     for column in columns:
-        distance = THRESHOLD_SHARPNESS * (log_odds[column] - threshold)
-        if column == best or distance > 0:
-            above.append(column)
+        margin = THRESHOLD_SHARPNESS * (log_odds[column] - threshold)
+        if column == best or margin > 0:
+            confident.append(column)
         if column != best:
-            chance /= 1.0 + exp(-abs(distance))
-            uncertain.append((abs(distance), column))
-    uncertain = sorted(uncertain)[: count - 1]
-    if len(above) > 1:
-        guesses = [(tuple(above), chance)]
-        for gap, column in uncertain:
-            if column in above:
-                changed = [member for member in above if member != column]
+            chance /= 1.0 + exp(-abs(margin))
+            distances.append((abs(margin), column))
+    distances = sorted(distances)[: count - 1]
+    if len(confident) > 1:
+        guesses = [(tuple(confident), chance)]
+        for distance, column in distances:
+            if column in confident:
+                alternative = [member for member in confident if member != column]
             else:
-                changed = [*above, column]
-            guesses.append((tuple(sorted(changed)), chance * exp(-gap)))
+                alternative = [*confident, column]
+            guesses.append((tuple(sorted(alternative)), chance * exp(-distance)))
         return guesses
-    del uncertain[count // 2 :]
+    del distances[count // 2 :]
     probabilities = first_reveal_probabilities(
-        [best, *(column for _, column in uncertain)], columns, log_odds
+        [best, *(column for _, column in distances)], columns, log_odds
     )
     guesses = [((best,), chance * probabilities[best])]
-    for gap, column in uncertain:
-        guesses.append(((best, column) if best < column else (column, best), chance * exp(-gap)))
+    for distance, column in distances:
+        guesses.append(
+            ((best, column) if best < column else (column, best), chance * exp(-distance))
+        )
         guesses.append(((column,), chance * probabilities[column]))
     return guesses[:count]
 
@@ -172,9 +175,9 @@ def likely_first(
     guesses: Guesses = []
     for index in range(count):
         offset = (index + 1) // 2
-        larger = index % 2 == 1
-        size = room + (offset if larger else -offset)
-        if probabilities and not larger:
+        is_larger = index % 2 == 1
+        size = room + (offset if is_larger else -offset)
+        if probabilities and not is_larger:
             if offset < len(ordered):
                 guesses.append(((ordered[offset],), probabilities[ordered[offset]]))
         elif 1 <= size <= len(ordered):
@@ -249,8 +252,8 @@ class Static(RevealRule):
             return [(self.first(state, log_odds), 1.0)]
         ordered = by_odds(state.free, log_odds)
         first = ordered[: quota - 1]
-        remaining = ordered[quota - 1 :]
-        chances = first_reveal_probabilities(remaining[:count], remaining, log_odds)
+        uncertain = ordered[quota - 1 :]
+        chances = first_reveal_probabilities(uncertain[:count], uncertain, log_odds)
         guesses = []
         for last, chance in chances.items():
             guesses.append((tuple(sorted([*first, last])), chance))
