@@ -59,21 +59,21 @@ class Dispatch:
 
     forced: bool | None = None
 
-    def allows(self, what: str, *tensors: Tensor, obstacle: str | None = None) -> bool:
+    def allows(self, subject: str, *tensors: Tensor, obstacle: str | None = None) -> bool:
         """Tell if kernels are to run on tensors of these devices and dtypes; never for gradients,
         under autocast, or with an `obstacle`, given with its remedy. Raise `ValueError` if kernels,
-        named `what`, are forced and cannot run."""
+        named `subject`, are forced and cannot run."""
         if self.forced is False:
             return False
         obstacle = obstacle or _obstacle(tensors, interpreted=bool(self.forced))
         if self.forced and obstacle is not None:
             raise ValueError(
-                f"kernels is True, but {what} cannot be used: {obstacle}, or use kernels=None or "
-                "kernels=False"
+                f"kernels is True, but {subject} cannot be used: {obstacle}, or use kernels=None "
+                "or kernels=False"
             )
         return obstacle is None
 
-    def run(self, kernel: Kernel, *given: Any) -> Any:
+    def run(self, kernel: Kernel, *arguments: Any) -> Any:
         """Run a kernel or its twin on the arguments; return the result.
 
         A kernel that does not compile or launch, or whose first results on a GPU differ from its
@@ -81,96 +81,97 @@ class Dispatch:
         `RuntimeError` is raised.
         """
         if self.forced is False:
-            return kernel.twin(*given)
-        tensors = list(_tensors(given))
-        name, device = kernel.name, tensors[0].device
+            return kernel.twin(*arguments)
+        tensors = list(_tensors(arguments))
+        name = kernel.name
+        device = tensors[0].device
         if not self.allows(f"the kernel {name!r}", *tensors) or (
             not self.forced and (name, device) in _failed
         ):
-            return kernel.twin(*given)
+            return kernel.twin(*arguments)
         try:
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-                made = kernel.launch(*given)
+                result = kernel.launch(*arguments)
                 if device.type in CHECKED_ON:
-                    _check(kernel, given, made)
-                return made
+                    _check(kernel, arguments, result)
+                return result
         except torch.OutOfMemoryError:
             raise  # says nothing about the kernel, and its twin needs more
         except Exception as error:
-            why = f"{type(error).__name__}: " + str(error).strip().rpartition("\n")[2]
+            reason = f"{type(error).__name__}: " + str(error).strip().rpartition("\n")[2]
             if self.forced:
                 raise RuntimeError(
-                    f"kernels is True, but the kernel {name!r} failed on {device} ({why}): use "
+                    f"kernels is True, but the kernel {name!r} failed on {device} ({reason}): use "
                     "kernels=None or kernels=False"
                 ) from error
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                 raise  # most errors are the capture's then, and a twin would go into the graph
             with _KERNELS_LOCK:
-                known = (name, device) in _failed
+                already_failed = (name, device) in _failed
                 _failed.add((name, device))
-            said = (
-                f"the kernel {name!r} failed on {device} ({why}): PyTorch stands in, slower, and "
-                "kernels=False silences this"
+            message = (
+                f"the kernel {name!r} failed on {device} ({reason}): PyTorch stands in, slower, "
+                "and kernels=False silences this"
             )
-            if not known:  # by another thread, meanwhile
-                warnings.warn(said, RuntimeWarning, stacklevel=2)
-        return kernel.twin(*given)
+            if not already_failed:  # by another thread, meanwhile
+                warnings.warn(message, RuntimeWarning, stacklevel=2)
+        return kernel.twin(*arguments)
 
 
 AUTOMATIC = Dispatch()
 PYTORCH = Dispatch(False)
 
 
-def _tensors(given: Iterable[Any]) -> Iterator[Tensor]:
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
     """Yield the tensors among arguments or results, including those in lists, tuples and
     modules."""
-    for one in given:
-        if isinstance(one, Tensor):
-            yield one
-        elif isinstance(one, list | tuple):
-            yield from _tensors(one)
-        elif isinstance(one, nn.Module):
-            yield from one.parameters()
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+        elif isinstance(value, nn.Module):
+            yield from value.parameters()
 
 
-def relative_error(ours: Tensor, right: Tensor) -> float:
+def relative_error(result: Tensor, expected: Tensor) -> float:
     """Compute norm(ours - right) / norm(right), or the share of differing integers; infinite if
     only one of a pair is NaN."""
-    if not right.is_floating_point():
-        return float((ours != right).double().mean())
-    ours, right = ours.double(), right.double()
-    same = (ours == right) | (ours.isnan() & right.isnan())
-    difference, size = (ours - right).masked_fill(same, 0).norm(), right.nan_to_num(0, 0, 0).norm()
+    if not expected.is_floating_point():
+        return float((result != expected).double().mean())
+    result = result.double()
+    expected = expected.double()
+    equal = (result == expected) | (result.isnan() & expected.isnan())
+    difference = (result - expected).masked_fill(equal, 0).norm()
+    size = expected.nan_to_num(0, 0, 0).norm()
     return float((difference / size.clamp(min=1e-30)).nan_to_num(nan=math.inf))
 
 
-def check_close(what: str, ours: Tensor, right: Tensor) -> None:
+def check_close(claim: str, result: Tensor, expected: Tensor) -> None:
     """Raise `ArithmeticError` if two results differ by more than rounding: 2 % in dtypes of 16
     bits, 0.5 % in wider ones."""
-    error, allowed = (
-        relative_error(ours, right),
-        2e-2 if right.dtype in (torch.float16, torch.bfloat16) else 5e-3,
-    )
+    error = relative_error(result, expected)
+    allowed = 2e-2 if expected.dtype in (torch.float16, torch.bfloat16) else 5e-3
     if error > allowed:
         raise ArithmeticError(
-            f"{what} by {error:.3g} of their size, where rounding makes {allowed:g} at most"
+            f"{claim} by {error:.3g} of their size, where rounding makes {allowed:g} at most"
         )
 
 
-def _check(kernel: Kernel, given: tuple[Any, ...], made: Any) -> None:
+def _check(kernel: Kernel, arguments: tuple[Any, ...], result: Any) -> None:
     """Raise `ArithmeticError` if a kernel's result differs from its twin's; once per device, dtype
     and types of arguments."""
     kind = (
         kernel.name,
-        *dict.fromkeys((tensor.device, tensor.dtype) for tensor in _tensors(given)),
-        *map(type, given),
+        *dict.fromkeys((tensor.device, tensor.dtype) for tensor in _tensors(arguments)),
+        *map(type, arguments),
     )
     if kind in _checked:
         return
-    ours = [one.clone() for one in _tensors([made])]  # both may write to the same places
+    results = [output.clone() for output in _tensors([result])]  # both may write to the same places
     with suppress(torch.OutOfMemoryError):  # twins need more
-        for one, right in zip(ours, _tensors([kernel.twin(*given)]), strict=True):
-            check_close("its results differ from PyTorch's", one, right)
+        for output, expected in zip(results, _tensors([kernel.twin(*arguments)]), strict=True):
+            check_close("its results differ from PyTorch's", output, expected)
     with _KERNELS_LOCK:
         _checked.add(kind)
 
@@ -185,11 +186,9 @@ def failed_kernels() -> list[str]:
 def processors(device: torch.device) -> int:
     """Return the number of multiprocessors of a GPU; for other devices, on which kernels are
     interpreted, an H200's."""
-    return (
-        torch.cuda.get_device_properties(device).multi_processor_count
-        if device.type == "cuda"
-        else 132
-    )
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    return 132
 
 
 def _obstacle(tensors: Sequence[Tensor], interpreted: bool) -> str | None:

@@ -42,11 +42,11 @@ class Unembedding:
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute logits [n, vocab] of hidden states [n, hidden_size], -inf at the mask id; on a
         GPU in at least float32."""
-        short = hidden.dtype in (torch.bfloat16, torch.float16) and type(self.weight) in (
+        half_precision = hidden.dtype in (torch.bfloat16, torch.float16) and type(self.weight) in (
             Tensor,
             torch.nn.Parameter,
         )
-        if short and hidden.is_cuda:
+        if half_precision and hidden.is_cuda:
             logits = torch.mm(hidden, self.weight.t(), out_dtype=torch.float32)
         else:
             logits = F.linear(hidden, self.weight)
@@ -68,10 +68,10 @@ class Unembedding:
         logits = upcast(logits)
         return logits if self.temperature == 1.0 else logits / self.temperature
 
-    def chunks(self, rows: int, each: int | None = None) -> list[slice]:
-        """Cut `rows` rows into slices whose logits, or `each` numbers per row, fit in memory; 0
+    def chunks(self, rows: int, row_size: int | None = None) -> list[slice]:
+        """Cut `rows` rows into slices whose logits, or `row_size` numbers per row, fit in memory; 0
         rows give one empty slice."""
-        step = max(1, _LOGITS_AT_ONCE // (each or self.weight.shape[0]))
+        step = max(1, _LOGITS_AT_ONCE // (row_size or self.weight.shape[0]))
         return [slice(start, start + step) for start in range(0, max(1, rows), step)]
 
 
@@ -90,9 +90,11 @@ def likeliest_tokens(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def log_odds(scores: Tensor, token: Tensor, picked: bool = False) -> Tensor:
     """Compute log p - log (1 - p), [n], of tokens [n] under scores [n, vocab]; if `picked`, NaN at
     non-finite scores."""
-    own = scores.gather(1, token[:, None])
-    others = scores.scatter(1, token[:, None], -torch.inf).logsumexp(-1, keepdim=True)
-    odds = own - others + 0 * own if picked else own - others
+    token_score = scores.gather(1, token[:, None])
+    other_logsumexp = scores.scatter(1, token[:, None], -torch.inf).logsumexp(-1, keepdim=True)
+    odds = (
+        token_score - other_logsumexp + 0 * token_score if picked else token_score - other_logsumexp
+    )
     return odds[:, 0]
 
 
@@ -110,44 +112,51 @@ def gumbel_noise(keys: Tensor, vocab: int, dtype: torch.dtype) -> Tensor:
 
 
 def pick_rows(
-    unembedding: Unembedding, logits: Tensor, least: Tensor | None, keys: Tensor | None
+    unembedding: Unembedding, logits: Tensor, min_logit: Tensor | None, keys: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Pick each row's token of the largest logit or, to sample, of the largest logit plus noise;
     return tokens, log-odds [n].
 
     Of equal logits the first is picked; NaN is larger than any number, as in `torch.argmax`.
     Log-odds are NaN where the picked token's own score is not finite; they are computed over all
-    tokens, including those below `least`.
+    tokens, including those below `min_logit`.
 
     Args:
         unembedding: Gives the temperature.
         logits: [n, vocab], at least one row.
-        least: [n], the least logit that may be picked; or None.
+        min_logit: [n], the least logit that may be picked; or None.
         keys: [n] long, from `noise_key`, to sample; None: greedy.
     """
-    (rows, vocab), device = logits.shape, logits.device
+    rows, vocab = logits.shape
+    device = logits.device
     token = torch.empty(rows, dtype=torch.long, device=device)
     odds = torch.empty(rows, dtype=torch.float32, device=device)
     length = triton.cdiv(vocab, _TILE * triton.cdiv(_READERS * processors(device), rows)) * _TILE
     slices = triton.cdiv(vocab, length)
-    found = torch.empty(3, rows, slices, dtype=torch.float32, device=device)
-    places = torch.empty(rows, slices, dtype=torch.int32, device=device)
-    cooling = 1.0 / unembedding.temperature
+    slice_results = torch.empty(3, rows, slices, dtype=torch.float32, device=device)
+    slice_tokens = torch.empty(rows, slices, dtype=torch.int32, device=device)
+    inverse_temperature = 1.0 / unembedding.temperature
     _score_slices[(rows, slices)](
         logits.contiguous(),
-        least,
+        min_logit,
         keys,
-        found,
-        places,
+        slice_results,
+        slice_tokens,
         vocab,
         length,
-        cooling,
+        inverse_temperature,
         TILE=_TILE,
         num_stages=1,
         **LAUNCH,
     )
     _merge_slices[(rows,)](
-        found, places, token, odds, slices, TILE=triton.next_power_of_2(slices), **LAUNCH
+        slice_results,
+        slice_tokens,
+        token,
+        odds,
+        slices,
+        TILE=triton.next_power_of_2(slices),
+        **LAUNCH,
     )
     return token, odds
 
@@ -155,19 +164,19 @@ def pick_rows(
 def pick_rows_ref(
     unembedding: Unembedding,
     logits: Tensor,
-    least: Tensor | None,
+    min_logit: Tensor | None,
     keys: Tensor | None,
-    shown: Tensor | None = None,
+    truncated_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Pick as `pick_rows` does, in PyTorch; `shown` [n, vocab], if given, are the logits with -inf
-    at barred tokens."""
+    """Pick as `pick_rows` does, in PyTorch; `truncated_logits` [n, vocab], if given, are
+    the logits with -inf at tokens that must not be picked."""
     scores = unembedding.tempered(logits)
-    seen = scores if shown is None else unembedding.tempered(shown)
-    if least is not None:
-        seen = seen.masked_fill(logits < least[:, None], -torch.inf)
+    candidates = scores if truncated_logits is None else unembedding.tempered(truncated_logits)
+    if min_logit is not None:
+        candidates = candidates.masked_fill(logits < min_logit[:, None], -torch.inf)
     if keys is not None:
-        seen = seen + gumbel_noise(keys, scores.shape[1], scores.dtype)
-    token = seen.argmax(-1)
+        candidates = candidates + gumbel_noise(keys, scores.shape[1], scores.dtype)
+    token = candidates.argmax(-1)
     return token, log_odds(scores, token, True)
 
 
@@ -190,89 +199,115 @@ if triton is not None:
         x) * x / (1 - (1 - x))."""
         lower = (bits >> 31) == 0
         nearest = (tl.where(lower, bits, bits ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.0**-32
-        rest = 1.0 - nearest
-        log = tl.log(tl.where(lower, nearest, rest))
-        gap = 1.0 - rest  # `nearest` as it was rounded on the way; 0 where nothing was left of it
+        complement = 1.0 - nearest
+        log = tl.log(tl.where(lower, nearest, complement))
+        gap = (
+            1.0 - complement
+        )  # `nearest` as it was rounded on the way; 0 where nothing was left of it
         upper = tl.where(gap == 0.0, nearest, -log * (nearest / tl.where(gap == 0.0, 1.0, gap)))
         return -tl.log(tl.where(lower, -log, upper))
 
     @triton.jit
     def _log_add(a, b):  # type: ignore[no-untyped-def]
         """Compute log(exp(a) + exp(b)), also of infinities; NaN if either is NaN."""
-        most = tl.maximum(a, b)
-        most = tl.where(tl.abs(most) == float("inf"), 0.0, most)
-        return most + tl.log(tl.exp(a - most) + tl.exp(b - most))
+        peak = tl.maximum(a, b)
+        peak = tl.where(tl.abs(peak) == float("inf"), 0.0, peak)
+        return peak + tl.log(tl.exp(a - peak) + tl.exp(b - peak))
 
     @triton.jit
     def _log_sum(x):  # type: ignore[no-untyped-def]
         """Compute the log of the sum of exp(x) over a vector, also of infinities; NaN if an element
         is NaN."""
-        most = tl.max(x, 0)
-        most = tl.where(tl.abs(most) == float("inf"), 0.0, most)
-        return most + tl.log(tl.sum(tl.exp(x - most), 0))
+        peak = tl.max(x, 0)
+        peak = tl.where(tl.abs(peak) == float("inf"), 0.0, peak)
+        return peak + tl.log(tl.sum(tl.exp(x - peak), 0))
 
     @triton.jit  # `vocab` and `length` tell of aligned rows
     def _score_slices(  # type: ignore[no-untyped-def]
-        logits_in, least, keys, found, places, vocab, length, cooling, TILE: tl.constexpr
+        logits_in,
+        min_logit,
+        keys,
+        slice_results,
+        slice_tokens,
+        vocab,
+        length,
+        inverse_temperature,
+        TILE: tl.constexpr,
     ):
         """Store, for a program's row and slice of the vocabulary, the best score and its token,
-        that token's logit (`own`), and the log-sum-exp of all other logits. Tokens with logits
-        under `least` are never the best."""
-        row, cells = tl.program_id(0).to(tl.int64), tl.num_programs(0) * tl.num_programs(1)
+        that token's logit (`best_logit`), and the log-sum-exp of all other logits. Tokens with
+        logits under `min_logit` are never the best."""
+        row = tl.program_id(0).to(tl.int64)
+        slice_count = tl.num_programs(0) * tl.num_programs(1)
         begin = tl.program_id(1) * length
         end = tl.minimum(begin + length, vocab)
-        best, others, own, place = float("-inf"), float("-inf"), float("-inf"), begin
+        best = float("-inf")
+        other_logsumexp = float("-inf")
+        best_logit = float("-inf")
+        best_token = begin
         for first in range(begin, end, TILE):
             token = first + tl.arange(0, TILE)
             inside = token < end
             logits = tl.load(logits_in + row * vocab + token, mask=inside, other=float("-inf")).to(
                 tl.float32
             )
-            raw = logits * cooling
-            shown = raw
+            raw = logits * inverse_temperature
+            scores = raw
             if keys is not None:
                 key = tl.load(keys + row).to(tl.uint32)
-                shown = raw + gumbel_of_bits(_mix32(_mix32(token.to(tl.uint32) * 0x9E3779B1) ^ key))
-            if least is not None:
-                shown = tl.where(logits < tl.load(least + row).to(tl.float32), float("-inf"), shown)
-            shown = tl.where(shown != shown, float("inf"), shown)  # NaN is more than any number
-            top = tl.max(shown, 0)
-            at = tl.min(tl.where(shown == top, token, 0x7FFFFFFF), 0)
-            logit = tl.sum(tl.where(token == at, raw, 0.0), 0)
-            rest = _log_sum(tl.where(token == at, float("-inf"), raw))
+                scores = raw + gumbel_of_bits(
+                    _mix32(_mix32(token.to(tl.uint32) * 0x9E3779B1) ^ key)
+                )
+            if min_logit is not None:
+                scores = tl.where(
+                    logits < tl.load(min_logit + row).to(tl.float32), float("-inf"), scores
+                )
+            scores = tl.where(scores != scores, float("inf"), scores)  # NaN is more than any number
+            top = tl.max(scores, 0)
+            top_token = tl.min(tl.where(scores == top, token, 0x7FFFFFFF), 0)
+            top_logit = tl.sum(tl.where(token == top_token, raw, 0.0), 0)
+            tile_logsumexp = _log_sum(tl.where(token == top_token, float("-inf"), raw))
             wins = top > best
-            others = _log_add(_log_add(others, rest), tl.where(wins, own, logit))
-            best, place, own = (
-                tl.where(wins, top, best),
-                tl.where(wins, at, place),
-                tl.where(wins, logit, own),
+            other_logsumexp = _log_add(
+                _log_add(other_logsumexp, tile_logsumexp), tl.where(wins, best_logit, top_logit)
             )
+            best = tl.where(wins, top, best)
+            best_token = tl.where(wins, top_token, best_token)
+            best_logit = tl.where(wins, top_logit, best_logit)
         out = row * tl.num_programs(1) + tl.program_id(1)
-        tl.store(places + out, place)
-        tl.store(found + out, best)
-        tl.store(found + cells + out, own)
-        tl.store(found + 2 * cells + out, others)
+        tl.store(slice_tokens + out, best_token)
+        tl.store(slice_results + out, best)
+        tl.store(slice_results + slice_count + out, best_logit)
+        tl.store(slice_results + 2 * slice_count + out, other_logsumexp)
 
     @triton.jit(do_not_specialize=["slices"])
     def _merge_slices(  # type: ignore[no-untyped-def]
-        found, places, token_out, odds_out, slices, TILE: tl.constexpr
+        slice_results, slice_tokens, token_out, odds_out, slices, TILE: tl.constexpr
     ):
         """Merge the slices of a program's row into its token and log-odds; the losers' own logits
         join the others."""
-        row, cells, piece = (
-            tl.program_id(0).to(tl.int64),
-            tl.num_programs(0) * slices,
-            tl.arange(0, TILE),
+        row = tl.program_id(0).to(tl.int64)
+        slice_count = tl.num_programs(0) * slices
+        slice_index = tl.arange(0, TILE)
+        valid = slice_index < slices
+        index = row * slices + slice_index
+        best = tl.load(slice_results + index, mask=valid, other=float("-inf"))
+        logits = tl.load(slice_results + slice_count + index, mask=valid, other=0.0)
+        other_logsumexp = _log_sum(
+            tl.load(slice_results + 2 * slice_count + index, mask=valid, other=float("-inf"))
         )
-        valid, at = piece < slices, row * slices + piece
-        best = tl.load(found + at, mask=valid, other=float("-inf"))
-        own = tl.load(found + cells + at, mask=valid, other=0.0)
-        others = _log_sum(tl.load(found + 2 * cells + at, mask=valid, other=float("-inf")))
-        winner = tl.min(tl.where(valid & (best == tl.max(best, 0)), piece, TILE), 0)
-        token = tl.sum(tl.where(piece == winner, tl.load(places + at, mask=valid, other=0), 0), 0)
-        logit = tl.sum(tl.where(piece == winner, own, 0.0), 0)
-        others = _log_add(others, _log_sum(tl.where(valid & (piece != winner), own, float("-inf"))))
+        winner = tl.min(tl.where(valid & (best == tl.max(best, 0)), slice_index, TILE), 0)
+        token = tl.sum(
+            tl.where(slice_index == winner, tl.load(slice_tokens + index, mask=valid, other=0), 0),
+            0,
+        )
+        logit = tl.sum(tl.where(slice_index == winner, logits, 0.0), 0)
+        other_logsumexp = _log_add(
+            other_logsumexp,
+            _log_sum(tl.where(valid & (slice_index != winner), logits, float("-inf"))),
+        )
         tl.store(token_out + row, token.to(tl.int64))
         tl.store(
-            odds_out + row, tl.where(tl.abs(logit) == float("inf"), float("nan"), logit - others)
+            odds_out + row,
+            tl.where(tl.abs(logit) == float("inf"), float("nan"), logit - other_logsumexp),
         )

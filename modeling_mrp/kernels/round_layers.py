@@ -92,8 +92,11 @@ def rotated(
     projected = (
         projected.contiguous() if isinstance(projected, Tensor) else torch.cat(projected, -1)
     )
-    (cos, sin), (keys, values) = (each.contiguous() for each in rotary), target
-    (rows, tokens, size), (kv_heads, head_dim) = projected.shape, keys.shape[1::2]
+    cos = rotary[0].contiguous()
+    sin = rotary[1].contiguous()
+    keys, values = target
+    rows, tokens, size = projected.shape
+    kv_heads, head_dim = keys.shape[1::2]
     heads = size // head_dim - 2 * kv_heads
     queries = projected.new_empty(rows, tokens, heads, head_dim)
     _rotate[(triton.cdiv(rows * tokens * size // head_dim, _HEADS),)](
@@ -112,15 +115,15 @@ def rotated_ref(
 ) -> tuple[Tensor, ...]:
     """Compute `rotated` in PyTorch."""
     keys, values = target
-    size, head_dim = keys.shape[1] * keys.shape[3], keys.shape[3]
+    size = keys.shape[1] * keys.shape[3]
+    head_dim = keys.shape[3]
     if isinstance(projected, Tensor):
         projected = list(projected.split([projected.shape[-1] - 2 * size, size, size], -1))
-    query, key, value = (part.unflatten(-1, (-1, head_dim)) for part in projected)
-    query, key = (
-        normed_by(norms[0], query).transpose(1, 2),
-        normed_by(norms[1], key).transpose(1, 2),
-    )
-    cos, sin = (part[:, None] for part in rotary)
+    query, key, value = (tensor.unflatten(-1, (-1, head_dim)) for tensor in projected)
+    query = normed_by(norms[0], query).transpose(1, 2)
+    key = normed_by(norms[1], key).transpose(1, 2)
+    cos = rotary[0][:, None]
+    sin = rotary[1][:, None]
     keys.copy_((key * cos).addcmul_(rotate_half(key), sin))
     values.copy_(value.transpose(1, 2))
     return (query * cos).addcmul_(rotate_half(query), sin), keys, values
@@ -146,51 +149,53 @@ class RoundMask:
     dispatch: Dispatch = AUTOMATIC
     sees_all: bool = False
     # what all layers of a forward share
-    _kept: dict[Any, Tensor] = field(default_factory=dict, repr=False, compare=False)
+    _shared: dict[Any, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
-    def dense(self, used: int) -> Tensor:
-        """Make the mask [rows, 1, width * block_size, used + width * block_size] bool over `used`
-        slots and scored states."""
-        slots, block = (
-            torch.arange(self.parent.shape[1], device=self.parent.device),
-            self.block_size,
-        )
+    def dense(self, cached_slots: int) -> Tensor:
+        """Make the mask [rows, 1, queries, cached_slots + queries] bool, where queries = width *
+        block_size, over committed slots and scored states."""
+        slots = torch.arange(self.parent.shape[1], device=self.parent.device)
+        block = self.block_size
         # themselves and their parents
-        sees = (slots[:, None] == slots) | (self.parent[..., None] == slots)
-        scored = sees[:, :, None, :, None].expand(-1, -1, block, -1, block).flatten(3).flatten(1, 2)
-        before = torch.arange(used, device=slots.device) < self.committed[:, None]
-        return torch.cat([before[:, None].expand(-1, scored.shape[1], -1), scored], -1)[:, None]
+        visible = (slots[:, None] == slots) | (self.parent[..., None] == slots)
+        scored = (
+            visible[:, :, None, :, None].expand(-1, -1, block, -1, block).flatten(3).flatten(1, 2)
+        )
+        committed = torch.arange(cached_slots, device=slots.device) < self.committed[:, None]
+        return torch.cat([committed[:, None].expand(-1, scored.shape[1], -1), scored], -1)[:, None]
 
-    def bias(self, used: int, dtype: torch.dtype) -> Tensor | None:
+    def bias(self, cached_slots: int, dtype: torch.dtype) -> Tensor | None:
         """Make the additive mask of `dense`: 0 where a key is visible, -inf elsewhere; None if all
         are visible."""
         if self.sees_all:
             return None
-        if (name := (used, dtype)) not in self._kept:
-            hidden = self.dense(used).logical_not_()
-            self._kept[name] = torch.zeros(
+        if (key := (cached_slots, dtype)) not in self._shared:
+            hidden = self.dense(cached_slots).logical_not_()
+            self._shared[key] = torch.zeros(
                 hidden.shape, dtype=dtype, device=hidden.device
             ).masked_fill_(hidden, -torch.inf)
-        return self._kept[name]
+        return self._shared[key]
 
     def arrived(self, count: int) -> Tensor:
         """Return `count` int32 zeros, in which the kernel counts its programs; it sets them back to
         zero after each layer."""
-        if count not in self._kept:
-            self._kept[count] = torch.zeros(count, dtype=torch.int32, device=self.committed.device)
-        return self._kept[count]
+        if count not in self._shared:
+            self._shared[count] = torch.zeros(
+                count, dtype=torch.int32, device=self.committed.device
+            )
+        return self._shared[count]
 
 
 def round_attention_ref(
     query: Tensor, key: Tensor, value: Tensor, mask: RoundMask, scale: float
 ) -> Tensor:
     """Compute `round_attention` in PyTorch, by SDPA."""
-    bias, grouped = (
-        mask.bias(key.shape[2] - query.shape[2], query.dtype),
-        query.device.type == "cpu",
-    )
+    bias = mask.bias(key.shape[2] - query.shape[2], query.dtype)
+    grouped = query.device.type == "cpu"
     if not grouped:  # with a mask, SDPA's fast kernels on a GPU take no grouped heads
-        key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
+        group = query.shape[1] // key.shape[1]
+        key = key.repeat_interleave(group, 1)
+        value = value.repeat_interleave(group, 1)
     out = F.scaled_dot_product_attention(
         query, key, value, attn_mask=bias, scale=scale, enable_gqa=grouped
     )
@@ -208,15 +213,17 @@ def round_attention(
 
     Args:
         query: [rows, heads, queries, head_dim], queries = width * block_size.
-        key, value: [rows, kv_heads, used + queries, head_dim], of equal strides, the last one 1:
-            `used` committed slots, then the scored states. Committed slots that a row does not see
-            are never read.
+        key, value: [rows, kv_heads, cached_slots + queries, head_dim], of equal strides, the last
+            one 1: `cached_slots` committed slots, then the scored states. Committed slots that a
+            row does not see are never read.
         mask: Which keys each state sees.
         scale: Multiplies the scores.
     """
     rows, heads, queries, head_dim = query.shape
-    kv_heads, keys = key.shape[1], key.shape[2]
-    group, used = heads // kv_heads, keys - queries
+    kv_heads = key.shape[1]
+    keys = key.shape[2]
+    group = heads // kv_heads
+    cached_slots = keys - queries
     # So large that two programs, each with two tiles of keys, fit a multiprocessor's registers and
     # shared memory.
     tile_rows = max(
@@ -224,14 +231,18 @@ def round_attention(
     )
     tiles = triton.cdiv(queries * group, tile_rows)
     # for one wave of programs
-    most = _PROGRAMS * processors(query.device) // (tiles * rows * kv_heads)
-    splits = max(1, min(most, triton.cdiv(used, _KEYS_PER_PROGRAM), _MOST_SHARES))
+    max_splits = _PROGRAMS * processors(query.device) // (tiles * rows * kv_heads)
+    splits = max(1, min(max_splits, triton.cdiv(cached_slots, _KEYS_PER_PROGRAM), _MOST_SHARES))
     out = query.new_empty(rows, queries, heads, head_dim)
-    shares = (rows * kv_heads, splits, queries * group) if splits > 1 else (0,)
+    shares: tuple[int, ...] = (0,)
+    if splits > 1:
+        shares = (rows * kv_heads, splits, queries * group)
     level = torch.empty(*shares, dtype=torch.float32, device=query.device)
     sums = torch.empty(*shares, head_dim, dtype=torch.float32, device=query.device)
     if triton.knobs.runtime.interpret:  # the interpreter's products of bfloat16 are wrong
-        query, key, value = query.float(), key.float(), value.float()
+        query = query.float()
+        key = key.float()
+        value = value.float()
     _attend[(tiles, splits, rows * kv_heads)](
         *(
             query.transpose(1, 2).contiguous(),
@@ -242,7 +253,15 @@ def round_attention(
             level,
             mask.arrived(tiles * rows * kv_heads),
         ),
-        *(mask.committed, mask.parent, *key.stride()[:3], kv_heads, queries, used, scale * _LOG2_E),
+        *(
+            mask.committed,
+            mask.parent,
+            *key.stride()[:3],
+            kv_heads,
+            queries,
+            cached_slots,
+            scale * _LOG2_E,
+        ),
         BLOCK_SIZE=mask.block_size,
         GROUP=group,
         HEAD_DIM=head_dim,
@@ -266,11 +285,9 @@ def product(
 ) -> Callable[[Tensor], Tensor | list[Tensor]]:
     """Make a function that applies linear layers to one input and returns a list, or one tensor by
     their packed `weight`."""
-    return (
-        (lambda hidden: [linear(hidden) for linear in linears])
-        if weight is None
-        else partial(F.linear, weight=weight)
-    )
+    if weight is not None:
+        return partial(F.linear, weight=weight)
+    return lambda hidden: [linear(hidden) for linear in linears]
 
 
 def run_fused(
@@ -284,21 +301,23 @@ def run_fused(
     Hidden states are [rows, tokens, hidden_size], cos and sin of `rotary` [rows, tokens, head_dim]
     each; keys and values go to the target of `cache`, a `BlockCache`.
     """
-    run, added = mask.dispatch.run, None
+    run = mask.dispatch.run
+    added = None
     for layer, of_attention, of_mlp in plan:
         hidden, normed = run(SUM_AND_NORM, hidden, added, layer.input_layernorm)
         attention = layer.self_attn
-        place, norms = attention.layer_idx, (attention.q_norm, attention.k_norm)
-        query, *_ = run(ROTATED, of_attention(normed), norms, rotary, cache.written[place])
-        attended = run(ROUND_ATTENTION, query, *cache.read[place], mask, attention.scaling)
+        layer_index = attention.layer_idx
+        norms = (attention.q_norm, attention.k_norm)
+        query, *_ = run(ROTATED, of_attention(normed), norms, rotary, cache.written[layer_index])
+        attended = run(ROUND_ATTENTION, query, *cache.read[layer_index], mask, attention.scaling)
         hidden, normed = run(
             SUM_AND_NORM,
             hidden,
             attention.o_proj(attended.flatten(2)),
             layer.post_attention_layernorm,
         )
-        both = of_mlp(normed)
-        gate, up = both.chunk(2, -1) if isinstance(both, Tensor) else both
+        gate_up = of_mlp(normed)
+        gate, up = gate_up.chunk(2, -1) if isinstance(gate_up, Tensor) else gate_up
         added = layer.mlp.down_proj(layer.mlp.act_fn(gate).mul_(up))
     _, last = run(SUM_AND_NORM, hidden, added, norm)
     return last
@@ -312,28 +331,28 @@ if triton is not None:
     ):
         column = tl.arange(0, TILE)
         inside = column < size
-        place = tl.program_id(0).to(tl.int64) * size + column
+        offsets = tl.program_id(0).to(tl.int64) * size + column
         kind = normed.dtype.element_ty
-        x = tl.load(hidden + place, mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(hidden + offsets, mask=inside, other=0.0).to(tl.float32)
         if added is not None:
             x = (
-                (x + tl.load(added + place, mask=inside, other=0.0).to(tl.float32))
+                (x + tl.load(added + offsets, mask=inside, other=0.0).to(tl.float32))
                 .to(kind)
                 .to(tl.float32)
             )
-            tl.store(total + place, x.to(kind), mask=inside)
+            tl.store(total + offsets, x.to(kind), mask=inside)
         unit = x * tl.rsqrt(tl.sum(x * x, 0) / size + epsilon)
         weight = tl.load(scale + column, mask=inside, other=0.0).to(tl.float32)
-        tl.store(normed + place, (weight * unit.to(kind).to(tl.float32)).to(kind), mask=inside)
+        tl.store(normed + offsets, (weight * unit.to(kind).to(tl.float32)).to(kind), mask=inside)
 
     @triton.jit
     def _normed(  # type: ignore[no-untyped-def]
-        x, size, is_query, query_scale, key_scale, dim, there, kind: tl.constexpr
+        x, size, is_query, query_scale, key_scale, dims, inside, kind: tl.constexpr
     ):
         """RMS-normalize x: multiply by `size`, its inverse RMS, and by the query or key weight at
-        the head columns `dim`."""
-        of_queries = tl.load(query_scale + dim, mask=there, other=0.0).to(tl.float32)[None, :]
-        of_keys = tl.load(key_scale + dim, mask=there, other=0.0).to(tl.float32)[None, :]
+        the head columns `dims`."""
+        of_queries = tl.load(query_scale + dims, mask=inside, other=0.0).to(tl.float32)[None, :]
+        of_keys = tl.load(key_scale + dims, mask=inside, other=0.0).to(tl.float32)[None, :]
         return (
             (tl.where(is_query, of_queries, of_keys) * (x * size).to(kind).to(tl.float32))
             .to(kind)
@@ -364,28 +383,33 @@ if triton is not None:
     ):
         """See `rotated`: a program takes HEADS heads, ordered by token, and within a token queries,
         then keys, then values."""
-        every = heads + 2 * kv_heads
-        at = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
-        token, head = at // every, at % every
+        heads_per_token = heads + 2 * kv_heads
+        index = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
+        token = index // heads_per_token
+        head = index % heads_per_token
         dim = tl.arange(0, PADDED)
-        first, there = dim < HEAD_DIM // 2, dim < HEAD_DIM
+        first = dim < HEAD_DIM // 2
+        inside_head = dim < HEAD_DIM
         partner = tl.where(first, dim + HEAD_DIM // 2, dim - HEAD_DIM // 2)
-        inside = (token < rows * tokens)[:, None] & there[None, :]
-        is_query, is_value = (head < heads)[:, None], (head >= heads + kv_heads)[:, None]
+        inside = (token < rows * tokens)[:, None] & inside_head[None, :]
+        is_query = (head < heads)[:, None]
+        is_value = (head >= heads + kv_heads)[:, None]
         kind: tl.constexpr = queries.dtype.element_ty
-        source = projected + at.to(tl.int64)[:, None] * HEAD_DIM
+        source = projected + index.to(tl.int64)[:, None] * HEAD_DIM
         value = tl.load(source + dim[None, :], mask=inside, other=0.0)
-        own = value.to(tl.float32)
-        other = tl.load(source + partner[None, :], mask=inside, other=0.0).to(tl.float32)
-        size = tl.rsqrt(tl.sum(own * own, 1) / HEAD_DIM + epsilon)[:, None]
-        own = _normed(own, size, is_query, query_scale, key_scale, dim, there, kind)
-        other = _normed(other, size, is_query, query_scale, key_scale, partner, there, kind)
-        other = tl.where(first[None, :], -other, other)
+        x = value.to(tl.float32)
+        partner_x = tl.load(source + partner[None, :], mask=inside, other=0.0).to(tl.float32)
+        size = tl.rsqrt(tl.sum(x * x, 1) / HEAD_DIM + epsilon)[:, None]
+        x = _normed(x, size, is_query, query_scale, key_scale, dim, inside_head, kind)
+        partner_x = _normed(
+            partner_x, size, is_query, query_scale, key_scale, partner, inside_head, kind
+        )
+        partner_x = tl.where(first[None, :], -partner_x, partner_x)
         angle = token[:, None] * HEAD_DIM + dim[None, :]
         along = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
         across = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
         turned = (
-            (own * along).to(kind).to(tl.float32) + (other * across).to(kind).to(tl.float32)
+            (x * along).to(kind).to(tl.float32) + (partner_x * across).to(kind).to(tl.float32)
         ).to(kind)
         tl.store(
             queries + ((token * heads + head) * HEAD_DIM)[:, None] + dim[None, :],
@@ -402,7 +426,7 @@ if triton is not None:
         tl.store(keys + slot, turned, mask=inside & ~is_query & ~is_value)
         tl.store(values + slot, value, mask=inside & is_value)
 
-    @triton.jit(do_not_specialize=["tokens", "used"])
+    @triton.jit(do_not_specialize=["tokens", "cached_slots"])
     def _attend(  # type: ignore[no-untyped-def]
         query,
         key,
@@ -418,7 +442,7 @@ if triton is not None:
         key_token,
         kv_heads,
         tokens,
-        used,
+        cached_slots,
         scale,
         BLOCK_SIZE: tl.constexpr,
         GROUP: tl.constexpr,
@@ -430,66 +454,75 @@ if triton is not None:
     ):
         """Attend in program (tile of queries x heads of a group, share of the prefix, batch row x
         KV head)."""
-        split, splits = tl.program_id(1), tl.num_programs(1)
+        split = tl.program_id(1)
+        splits = tl.num_programs(1)
         pair = tl.program_id(2).to(tl.int64)  # offsets into the cache may not fit 32 bits
-        row, head = pair // kv_heads, pair % kv_heads
-        at = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
-        token = at // GROUP
-        columns, dims = tl.arange(0, TILE_KEYS), tl.arange(0, PADDED)
-        real, inside = at < tokens * GROUP, dims < HEAD_DIM
-        whole = real[:, None] & inside[None, :]
-        place = (((row * tokens + token) * kv_heads + head) * GROUP + at % GROUP)[
+        row = pair // kv_heads
+        head = pair % kv_heads
+        index = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+        token = index // GROUP
+        columns = tl.arange(0, TILE_KEYS)
+        dims = tl.arange(0, PADDED)
+        inside_rows = index < tokens * GROUP
+        inside_head = dims < HEAD_DIM
+        inside_tile = inside_rows[:, None] & inside_head[None, :]
+        offsets = (((row * tokens + token) * kv_heads + head) * GROUP + index % GROUP)[
             :, None
         ] * HEAD_DIM + dims[None, :]
-        queries = tl.load(query + place, mask=whole, other=0.0)
+        queries = tl.load(query + offsets, mask=inside_tile, other=0.0)
         state = token // BLOCK_SIZE
-        before = tl.load(parent + row * (tokens // BLOCK_SIZE) + state, mask=real, other=-1).to(
-            tl.int32
-        )
+        parent_state = tl.load(
+            parent + row * (tokens // BLOCK_SIZE) + state, mask=inside_rows, other=-1
+        ).to(tl.int32)
 
         # The running softmax: weighted sum of values, sum of weights, greatest score.
         sums = tl.zeros([TILE_ROWS, PADDED], tl.float32)
         total = tl.zeros([TILE_ROWS], tl.float32)
         peak = tl.full([TILE_ROWS], float("-inf"), tl.float32)
-        length = tl.minimum(tl.load(committed + row), used).to(tl.int32)
+        length = tl.minimum(tl.load(committed + row), cached_slots).to(tl.int32)
         share = tl.cdiv(tl.cdiv(length, TILE_KEYS), splits) * TILE_KEYS
         begin = tl.minimum(split * share, length)
         end = tl.minimum(begin + share, length)
-        own = tl.cdiv(end - begin, TILE_KEYS)
+        prefix_tiles = tl.cdiv(end - begin, TILE_KEYS)
         # the first share takes the scored states, too
         scored = tl.where(split == 0, tl.cdiv(tokens, TILE_KEYS), 0)
-        for tile in range(0, own + scored):
+        for tile in range(0, prefix_tiles + scored):
             slot = (
-                tl.where(tile < own, begin + tile * TILE_KEYS, used + (tile - own) * TILE_KEYS)
+                tl.where(
+                    tile < prefix_tiles,
+                    begin + tile * TILE_KEYS,
+                    cached_slots + (tile - prefix_tiles) * TILE_KEYS,
+                )
                 + columns
             )
-            of = tl.where(tile < own, -2, (slot - used) // BLOCK_SIZE)
-            there = slot < tl.where(tile < own, end, used + tokens)
-            seen = (
+            key_state = tl.where(tile < prefix_tiles, -2, (slot - cached_slots) // BLOCK_SIZE)
+            readable = slot < tl.where(tile < prefix_tiles, end, cached_slots + tokens)
+            visible = (
                 (slot < end)[None, :]
-                | (of[None, :] == state[:, None])
-                | (of[None, :] == before[:, None])
+                | (key_state[None, :] == state[:, None])
+                | (key_state[None, :] == parent_state[:, None])
             )
             cell = row * key_row + head * key_head + slot.to(tl.int64) * key_token
             keys = tl.load(
                 key + cell[None, :] + dims[:, None],
-                mask=there[None, :] & inside[:, None],
+                mask=readable[None, :] & inside_head[:, None],
                 other=0.0,
             )
             values = tl.load(
                 value + cell[:, None] + dims[None, :],
-                mask=there[:, None] & inside[None, :],
+                mask=readable[:, None] & inside_head[None, :],
                 other=0.0,
             )
             # float32 is multiplied as three TF32 products, as in SDPA's own kernel: right to the
             # last bits.
             scores = tl.where(
-                seen, tl.dot(queries, keys, input_precision="tf32x3") * scale, float("-inf")
+                visible, tl.dot(queries, keys, input_precision="tf32x3") * scale, float("-inf")
             )
             higher = tl.maximum(peak, tl.max(scores, 1))
             # where nothing has been seen yet
             level = tl.where(higher == float("-inf"), 0.0, higher)
-            weights, fade = tl.exp2(scores - level[:, None]), tl.exp2(peak - level)
+            weights = tl.exp2(scores - level[:, None])
+            fade = tl.exp2(peak - level)
             total = total * fade + tl.sum(weights, 1)
             sums = tl.dot(
                 weights.to(values.dtype), values, sums * fade[:, None], input_precision="tf32x3"
@@ -498,10 +531,12 @@ if triton is not None:
         result = sums / tl.where(total == 0.0, 1.0, total)[:, None]
 
         if SPLIT:
-            first = pair * splits * (tokens * GROUP) + at
-            mine = first + split * (tokens * GROUP)
-            tl.store(levels + mine, peak + tl.log2(total), mask=real)
-            tl.store(partial + mine[:, None] * HEAD_DIM + dims[None, :], result, mask=whole)
+            first = pair * splits * (tokens * GROUP) + index
+            own_offsets = first + split * (tokens * GROUP)
+            tl.store(levels + own_offsets, peak + tl.log2(total), mask=inside_rows)
+            tl.store(
+                partial + own_offsets[:, None] * HEAD_DIM + dims[None, :], result, mask=inside_tile
+            )
             # All threads store before one of them counts this program as done (release) and reads
             # how many were (acquire).
             tl.debug_barrier()
@@ -509,25 +544,28 @@ if triton is not None:
             last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == splits - 1
             if last:
                 tl.store(counter, 0)  # reset for the next layer
-            real = at < tl.where(last, tokens * GROUP, 0)
-            whole = real[:, None] & inside[None, :]
+            inside_rows = index < tl.where(last, tokens * GROUP, 0)
+            inside_tile = inside_rows[:, None] & inside_head[None, :]
             result = tl.zeros([TILE_ROWS, PADDED], tl.float32)
             total = tl.zeros([TILE_ROWS], tl.float32)
             peak = tl.full([TILE_ROWS], float("-inf"), tl.float32)
-            for other in range(0, tl.where(last, splits, 0)):
-                theirs = first + other * (tokens * GROUP)
-                level = tl.load(levels + theirs, mask=real, other=0.0, cache_modifier=".cg")
+            for share_index in range(0, tl.where(last, splits, 0)):
+                share_offsets = first + share_index * (tokens * GROUP)
+                level = tl.load(
+                    levels + share_offsets, mask=inside_rows, other=0.0, cache_modifier=".cg"
+                )
                 values = tl.load(
-                    partial + theirs[:, None] * HEAD_DIM + dims[None, :],
-                    mask=whole,
+                    partial + share_offsets[:, None] * HEAD_DIM + dims[None, :],
+                    mask=inside_tile,
                     other=0.0,
                     cache_modifier=".cg",
                 )
                 # the first share sees something, so this is finite
                 higher = tl.maximum(peak, level)
-                fade, rise = tl.exp2(peak - higher), tl.exp2(level - higher)
+                fade = tl.exp2(peak - higher)
+                rise = tl.exp2(level - higher)
                 result = result * fade[:, None] + values * rise[:, None]
                 total = total * fade + rise
                 peak = higher
             result = result / tl.where(last, total, 1.0)[:, None]
-        tl.store(out + place, result.to(out.dtype.element_ty), mask=whole)
+        tl.store(out + offsets, result.to(out.dtype.element_ty), mask=inside_tile)

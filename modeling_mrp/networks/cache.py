@@ -23,7 +23,7 @@ class PassingReference(weakref.ref[Any]):
     that is alive."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # which nothing else holds, so that an unpickled reference is dead
+        # nothing else refers to this set, so an unpickled reference is dead
         return type(self), (set(),)
 
     def __deepcopy__(self, memo: Any) -> "PassingReference":
@@ -39,39 +39,46 @@ def weight_versions(module: nn.Module) -> list[Any]:
     count)."""
     weights = []
     for weight in module.parameters():
-        if not weight.is_meta:  # those that are offloaded come anew each time
-            place = weight.data_ptr() if type(weight) in (Tensor, nn.Parameter) else 0
-            # for which there is no public name
+        if not weight.is_meta:  # offloaded weights are loaded anew each time
+            address = weight.data_ptr() if type(weight) in (Tensor, nn.Parameter) else 0
+            # the version counter has no public name
             writes = 0 if weight.is_inference() else weight._version
-            weights.append((PassingReference(weight), place, writes))
-    # peft's
-    layers: list[Any] = [layer for layer in module.modules() if hasattr(layer, "merged_adapters")]
-    adapters = [
-        (
-            list(layer.active_adapters),
-            layer.disable_adapters,
-            layer.merged_adapters[:],
-            dict(getattr(layer, "scaling", {})),
+            weights.append((PassingReference(weight), address, writes))
+    # adapters of peft
+    adapters = []
+    layer: Any
+    for layer in module.modules():
+        if not hasattr(layer, "merged_adapters"):
+            continue
+        scaling = dict(getattr(layer, "scaling", {}))
+        adapters.append(
+            (
+                list(layer.active_adapters),
+                layer.disable_adapters,
+                layer.merged_adapters[:],
+                scaling,
+            )
         )
-        for layer in layers
-    ]
     return [weights, adapters, adapters_of_rows(module)]
 
 
 def adapters_of_rows(module: nn.Module) -> list[str] | None:
     """Return peft's `adapter_names`, one per row of a batch, or None; from the newest hooks, as
     failed calls leave theirs."""
-    hooks = (
-        hook for part in module.modules() for hook in reversed(part._forward_pre_hooks.values())
-    )
-    names = (getattr(hook, "keywords", {}).get("adapter_names") for hook in hooks)
-    return next((list(of_rows) for of_rows in names if of_rows is not None), None)
+    for submodule in module.modules():
+        for hook in reversed(submodule._forward_pre_hooks.values()):
+            adapter_names = getattr(hook, "keywords", {}).get("adapter_names")
+            if adapter_names is not None:
+                return list(adapter_names)
+    return None
 
 
 def devices_of_layers(model: Any, with_head: bool) -> tuple[torch.device, ...]:
     """List the devices on which a model's layers compute: the backbone's, then, if `with_head`, the
     head's."""
-    layers = list(model.model.layers) + (list(model.mrp_head.layers) if with_head else [])
+    layers = list(model.model.layers)
+    if with_head:
+        layers += model.mrp_head.layers
     return tuple(device_of(layer.self_attn.k_proj) for layer in layers)
 
 
@@ -121,32 +128,34 @@ class BlockCache(Cache):
         fixed: bool = False,
     ) -> None:
         super().__init__(layers=[])
-        config, key = model.config, model.model.layers[0].self_attn.k_proj.weight
-        self.rows, self.capacity, self.scratch, self.fixed = rows, capacity, scratch, fixed
-        self.dtype, self.shifted, self.layer_devices = (
-            model.dtype,
-            model.model.shifted,
-            devices_of_layers(model, with_head),
-        )
+        config = model.config
+        key_weight = model.model.layers[0].self_attn.k_proj.weight
+        self.rows = rows
+        self.capacity = capacity
+        self.scratch = scratch
+        self.fixed = fixed
+        self.dtype = model.dtype
+        self.shifted = model.model.shifted
+        self.layer_devices = devices_of_layers(model, with_head)
         self.head_layers = len(self.layer_devices) - config.num_hidden_layers
         self.owner = PassingReference(model)
         self.weights: dict[str, list[Any]] = {}
         self.empty()
-        heads, width = config.num_key_value_heads, config.head_dim
-        if (getattr(model, "tp_size", None) or 1) > 1 and hasattr(key, "to_local"):
-            heads = len(key.to_local()) // width
-        self._index = [
-            self.layer_devices[:layer].count(device)
-            for layer, device in enumerate(self.layer_devices)
-        ]
+        heads = config.num_key_value_heads
+        width = config.head_dim
+        if (getattr(model, "tp_size", None) or 1) > 1 and hasattr(key_weight, "to_local"):
+            heads = len(key_weight.to_local()) // width
+        self._index = []
+        for layer, device in enumerate(self.layer_devices):
+            self._index.append(self.layer_devices[:layer].count(device))
         slots = scratch + (bucket(capacity) if fixed else capacity)
         # Unless `fixed`, no slot is read that was not written before: rows are prefilled and scored
         # together.
-        made = torch.zeros if fixed else torch.empty
-        self._buffers = {
-            device: made((rows, slots, layers, 2, heads, width), dtype=self.dtype, device=device)
-            for device, layers in Counter(self.layer_devices).items()
-        }
+        allocate = torch.zeros if fixed else torch.empty
+        self._buffers: dict[torch.device, Tensor] = {}
+        for device, layers in Counter(self.layer_devices).items():
+            shape = (rows, slots, layers, 2, heads, width)
+            self._buffers[device] = allocate(shape, dtype=self.dtype, device=device)
         size = (
             rows,
             capacity + scratch * self.shifted,
@@ -154,7 +163,9 @@ class BlockCache(Cache):
         )
         self.hidden = torch.empty(size, dtype=self.dtype, device=self.layer_devices[-1])
         self.hidden[:, :1] = 0  # before the first token
-        self.active, self.begin, self.end = rows, 0, 0
+        self.active = rows
+        self.begin = 0
+        self.end = 0
 
     @property
     def nbytes(self) -> int:
@@ -167,20 +178,20 @@ class BlockCache(Cache):
         written."""
         self.begin = bucket(used) if self.fixed and not prefill else used
         self.end = self.begin + width
-        self.written, self.read = self._views(self.begin), self._views(0)
+        self.written = self._views(self.begin)
+        self.read = self._views(0)
 
     def _views(self, begin: int) -> list[tuple[Tensor, Tensor]]:
         """View each layer's keys and values, [rows, heads, slots, head_dim], from slot `begin` to
         the end of the target."""
-        views = {
-            device: buffer[: self.active, begin : self.end]
-            .permute(2, 3, 0, 4, 1, 5)
-            .flatten(0, 1)
-            .unbind(0)
-            for device, buffer in self._buffers.items()
-        }
-        places = zip(self.layer_devices, self._index, strict=True)
-        return [(views[device][2 * at], views[device][2 * at + 1]) for device, at in places]
+        views = {}
+        for device, buffer in self._buffers.items():
+            target = buffer[: self.active, begin : self.end].permute(2, 3, 0, 4, 1, 5)
+            views[device] = target.flatten(0, 1).unbind(0)
+        layers = []
+        for device, index in zip(self.layer_devices, self._index, strict=True):
+            layers.append((views[device][2 * index], views[device][2 * index + 1]))
+        return layers
 
     def update(
         self,
@@ -202,48 +213,52 @@ class BlockCache(Cache):
         `(row, source, target)`."""
         row, source, target = torch.tensor(moves).unbind(1)
         offsets = torch.arange(length)
-        source, target = source[:, None] + offsets, target[:, None] + offsets
-        for part in self._of(layers):
-            at, of, to = (
-                index.to(part.device, non_blocking=True) for index in (row[:, None], source, target)
-            )
+        source = source[:, None] + offsets
+        target = target[:, None] + offsets
+        for buffer in self._layer_views(layers):
+            rows = row[:, None].to(buffer.device, non_blocking=True)
+            sources = source.to(buffer.device, non_blocking=True)
+            targets = target.to(buffer.device, non_blocking=True)
             # A number of a narrow type costs as much to index as a wide one; other devices may lack
             # such writes of int64.
             if (
-                part.device.type in ("cpu", "cuda")
-                and part.shape[-1] * part.element_size() % 8 == 0
+                buffer.device.type in ("cpu", "cuda")
+                and buffer.shape[-1] * buffer.element_size() % 8 == 0
             ):
-                part = part.view(torch.int64)
-            part[at, to] = part[at, of]
+                buffer = buffer.view(torch.int64)
+            buffer[rows, targets] = buffer[rows, sources]
 
     def blank(self, layers: range, row: int, begin: int, end: int) -> None:
         """Zero slots of a row in some layers: attention multiplies masked slots by weight 0, but 0
         times NaN is NaN."""
-        for part in self._of(layers):
-            part[row, begin:end] = 0
+        for buffer in self._layer_views(layers):
+            buffer[row, begin:end] = 0
 
     def swap(self, pairs: Sequence[tuple[int, int]], used: int) -> None:
         """Exchange the first `used` slots of pairs of rows, with their kept hidden states."""
-        ours, theirs = torch.tensor(pairs).unbind(1)
-        to, of = torch.cat([ours, theirs]), torch.cat([theirs, ours])
-        for part in self._held_parts(used):
-            part[to.to(part.device)] = part[of.to(part.device)]
+        firsts, seconds = torch.tensor(pairs).unbind(1)
+        targets = torch.cat([firsts, seconds])
+        sources = torch.cat([seconds, firsts])
+        for buffer in self._held_parts(used):
+            buffer[targets.to(buffer.device)] = buffer[sources.to(buffer.device)]
 
     @contextmanager
     def exchanging(self) -> Iterator[None]:
         """Record that the cache holds nothing while the context is open, and for good if an error
         or interrupt leaves it."""
-        record = self.ids, self.held, self.head_held, self.hidden_held
+        contents = self.ids, self.held, self.head_held, self.hidden_held
         self.empty()
         yield
-        self.hold(*record)
+        self.hold(*contents)
 
     def hold(
         self, ids: list[list[int]], held: list[int], head_held: list[int], hidden_held: list[int]
     ) -> None:
         """Record what the cache holds, by row (see the attributes)."""
         self.ids, self.held, self.head_held, self.hidden_held = ids, held, head_held, hidden_held
-        self.written, self.read = [], []  # a copy of the cache needs no copies of views
+        # a copy of the cache needs no copies of views
+        self.written = []
+        self.read = []
 
     def empty(self) -> None:
         """Record that the cache holds nothing."""
@@ -251,49 +266,52 @@ class BlockCache(Cache):
         self.hold([[] for _ in nothing], nothing, nothing, nothing)
 
     def cut(
-        self, texts: list[list[int]], upto: Sequence[int], block_size: int, with_head: bool
+        self, texts: list[list[int]], limits: Sequence[int], block_size: int, with_head: bool
     ) -> list[int]:
         """Cut each row's held tokens to their common prefix with its text, in whole blocks, at most
-        `upto`; return its lengths.
+        `limits`; return its lengths.
 
         If `with_head`, only tokens count that the head has read or can still read. The slots behind
         the prefix may be overwritten from here on, even by a call that fails.
         """
-        found = []
-        for row, (text, most) in enumerate(zip(texts, upto, strict=True)):
-            most = min(
-                most,
-                self.held[row],
-                max(self.head_held[row], self.hidden_held[row]) if with_head else most,
+        lengths = []
+        for row, (text, limit) in enumerate(zip(texts, limits, strict=True)):
+            limit = min(limit, self.held[row])
+            if with_head:
+                limit = min(limit, max(self.head_held[row], self.hidden_held[row]))
+            ids = self.ids[row][:limit]
+            common = next(
+                (index for index, token in enumerate(ids) if token != text[index]), len(ids)
             )
-            ids = self.ids[row][:most]
-            same = next((at for at, token in enumerate(ids) if token != text[at]), len(ids))
-            found.append(same // block_size * block_size)
+            lengths.append(common // block_size * block_size)
         self.hold(
             texts,
-            found,
-            list(map(min, found, self.head_held)),
-            list(map(min, found, self.hidden_held)),
+            lengths,
+            list(map(min, lengths, self.head_held)),
+            list(map(min, lengths, self.hidden_held)),
         )
-        return found
+        return lengths
 
     def fits(self, rows: int, capacity: int, scratch: int, with_head: bool) -> bool:
         """Tell if the cache can be written to, has `rows` rows and enough slots, and has the head's
         layers if needed."""
         writable = torch.is_inference_mode_enabled() or not self.hidden.is_inference()
-        room = (
+        large_enough = (
             capacity <= self.capacity and scratch <= self.scratch and self.head_layers >= with_head
         )
-        return writable and rows == self.rows and room
+        return writable and rows == self.rows and large_enough
 
     def fill_from(self, other: "BlockCache") -> None:
         """Copy the content of a cache with as many layers, and repeat each of its rows `self.rows
         // other.rows` times."""
-        copies, used = self.rows // other.rows, max(other.held)
-        records: tuple[list[Any], ...] = (other.ids, other.held, other.head_held, other.hidden_held)
-        self.hold(*([one for one in record for _ in range(copies)] for record in records))
-        for ours, theirs in zip(self._held_parts(used), other._held_parts(used), strict=True):
-            ours.copy_(theirs.repeat_interleave(copies, 0))
+        copies = self.rows // other.rows
+        used = max(other.held)
+        records: list[list[Any]] = []
+        for record in (other.ids, other.held, other.head_held, other.hidden_held):
+            records.append([value for value in record for _ in range(copies)])
+        self.hold(*records)
+        for target, source in zip(self._held_parts(used), other._held_parts(used), strict=True):
+            target.copy_(source.repeat_interleave(copies, 0))
 
     def detach(self) -> None:
         """Copy the memory that this cache shares with another since `copy.copy`, so that it has its
@@ -304,20 +322,22 @@ class BlockCache(Cache):
     def _held_parts(self, used: int) -> list[Tensor]:
         """View the content of the first `used` slots: keys and values of each device, and hidden
         states, [rows, slots, ...]."""
-        return [
-            *(one[:, :used] for one in self._buffers.values()),
-            self.hidden[:, : used + self.shifted],
-        ]
+        views = []
+        for buffer in self._buffers.values():
+            views.append(buffer[:, :used])
+        return [*views, self.hidden[:, : used + self.shifted]]
 
-    def _of(self, layers: range) -> Iterator[Tensor]:
+    def _layer_views(self, layers: range) -> Iterator[Tensor]:
         """Yield a view of the memory of some layers on each device, [rows, slots, layers, 2, heads,
         head_dim]."""
         for device, buffer in self._buffers.items():
-            held = [self._index[layer] for layer in layers if self.layer_devices[layer] == device]
-            if held:
-                yield buffer[:, :, held[0] : held[-1] + 1]
+            indices = [
+                self._index[layer] for layer in layers if self.layer_devices[layer] == device
+            ]
+            if indices:
+                yield buffer[:, :, indices[0] : indices[-1] + 1]
 
 
-def bucket(used: int) -> int:
+def bucket(slots: int) -> int:
     """Round a number of slots up to a power of two, at least `LEAST_BUCKET`."""
-    return max(LEAST_BUCKET, 1 << (used - 1).bit_length())
+    return max(LEAST_BUCKET, 1 << (slots - 1).bit_length())

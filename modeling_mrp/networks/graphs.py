@@ -42,11 +42,9 @@ class CudaRecorder:
     overwritten by the next graph."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.stream, self.pool = (
-            device,
-            torch.cuda.Stream(device),
-            torch.cuda.graph_pool_handle(),
-        )
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+        self.pool = torch.cuda.graph_pool_handle()
 
     def first(self, step: Callable[[], Tensor]) -> Tensor:
         """Run a step on the recording stream, as a warm-up for recording it; return its output."""
@@ -60,7 +58,8 @@ class CudaRecorder:
     def record(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """Record a step without running it; return a function that replays it and returns its
         output, in the graph's memory."""
-        graph, first = torch.cuda.CUDAGraph(), None
+        graph = torch.cuda.CUDAGraph()
+        first_error = None
         recording = torch.cuda.graph(
             graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"
         )
@@ -71,10 +70,10 @@ class CudaRecorder:
                 try:
                     output = step()
                 except Exception as error:
-                    first = error
+                    first_error = error
                     raise
         except Exception as error:  # which may be that of ending the recording, and hide the first
-            raise first or error from None
+            raise first_error or error from None
 
         def replay() -> Tensor:
             graph.replay()
@@ -97,32 +96,36 @@ class Graphs:
         failed: Whether a forward could not be recorded or gave wrong results, so that no more are
             tried.
         busy: Whether a call is using them.
-        lent: A weak reference to the cache that shares their memory: the last one that `lend`
+        borrower: A weak reference to the cache that shares their memory: the last one that `lend`
             returned.
     """
 
     def __init__(self, cache: BlockCache, weights: Hashable) -> None:
-        self.cache, self.weights, self.device = cache, weights, cache.layer_devices[0]
+        self.cache = cache
+        self.weights = weights
+        self.device = cache.layer_devices[0]
         self.recorder = RECORDERS[self.device.type](self.device)
         self.inputs: dict[Hashable, list[Tensor]] = {}
         self.recorded: dict[Hashable, Callable[[], Tensor]] = {}
         self.compared: dict[Hashable, int] = {}
-        self.replays, self.failed, self.busy = 0, False, False
+        self.replays = 0
+        self.failed = False
+        self.busy = False
         # libraries keep a handle for each: one that ran nothing yet must not record
         self._thread = threading.local()
-        self.lent: Callable[[], BlockCache | None] = lambda: None
+        self.borrower: Callable[[], BlockCache | None] = lambda: None
 
     def lend(self, past: BlockCache | None) -> BlockCache:
         """Return the cache, filled with the content of `past` if given; an earlier borrower first
         gets a copy of its own."""
         cache = past
         if cache is None or cache.hidden is not self.cache.hidden:
-            if (holder := self.lent()) is not None:
+            if (holder := self.borrower()) is not None:
                 holder.detach()
             cache = copy.copy(self.cache)
             if past is not None:
                 cache.fill_from(past)
-        self.lent = weakref.ref(cache)
+        self.borrower = weakref.ref(cache)
         return cache
 
     def call(self, key: Hashable, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
@@ -130,44 +133,49 @@ class Graphs:
         result. `function` must depend on nothing but the inputs (which may lie on the host), the
         key and the cache."""
         key = key, tuple((tensor.shape, tensor.dtype) for tensor in inputs)
-        fixed, replay = self.inputs.get(key), self.recorded.get(key)
-        if fixed is None or self.failed or (replay is None and not hasattr(self._thread, "warm")):
-            given = [tensor.to(self.device, non_blocking=True) for tensor in inputs]
+        static_inputs = self.inputs.get(key)
+        replay = self.recorded.get(key)
+        if (
+            static_inputs is None
+            or self.failed
+            or (replay is None and not hasattr(self._thread, "warm"))
+        ):
+            device_inputs = [tensor.to(self.device, non_blocking=True) for tensor in inputs]
             if self.failed:
-                return function(*given)
-            # to be written to in and outside of it
+                return function(*device_inputs)
+            # these tensors are written to both in and outside of inference mode
             with torch.inference_mode(False), torch.no_grad():
-                self.inputs[key] = fixed or [torch.empty_like(tensor) for tensor in given]
+                self.inputs[key] = static_inputs or [
+                    torch.empty_like(tensor) for tensor in device_inputs
+                ]
             self._thread.warm = True
-            return self.recorder.first(lambda: function(*given))
-        for register, tensor in zip(fixed, inputs, strict=True):
-            register.copy_(tensor, non_blocking=True)
+            return self.recorder.first(lambda: function(*device_inputs))
+        for static_input, tensor in zip(static_inputs, inputs, strict=True):
+            static_input.copy_(tensor, non_blocking=True)
         try:
             if replay is None:
-                replay = self.recorded[key] = self.recorder.record(lambda: function(*fixed))
-            made = replay()
+                replay = self.recorded[key] = self.recorder.record(lambda: function(*static_inputs))
+            output = replay()
             if self.device.type in CHECKED_ON and self.compared.get(key, 0) < _COMPARED:
                 # it writes what the replay has written
-                right = self.recorder.first(lambda: function(*fixed))
-                check_close("a replay and the forward that it stands for differ", made, right)
+                expected = self.recorder.first(lambda: function(*static_inputs))
+                check_close("a replay and the forward that it stands for differ", output, expected)
                 self.compared[key] = self.compared.get(key, 0) + 1
         except Exception as error:
             self.failed = True
             self.recorded.clear()
-            how = (
-                "is wrong when it is replayed"
-                if isinstance(error, ArithmeticError)
-                else "could not be recorded"
-            )
+            failure = "could not be recorded"
+            if isinstance(error, ArithmeticError):
+                failure = "is wrong when it is replayed"
             warnings.warn(
-                f"a round of decoding {how} as a CUDA graph ({error}): decoding goes on without "
-                "graphs. That may disturb other work of this process: restart it, and pass "
+                f"a round of decoding {failure} as a CUDA graph ({error}): decoding goes on "
+                "without graphs. That may disturb other work of this process: restart it, and pass "
                 "graphs=False to generate",
                 stacklevel=2,
             )
-            return function(*fixed)
+            return function(*static_inputs)
         self.replays += 1
-        return made.clone()
+        return output.clone()
 
 
 _KEPT: "weakref.WeakKeyDictionary[nn.Module, Graphs]" = weakref.WeakKeyDictionary()
@@ -185,13 +193,15 @@ def release_graphs(model: nn.Module) -> None:
 def recording_report(model: nn.Module) -> dict[str, int]:
     """Count what is kept for a model: `recordings`, their `replays` so far, the cache's `bytes`,
     whether recording `failed`."""
-    kept = _KEPT.get(model)
-    found = (
-        (0, 0, 0, 0)
-        if kept is None
-        else (len(kept.recorded), kept.replays, kept.cache.nbytes, int(kept.failed))
-    )
-    return dict(zip(("recordings", "replays", "bytes", "failed"), found, strict=True))
+    recordings = _KEPT.get(model)
+    if recordings is None:
+        return {"recordings": 0, "replays": 0, "bytes": 0, "failed": 0}
+    return {
+        "recordings": len(recordings.recorded),
+        "replays": recordings.replays,
+        "bytes": recordings.cache.nbytes,
+        "failed": int(recordings.failed),
+    }
 
 
 @contextmanager
@@ -213,19 +223,21 @@ def cache_for(
     """
     if past is not None and with_head and not past.head_layers:
         past = None
-    why = "graphs is False" if graphs is False else obstacle(model)
-    if graphs and why is not None:
-        raise ValueError(f"graphs is True, but {why}, or leave graphs unset")
+    reason = "graphs is False" if graphs is False else obstacle(model)
+    if graphs and reason is not None:
+        raise ValueError(f"graphs is True, but {reason}, or leave graphs unset")
     # a Cache of transformers is false where it is empty
-    deep = with_head or (past is not None and past.head_layers > 0)
+    head_layers = with_head or (past is not None and past.head_layers > 0)
     with _in_use(past):
-        lent = None if why is not None else _lend(model, past, rows, capacity, scratch, deep)
-        if lent is not None:
-            cache, kept = lent
+        loan = None
+        if reason is None:
+            loan = _lend(model, past, rows, capacity, scratch, head_layers)
+        if loan is not None:
+            cache, recordings = loan
             try:
-                yield cache, kept
+                yield cache, recordings
             finally:
-                kept.busy = False
+                recordings.busy = False
         elif past is None:
             yield BlockCache(model, rows, capacity, scratch, with_head), None
         else:
@@ -234,7 +246,11 @@ def cache_for(
                 yield past, None
             else:
                 cache = BlockCache(
-                    model, rows, max(capacity, past.capacity), max(scratch, past.scratch), deep
+                    model,
+                    rows,
+                    max(capacity, past.capacity),
+                    max(scratch, past.scratch),
+                    head_layers,
                 )
                 cache.fill_from(past)
                 yield cache, None
@@ -268,43 +284,43 @@ def _lend(
     their cache with the content of `past`, and them. Return None if another call uses them."""
     weights = fingerprint(model)
     with _LOCK:
-        kept = _KEPT.get(model)
-        if kept is not None and kept.busy:
+        recordings = _KEPT.get(model)
+        if recordings is not None and recordings.busy:
             return None
         if (
-            kept is None
-            or kept.weights != weights
-            or not kept.cache.fits(rows, capacity, scratch, with_head)
+            recordings is None
+            or recordings.weights != weights
+            or not recordings.cache.fits(rows, capacity, scratch, with_head)
         ):
-            kept = None
+            recordings = None
             _KEPT.pop(model, None)  # its memory goes before another is asked for
             block = model.config.block_size
-            roomy = max(LEAST_CAPACITY, 1 << (capacity - 1).bit_length()) // block * block
+            rounded = max(LEAST_CAPACITY, 1 << (capacity - 1).bit_length()) // block * block
             with torch.inference_mode(False), torch.no_grad():
                 cache = BlockCache(
-                    model, rows, max(roomy, capacity), scratch, with_head, fixed=True
+                    model, rows, max(rounded, capacity), scratch, with_head, fixed=True
                 )
-            kept = _KEPT[model] = Graphs(cache, weights)
-        cache = kept.lend(past)
-        kept.busy = True
-    return cache, kept
+            recordings = _KEPT[model] = Graphs(cache, weights)
+        cache = recordings.lend(past)
+        recordings.busy = True
+    return cache, recordings
 
 
 def _separate(model: Any, past: BlockCache) -> None:
     """Give a cache memory of its own if it shares that of the kept `Graphs`, which another call may
     be lent meanwhile."""
     with _LOCK:
-        kept = _KEPT.get(model)
-        if kept is not None and not kept.busy and kept.lent() is past:
+        recordings = _KEPT.get(model)
+        if recordings is not None and not recordings.busy and recordings.borrower() is past:
             past.detach()
-            kept.lent = lambda: None
+            recordings.borrower = lambda: None
 
 
 def fingerprint(model: Any) -> Hashable:
     """Collect all that recordings of a model depend on: addresses of weights, modules' settings and
     hooks, the attention."""
     tensors = (*model.parameters(), *model.buffers())
-    places = tuple(
+    storages = tuple(
         (tensor.data_ptr(), tensor.dtype, tensor.shape) for tensor in tensors if not tensor.is_meta
     )
     settings: list[Hashable] = []
@@ -319,7 +335,7 @@ def fingerprint(model: Any) -> Hashable:
                 settings.append((name, repr(value)))
     attention = model.config._attn_implementation
     return (
-        places,
+        storages,
         *settings,
         *(adapters_of_rows(model) or ()),
         attention,
@@ -333,9 +349,9 @@ def obstacle(model: Any) -> str | None:
     if device.type not in RECORDERS:
         return f"the model is on {device}: move it to a CUDA device"
     tensors = (*model.parameters(), *model.buffers())
-    if others := {type(tensor).__name__ for tensor in tensors} - {"Tensor", "Parameter", "Buffer"}:
+    if kinds := {type(tensor).__name__ for tensor in tensors} - {"Tensor", "Parameter", "Buffer"}:
         return (
-            f"weights are of the kind {', '.join(sorted(others))}, and where those lie is not "
+            f"weights are of the kind {', '.join(sorted(kinds))}, and where those lie is not "
             "known: load plain tensors"
         )
     if len(devices := {tensor.device for tensor in tensors}) > 1:

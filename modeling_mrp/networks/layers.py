@@ -39,60 +39,70 @@ def plan_layers(model: Any, with_head: bool, dispatch: Dispatch) -> Plans | None
     }
     if with_head:
         layers[model.mrp_head] = list(model.mrp_head.layers)
-    if (chosen := model.config._attn_implementation) != "sdpa":
-        obstacle: str | None = f"the model attends by {chosen!r}: use attn_implementation='sdpa'"
-    elif any(part._compiled_call_impl is not None for part in model.modules()):
+    if (attention := model.config._attn_implementation) != "sdpa":
+        obstacle: str | None = f"the model attends by {attention!r}: use attn_implementation='sdpa'"
+    elif any(module._compiled_call_impl is not None for module in model.modules()):
         obstacle = "the model has parts that were compiled: leave it uncompiled"
     else:
-        obstacle = next(
-            (why for module, kind in _parts(model, layers) if (why := deviation(module, kind))),
-            None,
-        )
-    by_twins = obstacle is None and dispatch.forced is False
-    if not by_twins and not dispatch.allows(
+        obstacle = None
+        for module, kind in _replaced_modules(model, layers):
+            obstacle = deviation(module, kind)
+            if obstacle is not None:
+                break
+    pytorch_only = obstacle is None and dispatch.forced is False
+    if not pytorch_only and not dispatch.allows(
         "the kernels of its layers", next(model.model.parameters()), obstacle=obstacle
     ):
         return None
-    return {
-        owner: [
-            (layer, *(product(linears, packed_weight(linears)) for linears in _of_one_input(layer)))
-            for layer in each
-        ]
-        for owner, each in layers.items()
-    }
+    plans: Plans = {}
+    for owner, network_layers in layers.items():
+        plans[owner] = []
+        for layer in network_layers:
+            projections, gate_up = _linear_groups(layer)
+            plans[owner].append(
+                (
+                    layer,
+                    product(projections, packed_weight(projections)),
+                    product(gate_up, packed_weight(gate_up)),
+                )
+            )
+    return plans
 
 
 def deviation(module: nn.Module, kind: type[nn.Module]) -> str | None:
     """Say how a module deviates, global hooks aside, from the class `kind`, with the remedy; None
     if not at all."""
-    found = type(module)
+    module_class = type(module)
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        if any(getattr(hook, "__module__", None) != _NOTES_ONLY for hook in hooks.values()):
-            return f"a {found.__name__} carries hooks: remove them"
+        for hook in hooks.values():
+            if getattr(hook, "__module__", None) != _NOTES_ONLY:
+                return f"a {module_class.__name__} carries hooks: remove them"
     if (
         "forward" in module.__dict__
-        or found.forward is not kind.forward
-        or not issubclass(found, kind)
+        or module_class.forward is not kind.forward
+        or not issubclass(module_class, kind)
     ):
-        return f"a {found.__name__} is wrapped or no {kind.__name__}: use plain modules"
+        return f"a {module_class.__name__} is wrapped or no {kind.__name__}: use plain modules"
     # Other packages may have replaced the class or its methods by their own (Liger does).
-    if not found.forward.__module__.startswith(_OWN):
+    if not module_class.forward.__module__.startswith(_OWN):
         return (
-            f"the forward of a {found.__name__} was replaced by one of {found.forward.__module__}: "
-            "leave it as it was"
+            f"the forward of a {module_class.__name__} was replaced by one of "
+            f"{module_class.forward.__module__}: leave it as it was"
         )
     return None
 
 
-def _parts(model: Any, layers: dict[Any, list[Any]]) -> Iterator[tuple[Any, type[nn.Module]]]:
+def _replaced_modules(
+    model: Any, layers: dict[Any, list[Any]]
+) -> Iterator[tuple[Any, type[nn.Module]]]:
     """Yield the modules that fused layers replace and their classes, parents first: one of another
     class may lack parts."""
     yield model.model, MRPBackbone
     if model.mrp_head in layers:
         yield model.mrp_head, MRPHead
-    for owner, each in layers.items():
+    for owner, network_layers in layers.items():
         yield owner.norm, Qwen3RMSNorm
-        for layer in each:
+        for layer in network_layers:
             yield layer, Qwen3DecoderLayer
             yield layer.self_attn, Qwen3Attention
             yield layer.mlp, Qwen3MLP
@@ -105,10 +115,11 @@ def _parts(model: Any, layers: dict[Any, list[Any]]) -> Iterator[tuple[Any, type
                 yield norm, Qwen3RMSNorm
 
 
-def _of_one_input(layer: Any) -> tuple[list[Any], list[Any]]:
+def _linear_groups(layer: Any) -> tuple[list[Any], list[Any]]:
     """Group a layer's linear layers that share an input: those of queries, keys and values, and the
     MLP's gate and up."""
-    attention, mlp = layer.self_attn, layer.mlp
+    attention = layer.self_attn
+    mlp = layer.mlp
     return [attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]
 
 
@@ -121,22 +132,24 @@ def pack(model: nn.Module) -> None:
     Layers are left as they are if one is more than a plain `nn.Linear` (adapters, quantised
     weights, hooks), or lies on another device than the others.
     """
-    moved = None
+    packed = None
     with _PACKING:
         for layer in model.modules():
-            for linears in _of_one_input(layer) if isinstance(layer, Qwen3DecoderLayer) else ():
+            if not isinstance(layer, Qwen3DecoderLayer):
+                continue
+            for linears in _linear_groups(layer):
                 weights = [linear.weight.data for linear in linears if _plain(linear)]
                 if (
                     len(weights) == len(linears)
                     and packed_weight(linears) is None
-                    and len({w.device for w in weights}) == 1
+                    and len({weight.device for weight in weights}) == 1
                 ):
-                    moved = torch.cat(weights)
-                    for linear, part in zip(
-                        linears, moved.split([len(w) for w in weights]), strict=True
+                    packed = torch.cat(weights)
+                    for linear, view in zip(
+                        linears, packed.split(list(map(len, weights))), strict=True
                     ):
-                        linear.weight.data = part
-    if moved is not None and moved.is_cuda:
+                        linear.weight.data = view
+    if packed is not None and packed.is_cuda:
         torch.cuda.empty_cache()  # where the weights lay, in pieces that little else fits
 
 
@@ -146,17 +159,18 @@ def packed_weight(linears: Sequence[Any]) -> Tensor | None:
     if not all(map(_plain, linears)):
         return None
     first = linears[0].weight
-    storage, place = first.untyped_storage().data_ptr(), first.data_ptr()
+    storage = first.untyped_storage().data_ptr()
+    address = first.data_ptr()
+    rows = 0
     for linear in linears:
         if (
-            linear.weight.data_ptr() != place
+            linear.weight.data_ptr() != address
             or linear.weight.untyped_storage().data_ptr() != storage
         ):
             return None
-        place += linear.weight.nbytes
-    return first.as_strided(
-        (sum(len(linear.weight) for linear in linears), first.shape[1]), first.stride()
-    )
+        address += linear.weight.nbytes
+        rows += len(linear.weight)
+    return first.as_strided((rows, first.shape[1]), first.stride())
 
 
 def _plain(linear: Any) -> bool:

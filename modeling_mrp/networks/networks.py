@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -65,14 +66,17 @@ class Networks:
         plans: Plans | None = None,
         recorded: Callable[..., Tensor] | None = None,
     ) -> None:
-        self.model, self.cache, self.plans, self.recorded = model, cache, plans, recorded
-        self.picker, self.drafter = picker, replace(picker, entropy=False, shortlist=0)
-        self.device, config = picker.lm_head_weight.device, model.config
-        self.block, self.mask_id, self.with_head = (
-            config.block_size,
-            config.mask_token_id,
-            with_head,
-        )
+        self.model = model
+        self.cache = cache
+        self.plans = plans
+        self.recorded = recorded
+        self.picker = picker
+        self.drafter = replace(picker, entropy=False, shortlist=0)
+        self.device = picker.lm_head_weight.device
+        config = model.config
+        self.block = config.block_size
+        self.mask_id = config.mask_token_id
+        self.with_head = with_head
         self.backbone_layers = range(config.num_hidden_layers)
         self.head_layers = range(
             len(self.backbone_layers), len(self.backbone_layers) + config.num_nextn_predict_layers
@@ -81,9 +85,8 @@ class Networks:
         self._swaps: list[list[tuple[int, int]]] = []
         # whether the backbone's hidden state at a position is for the next token
         self.shifted = cache.shifted
-        self._scored: Tensor | None = (
-            None  # hidden states of the last `score`, [n, block (+ 1 if shifted), hidden_size]
-        )
+        # hidden states of the last `score`, [n, block (+ 1 if shifted), hidden_size]
+        self._scored: Tensor | None = None
         cache.active = cache.rows
 
     def prefill(self, rows: Sequence[Row], reused: Sequence[int]) -> list[Scores]:
@@ -94,43 +97,45 @@ class Networks:
         at the least of these.
         """
         length = max(row.state.start for row in rows) + self.block
-        read = max(row.head_held for row in rows)
-        for at, row in enumerate(rows):
-            if row.head_held < read:  # possible only if an earlier call filled the cache
-                self.cache.blank(self.head_layers, at, row.head_held, read)
-        first: dict[int, Hidden] = {}
-        for begin, end, *given in self._chunks(rows, min(reused), length):
-            hidden = self.model.backbone(*given, self.cache).to(self.device)
+        head_length = max(row.head_held for row in rows)
+        for index, row in enumerate(rows):
+            if row.head_held < head_length:  # possible only if an earlier call filled the cache
+                self.cache.blank(self.head_layers, index, row.head_held, head_length)
+        first_blocks: dict[int, Hidden] = {}
+        for begin, end, *inputs in self._chunks(rows, min(reused), length):
+            hidden = self.model.backbone(*inputs, self.cache).to(self.device)
             self.forwards["prefill"] += 1
             if self.with_head or self.shifted:
                 self.cache.hidden[: len(rows), begin + self.shifted : end + self.shifted] = hidden
             if self.shifted:
                 hidden = self.cache.hidden[: len(rows), begin:end].to(self.device, copy=True)
             blocks = hidden.unflatten(1, (-1, self.block)).flatten(0, 1)
-            for at, row in enumerate(rows):
-                row.counts.forwards += row.state.start >= begin and reused[at] < end
+            for index, row in enumerate(rows):
+                row.counts.forwards += row.state.start >= begin and reused[index] < end
                 if begin <= row.state.start < end:
-                    first[at] = blocks, (at * (end - begin) + row.state.start - begin) // self.block
+                    position = index * (end - begin) + row.state.start - begin
+                    first_blocks[index] = blocks, position // self.block
+        states = []
         for row in rows:
             row.held = row.state.start
-        return self.pick(
-            self.picker, [(row, row.state) for row in rows], [first[at] for at in range(len(rows))]
-        )
+            states.append((row, row.state))
+        return self.pick(self.picker, states, [first_blocks[index] for index in range(len(rows))])
 
-    def _catch_up(self, rows: Sequence[Row], behind: Sequence[Row]) -> None:
-        """Run the head over the part of the texts of the rows `behind` that it has not read yet."""
-        first, last = min(row.head_held for row in behind), max(row.held for row in behind)
+    def _catch_up(self, rows: Sequence[Row], lagging: Sequence[Row]) -> None:
+        """Run the head over the committed text of the rows `lagging` that it has not read yet."""
+        first = min(row.head_held for row in lagging)
+        last = max(row.held for row in lagging)
         for begin, end, ids, positions, mask in self._chunks(rows, first, last):
             hidden = self.cache.hidden[: len(rows), begin:end]
-            held = torch.tensor([row.held for row in rows], device=hidden.device)
-            kept = torch.arange(begin, end, device=hidden.device) < held[:, None]
+            cached_lengths = torch.tensor([row.held for row in rows], device=hidden.device)
+            is_cached = torch.arange(begin, end, device=hidden.device) < cached_lengths[:, None]
             self.model.residual(
-                ids, torch.where(kept[..., None], hidden, 0), positions, mask, self.cache
+                ids, torch.where(is_cached[..., None], hidden, 0), positions, mask, self.cache
             )
             self.forwards["head"] += 1
-            for row in behind:
+            for row in lagging:
                 row.counts.head_forwards += row.held > begin and row.head_held < end
-        for row in behind:
+        for row in lagging:
             row.head_held = row.held
 
     def _chunks(self, rows: Sequence[Row], begin: int, length: int) -> Iterator[Chunk]:
@@ -146,18 +151,23 @@ class Networks:
     def score(self, rows: Sequence[Row], drafts: Sequence[Sequence[Node]]) -> list[list[Scores]]:
         """Score all rows' nodes (ended rows have none) in one backbone forward; return the scores
         by row and node."""
-        packed = [[(node.state, node.parent) for node in nodes] for nodes in drafts]
+        packed = []
+        for nodes in drafts:
+            packed.append([(node.state, node.parent) for node in nodes])
         self._scored, firsts = self._run_backbone(packed, [row.held for row in rows])
         self.forwards["denoise"] += 1
         hidden = self._scored[:, :-1] if self.shifted else self._scored
-        states, places, parents = [], [], []
+        states: list[tuple[Row, State]] = []
+        blocks: list[Hidden] = []
+        parents: list[State | None] = []
         for row, nodes, first in zip(rows, drafts, firsts, strict=True):
             row.counts.forwards += bool(nodes)
-            states += [(row, node.state) for node in nodes]
-            places += [(hidden, first + slot) for slot in range(len(nodes))]
-            parents += [nodes[node.parent].state if node.parent >= 0 else None for node in nodes]
-        found = iter(self.pick(self.picker, states, places, parents))
-        return [[next(found) for _ in nodes] for nodes in drafts]
+            for index, node in enumerate(nodes, first):
+                states.append((row, node.state))
+                blocks.append((hidden, index))
+                parents.append(nodes[node.parent].state if node.parent >= 0 else None)
+        scores = iter(self.pick(self.picker, states, blocks, parents))
+        return [list(islice(scores, len(nodes))) for nodes in drafts]
 
     def _run_backbone(self, packed: Packed, held: Sequence[int]) -> tuple[Tensor, Sequence[int]]:
         """Run the backbone over states; return hidden states [n, block, hidden_size] and each row's
@@ -181,48 +191,55 @@ class Networks:
         head starts from; at least one row has states. For rows with states, the pass also reads a
         committed block that the head has not read yet, if any.
         """
-        asking = [row for row, states in zip(rows, asked, strict=True) if states]
-        if behind := [row for row in asking if row.held - row.head_held > self.block]:
-            self._catch_up(rows, behind)
-        kept = self.cache.hidden.unflatten(1, (-1, self.block)).flatten(0, 1)
-        packed: list[list[tuple[State, int]]] = []
-        given: list[list[Hidden]] = []
-        # rows with a committed block that the head has not read, put before their states
-        leads: list[int] = []
-        for at, (row, states) in enumerate(zip(rows, asked, strict=True)):
-            row.counts.head_forwards += bool(states)
-            lead = bool(states) and row.held > row.head_held
-            cells, starts = (
-                [(state, lead - 1) for state, _ in states],
-                [hidden for _, hidden in states],
-            )
-            if lead:
-                leads.append(at)
-                cells.insert(0, (row.opened(row.head_held), -1))
-                starts.insert(
-                    0, (kept, (at * self.cache.hidden.shape[1] + row.head_held) // self.block)
-                )
-            packed.append(cells)
-            given.append(starts)
-        width, filler = max(map(len, packed)), next(starts[0] for starts in given if starts)
-        wide = gather_blocks(
-            [one for starts in given for one in [*starts, *[filler] * (width - len(starts))]]
-        )
-        made = self._network(packed, [row.head_held for row in rows], wide)
-        self.forwards["head"] += 1
-        if leads:
-            self.cache.move(
-                self.head_layers,
-                [(at, self.cache.begin, rows[at].head_held) for at in leads],
-                self.block,
-            )
-        for at in leads:
-            rows[at].head_held += self.block
-        made = made if residual else wide.to(made.device) + made
-        return [
-            [(made, at * width + slot) for slot in range(len(states) - len(asked[at]), len(states))]
-            for at, states in enumerate(packed)
+        lagging = [
+            row
+            for row, states in zip(rows, asked, strict=True)
+            if states and row.held - row.head_held > self.block
         ]
+        if lagging:
+            self._catch_up(rows, lagging)
+        committed_blocks = self.cache.hidden.unflatten(1, (-1, self.block)).flatten(0, 1)
+        packed: list[list[tuple[State, int]]] = []
+        row_inputs: list[list[Hidden]] = []
+        # indices of rows with a committed block that the head has not read, put before their states
+        leading_rows: list[int] = []
+        for index, (row, states) in enumerate(zip(rows, asked, strict=True)):
+            row.counts.head_forwards += bool(states)
+            entries: list[tuple[State, int]] = []
+            blocks: list[Hidden] = []
+            parent = -1
+            if states and row.held > row.head_held:
+                leading_rows.append(index)
+                position = index * self.cache.hidden.shape[1] + row.head_held
+                entries.append((row.opened(row.head_held), -1))
+                blocks.append((committed_blocks, position // self.block))
+                parent = 0
+            for state, hidden in states:
+                entries.append((state, parent))
+                blocks.append(hidden)
+            packed.append(entries)
+            row_inputs.append(blocks)
+        width = max(map(len, packed))
+        filler = next(blocks[0] for blocks in row_inputs if blocks)
+        padded: list[Hidden] = []
+        for blocks in row_inputs:
+            padded += blocks
+            padded += [filler] * (width - len(blocks))
+        head_inputs = gather_blocks(padded)
+        output = self._network(packed, [row.head_held for row in rows], head_inputs)
+        self.forwards["head"] += 1
+        if leading_rows:
+            moves = [(index, self.cache.begin, rows[index].head_held) for index in leading_rows]
+            self.cache.move(self.head_layers, moves, self.block)
+        for index in leading_rows:
+            rows[index].head_held += self.block
+        if not residual:
+            output = head_inputs.to(output.device) + output
+        results = []
+        for index, (entries, states) in enumerate(zip(packed, asked, strict=True)):
+            end = index * width + len(entries)
+            results.append([(output, slot) for slot in range(end - len(states), end)])
+        return results
 
     def commit(self, rows: Sequence[Row], clean: Sequence[Sequence[int]]) -> None:
         """Copy keys, values and hidden states (for the head) of accepted clean states to their
@@ -232,18 +249,23 @@ class Networks:
         in order; at least one.
         """
         moves = []
-        for at, (row, slots) in enumerate(zip(rows, clean, strict=True)):
+        for index, (row, slots) in enumerate(zip(rows, clean, strict=True)):
             for slot in slots:
-                moves.append((at, self.cache.begin + slot * self.block, row.held))
+                moves.append((index, self.cache.begin + slot * self.block, row.held))
                 row.held += self.block
         self.cache.move(self.backbone_layers, moves, self.block)
         if self.with_head or self.shifted:
             assert self._scored is not None
-            kept, width = self.cache.hidden, len(self._scored) // len(rows)
-            place, source, target = torch.tensor(moves, device=kept.device).unbind(1)
-            states = place * width + (source - self.cache.begin) // self.block
-            columns = target[:, None] + torch.arange(self._scored.shape[1], device=kept.device)
-            kept[place[:, None], columns] = self._scored[states.to(self.device)].to(kept.device)
+            cached_hidden = self.cache.hidden
+            width = len(self._scored) // len(rows)
+            row_indices, source, target = torch.tensor(moves, device=cached_hidden.device).unbind(1)
+            states = row_indices * width + (source - self.cache.begin) // self.block
+            columns = target[:, None] + torch.arange(
+                self._scored.shape[1], device=cached_hidden.device
+            )
+            cached_hidden[row_indices[:, None], columns] = self._scored[states.to(self.device)].to(
+                cached_hidden.device
+            )
 
     def pick(
         self,
@@ -259,26 +281,40 @@ class Networks:
         `parents` are the states' parents, whose tokens processors see. If every state has a
         shortlist in `shortlists` (`Scores.shortlist`), tokens are chosen among those listed.
         """
-        block, count = self.block, len(states)
+        block = self.block
+        count = len(states)
         columns = np.array(
-            [at * block + column for at, (_, state) in enumerate(states) for column in state.free],
+            [
+                index * block + column
+                for index, (_, state) in enumerate(states)
+                for column in state.free
+            ],
             np.int64,
         )
         if not len(columns):
-            return [Scores([0] * block, [-torch.inf] * block, hidden=one) for one in hidden]
-        listed = [one for one in shortlists if one is not None]
-        index, given, *short = self._at_columns(columns, hidden, *[listed] * (len(listed) == count))
+            return [
+                Scores([0] * block, [-torch.inf] * block, hidden=location) for location in hidden
+            ]
+        given_shortlists = [location for location in shortlists if location is not None]
+        flat_index, hidden_states, *shortlist_values = self._at_columns(
+            columns, hidden, *[given_shortlists] * (len(given_shortlists) == count)
+        )
         spots = Spots(states, self.device, parents)
-        picks = picker.among(given, short[0], spots) if short else picker(given, spots)
-        few: Sequence[Hidden | None] = shortlists or [None] * count
+        picks = (
+            picker.among(hidden_states, shortlist_values[0], spots)
+            if shortlist_values
+            else picker(hidden_states, spots)
+        )
+        row_shortlists: Sequence[Hidden | None] = shortlists or [None] * count
         if picks.shortlist is not None:
             size = picks.shortlist.shape[1]
-            spread = picks.shortlist.new_zeros(count * block, size).index_copy_(
-                0, index, picks.shortlist
+            spread_shortlist = picks.shortlist.new_zeros(count * block, size).index_copy_(
+                0, flat_index, picks.shortlist
             )
-            few = [(spread.view(count, block, size), place) for place in range(count)]
-        found = zip(on_host(picks, columns, count, block), hidden, few, strict=True)
-        return [Scores(*said, one, shortlist) for said, one, shortlist in found]
+            spread_shortlist = spread_shortlist.view(count, block, size)
+            row_shortlists = [(spread_shortlist, index) for index in range(count)]
+        picked = zip(on_host(picks, columns, count, block), hidden, row_shortlists, strict=True)
+        return [Scores(*fields, location, shortlist) for fields, location, shortlist in picked]
 
     def _at_columns(self, columns: np.ndarray, *several: Sequence[Hidden]) -> list[Tensor]:
         """Copy column indices [n] to the device; return them, and the values of each list of blocks
@@ -288,50 +324,61 @@ class Networks:
 
     def token_odds(
         self,
-        asked: Sequence[tuple[Row, State, Sequence[int], Sequence[int]]],
+        queries: Sequence[tuple[Row, State, Sequence[int], Sequence[int]]],
         hidden: Sequence[Hidden],
     ) -> list[list[float]]:
         """Compute the log-odds [block] of given tokens at each state, -inf at other columns; one
         transfer to the host.
 
-        `asked` has, by state, its row, the state, some of its free columns, and tokens by column.
+        `queries` has, by state, its row, the state, some of its free columns, and tokens by column.
         """
-        states = [
-            (row, State(state.key, tuple(where), state.end, state.masks, 0))
-            for row, state, where, _ in asked
-        ]
-        tokens, spots = [(where, token) for _, _, where, token in asked], Spots(states, self.device)
-        return self._of_tokens(
-            tokens, hidden, lambda given, token: self.picker.token_odds(given, token, spots)
+        states = []
+        tokens = []
+        for row, state, columns, token in queries:
+            narrowed = State(state.key, tuple(columns), state.end, state.masks, 0)
+            states.append((row, narrowed))
+            tokens.append((columns, token))
+        spots = Spots(states, self.device)
+        return self._compute_at_tokens(
+            tokens,
+            hidden,
+            lambda hidden_states, token: self.picker.token_odds(hidden_states, token, spots),
         )
 
-    def magnitudes(self, asked: TokensAt, hidden: Sequence[Hidden]) -> list[list[float]]:
+    def magnitudes(self, queries: TokensAt, hidden: Sequence[Hidden]) -> list[list[float]]:
         """Compute the magnitude |C| of given tokens' residual logits from h_C; return numbers as
         `token_odds` does."""
         weight = self.picker.lm_head_weight
-        return self._of_tokens(
-            asked,
+        return self._compute_at_tokens(
+            queries,
             hidden,
-            lambda given, token: token_logits(weight, given, token[:, None])[:, 0].abs(),
+            lambda hidden_states, token: token_logits(weight, hidden_states, token[:, None])[
+                :, 0
+            ].abs(),
         )
 
-    def _of_tokens(
-        self, asked: TokensAt, hidden: Sequence[Hidden], compute: Callable[..., Tensor]
+    def _compute_at_tokens(
+        self, queries: TokensAt, hidden: Sequence[Hidden], compute: Callable[..., Tensor]
     ) -> list[list[float]]:
         """Call `compute(hidden states [n, size], tokens [n])` on the given tokens; return its
         numbers as `token_odds` does."""
-        pairs = [
-            (place * self.block + c, token[c])
-            for place, (where, token) in enumerate(asked)
-            for c in where
-        ]
-        columns, tokens = np.array(pairs, np.int64).T.copy()
-        _, given = self._at_columns(columns, hidden)
-        numbers = compute(given, torch.from_numpy(tokens).to(self.device, non_blocking=True))
-        found: list[list[float]] = spread_columns(numbers, columns, len(asked), self.block).tolist()
-        return found
+        pairs = []
+        for index, (columns, token) in enumerate(queries):
+            for column in columns:
+                pairs.append((index * self.block + column, token[column]))
+        indices, tokens = np.array(pairs, np.int64).T.copy()
+        _, hidden_states = self._at_columns(indices, hidden)
+        numbers = compute(
+            hidden_states, torch.from_numpy(tokens).to(self.device, non_blocking=True)
+        )
+        rows: list[list[float]] = spread_columns(
+            numbers, indices, len(queries), self.block
+        ).tolist()
+        return rows
 
-    def _network(self, packed: Packed, held: Sequence[int], hidden: Tensor | None = None) -> Tensor:
+    def _network(
+        self, packed: Packed, cached_lengths: Sequence[int], hidden: Tensor | None = None
+    ) -> Tensor:
         """Run the backbone over states, or the head if its input `hidden` [rows * width, block,
         hidden_size] is given.
 
@@ -343,100 +390,126 @@ class Networks:
             states of a row. Shifted hidden states have block + 1 columns: the first is for the
             block's first token, the last for the next block's.
         """
-        rows, width, used = len(packed), max(map(len, packed)), max(held)
-        self.cache.target(used, width * self.block)
+        rows = len(packed)
+        width = max(map(len, packed))
+        longest = max(cached_lengths)
+        self.cache.target(longest, width * self.block)
         empty = ((0, (self.mask_id,) * self.block), -1)
-        numbers, cells = array("q"), []
+        numbers = array("q")
+        entries = []
         for states in packed:
-            cells += [(state.key, parent) for state, parent in states] + [empty] * (
-                width - len(states)
-            )
-        for (_, ids), _ in cells:
+            for state, parent in states:
+                entries.append((state.key, parent))
+            entries += [empty] * (width - len(states))
+        starts = []
+        parents = []
+        for (start, ids), parent in entries:
             numbers.extend(ids)
-        numbers.extend([start for (start, _), _ in cells])
-        numbers.extend([parent for _, parent in cells])
-        numbers.extend(held)
-        table, begin = torch.frombuffer(numbers, dtype=torch.long), self.cache.begin
-        plain = width == 1 and min(held) == begin and self.recorded is None
-        forward = partial(self._packed, rows, width, begin, plain)
+            starts.append(start)
+            parents.append(parent)
+        numbers.extend(starts)
+        numbers.extend(parents)
+        numbers.extend(cached_lengths)
+        table = torch.frombuffer(numbers, dtype=torch.long)
+        begin = self.cache.begin
+        sees_all = width == 1 and min(cached_lengths) == begin and self.recorded is None
+        forward = partial(self._packed, rows, width, begin, sees_all)
         inputs = [] if hidden is None else [hidden.reshape(rows, width * self.block, -1)]
         if self.recorded is None:
-            made = forward(table.to(self.device, non_blocking=True), *inputs)
+            output = forward(table.to(self.device, non_blocking=True), *inputs)
         else:
             key = (rows, width, begin, self.picker.dispatch, self.plans is not None)
-            made = self.recorded(key, forward, table, *inputs)
-        return made.view(rows * width, -1, made.shape[-1])
+            output = self.recorded(key, forward, table, *inputs)
+        return output.view(rows * width, -1, output.shape[-1])
 
     def _packed(
         self,
         rows: int,
         width: int,
         begin: int,
-        plain: bool,
+        sees_all: bool,
         table: Tensor,
         hidden: Tensor | None = None,
     ) -> Tensor:
-        """Unpack `table` (ids, starts, parents, held) and run the network, by tensor operations
-        that a graph can record."""
+        """Unpack `table` (ids, starts, parents, cached lengths) and run the network, by tensor
+        operations that a graph can record."""
         states = rows * width
-        ids, starts, parents, held = table.split([states * self.block, states, states, rows])
-        ids, parent = ids.view(rows, -1), parents.view(rows, width)
+        ids, starts, parents, cached_lengths = table.split(
+            [states * self.block, states, states, rows]
+        )
+        ids = ids.view(rows, -1)
+        parent = parents.view(rows, width)
         positions = (starts[:, None] + torch.arange(self.block, device=self.device)).view(rows, -1)
-        mask = RoundMask(held, parent, self.block, self.picker.dispatch, plain)
+        mask = RoundMask(cached_lengths, parent, self.block, self.picker.dispatch, sees_all)
         if self.plans is not None:
-            made = self._fused(self.plans, ids, positions, mask, hidden)
+            output = self._fused(self.plans, ids, positions, mask, hidden)
         elif hidden is None:
-            made = self.model.backbone(ids, positions, mask.dense(begin), self.cache).to(
+            output = self.model.backbone(ids, positions, mask.dense(begin), self.cache).to(
                 self.device
             )
         else:
-            made = self.model.residual(ids, hidden, positions, mask.dense(begin), self.cache).to(
+            output = self.model.residual(ids, hidden, positions, mask.dense(begin), self.cache).to(
                 self.device
             )
-        return self._shifted_states(made, held, parent) if self.shifted and hidden is None else made
+        if self.shifted and hidden is None:
+            return self._shifted_states(output, cached_lengths, parent)
+        return output
 
     def _fused(
         self, plans: Plans, ids: Tensor, positions: Tensor, mask: RoundMask, hidden: Tensor | None
     ) -> Tensor:
         """Run the fused layers over states: the head's if `hidden` is given, else the
         backbone's."""
-        backbone, head = self.model.model, self.model.mrp_head
+        backbone = self.model.model
+        head = self.model.mrp_head
         embeds = backbone.embed_tokens(ids)
-        owner, begun = (
-            (backbone, embeds) if hidden is None else (head, head.project_inputs(embeds, hidden))
-        )
+        if hidden is None:
+            network = backbone
+            inputs = embeds
+        else:
+            network = head
+            inputs = head.project_inputs(embeds, hidden)
         return run_fused(
-            plans[owner],
-            owner.norm,
-            begun,
+            plans[network],
+            network.norm,
+            inputs,
             backbone.rotary_emb(embeds, positions),
             mask,
             self.cache,
         )
 
-    def _shifted_states(self, hidden: Tensor, held: Tensor, parent: Tensor) -> Tensor:
+    def _shifted_states(self, hidden: Tensor, cached_lengths: Tensor, parent: Tensor) -> Tensor:
         """Prepend to each state's part of `hidden` [rows, width * block, hidden_size] the hidden
         state for its first token (the last of its parent, or else of its row's text); return [rows,
         width, block + 1, hidden_size]."""
-        states, kept = hidden.unflatten(1, (-1, self.block)), self.cache.hidden
-        before = kept[torch.arange(len(hidden), device=kept.device), held.to(kept.device)].to(
-            self.device
-        )[:, None]
-        lasts = states[:, :, -1].gather(
+        states = hidden.unflatten(1, (-1, self.block))
+        cached_hidden = self.cache.hidden
+        previous = cached_hidden[
+            torch.arange(len(hidden), device=cached_hidden.device),
+            cached_lengths.to(cached_hidden.device),
+        ].to(self.device)[:, None]
+        parent_lasts = states[:, :, -1].gather(
             1, parent.clamp(min=0)[..., None].expand(-1, -1, hidden.shape[-1])
         )
-        before = torch.where(parent[..., None] >= 0, lasts, before)
-        return torch.cat([before[:, :, None], states], 2)
+        previous = torch.where(parent[..., None] >= 0, parent_lasts, previous)
+        return torch.cat([previous[:, :, None], states], 2)
 
     def narrow(self, rows: list[Row], size: int) -> list[Row]:
-        """Cut the batch to its first `size` places after moving all unfinished rows there, which
+        """Shrink the batch to its first `size` rows, after moving all unfinished rows there, which
         must fit; return the rows."""
-        ended = [place for place in range(size) if rows[place].stop is not None]
-        behind = [place for place in range(size, len(rows)) if rows[place].stop is None]
-        pairs = list(zip(ended, behind, strict=False))  # there may be more room than rows
+        free_indices = []
+        row_indices = []
+        for target, row in enumerate(rows):
+            if target < size and row.stop is not None:
+                free_indices.append(target)
+            elif target >= size and row.stop is None:
+                row_indices.append(target)
+        pairs = list(
+            zip(free_indices, row_indices, strict=False)
+        )  # there may be more room than rows
         rows = list(rows)
-        for place, other in pairs:
-            rows[place], rows[other] = rows[other], rows[place]
+        for target, source in pairs:
+            rows[target], rows[source] = rows[source], rows[target]
         if pairs:
             with self.cache.exchanging():
                 self._swaps.append(pairs)
@@ -444,12 +517,12 @@ class Networks:
         self.cache.active = size
         return rows[:size]
 
-    def widen(self, used: int) -> None:
-        """Undo all calls of `narrow`: move rows, with their first `used` slots, back to their
-        places."""
+    def widen(self, slots: int) -> None:
+        """Undo all calls of `narrow`: move rows, with their first `slots` slots, back to their
+        indices."""
         with self.cache.exchanging():
             while self._swaps:
-                self.cache.swap(self._swaps.pop(), used)
+                self.cache.swap(self._swaps.pop(), slots)
         self.cache.active = self.cache.rows
 
 
@@ -462,45 +535,53 @@ def prefill_chunks(
     Before each, the cache's target is set to the slots of these tokens, which are whole blocks.
     """
     positions = torch.arange(texts.shape[1], device=texts.device).expand_as(texts)
-    for at in range(begin, texts.shape[1], chunk):
-        end = min(texts.shape[1], at + chunk)
-        here, seen = positions[:, at:end], positions[:, :end]
-        cache.target(at, end - at, prefill=True)
+    for start in range(begin, texts.shape[1], chunk):
+        end = min(texts.shape[1], start + chunk)
+        chunk_positions = positions[:, start:end]
+        visible_positions = positions[:, :end]
+        cache.target(start, end - start, prefill=True)
         yield (
-            at,
+            start,
             end,
-            texts[:, at:end],
-            here,
-            block_causal_mask(here, seen, torch.ones_like(seen, dtype=torch.bool), block),
+            texts[:, start:end],
+            chunk_positions,
+            block_causal_mask(
+                chunk_positions,
+                visible_positions,
+                torch.ones_like(visible_positions, dtype=torch.bool),
+                block,
+            ),
         )
 
 
 def gather_blocks(hidden: Sequence[Hidden]) -> Tensor:
     """Gather the hidden states of n blocks from the tensors that hold them; return [n, block,
     hidden_size]."""
-    first, places = hidden[0][0], [place for _, place in hidden]
+    first = hidden[0][0]
+    indices = [index for _, index in hidden]
     tensors = {id(tensor): tensor for tensor, _ in hidden}
     if len(tensors) == 1:
-        return (
-            first
-            if places == list(range(len(first)))
-            else first[torch.tensor(places, device=first.device)]
-        )
+        if indices == list(range(len(first))):
+            return first
+        return first[torch.tensor(indices, device=first.device)]
     out = first.new_empty(len(hidden), *first.shape[1:])
-    for name, tensor in tensors.items():
-        pairs = [(at, place) for at, (other, place) in enumerate(hidden) if id(other) == name]
-        to, of = torch.tensor(pairs, device=tensor.device).unbind(1)
-        out[to.to(out.device)] = tensor[of].to(out.device)
+    for key, tensor in tensors.items():
+        pairs = []
+        for target, (holder, index) in enumerate(hidden):
+            if id(holder) == key:
+                pairs.append((target, index))
+        targets, sources = torch.tensor(pairs, device=tensor.device).unbind(1)
+        out[targets.to(out.device)] = tensor[sources].to(out.device)
     return out
 
 
 def spread_columns(numbers: Tensor, columns: np.ndarray, states: int, block: int) -> np.ndarray:
     """Copy numbers [n] or [n, m] to the host; return [states, block] or [states, block, m] float64,
     -inf elsewhere."""
-    read = numbers.detach().cpu().double().numpy()
-    spread = np.full((states * block, *read.shape[1:]), -np.inf)
-    spread[columns] = read
-    return spread.reshape(states, block, *read.shape[1:])
+    values = numbers.detach().cpu().double().numpy()
+    spread = np.full((states * block, *values.shape[1:]), -np.inf)
+    spread[columns] = values
+    return spread.reshape(states, block, *values.shape[1:])
 
 
 def on_host(
@@ -508,13 +589,16 @@ def on_host(
 ) -> list[tuple[list[int], list[float], Any, Any]]:
     """Read picks in one transfer; return by state its token, odds, entropy and likeliest, as in
     `Scores`."""
-    numbers = [
-        one.view(len(columns), -1).to(picks.odds.dtype) for one in picks[:4] if one is not None
-    ]
+    numbers = []
+    for field in picks[:4]:
+        if field is not None:
+            numbers.append(field.view(len(columns), -1).to(picks.odds.dtype))
     spread = spread_columns(torch.cat(numbers, 1), columns, states, block)
     # exact in float32: a vocabulary has fewer than 2^24
     token = np.maximum(spread[..., 0], 0).astype(np.int64).tolist()
-    entropy = [None] * states if picks.entropy is None else spread[..., 2].tolist()
+    entropy: list[Any] = [None] * states
+    if picks.entropy is not None:
+        entropy = spread[..., 2].tolist()
     likeliest: list[Any] = [None] * states
     if picks.likeliest is not None:
         ids, odds = np.split(spread[..., -picks.likeliest.shape[1] :], 2, -1)

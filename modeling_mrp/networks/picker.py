@@ -90,8 +90,8 @@ class Spots:
     def texts(self) -> Iterator[tuple[list[int], int]]:
         """Yield, by position, the text as of its state, with masks where nothing is revealed, and
         the position in that text."""
-        for place, (row, state) in enumerate(self.states):
-            ids = row.text_at(state, self.parents[place] if self.parents else None)
+        for index, (row, state) in enumerate(self.states):
+            ids = row.text_at(state, self.parents[index] if self.parents else None)
             yield from ((ids, state.start + column) for column in state.free)
 
 
@@ -163,11 +163,11 @@ class Picker:
         without processors or bans."""
         keys = None if spots is None or not self.sample else spots.keys()
         shape = self._shaper(spots)
-        parts = []
-        for at in self.unembedding.chunks(len(hidden)):
-            logits = shape(self.unembedding.logits(hidden[at]), at)
-            parts.append(self._pick(logits, None if keys is None else keys[at]))
-        return _join(parts)
+        picks = []
+        for chunk in self.unembedding.chunks(len(hidden)):
+            logits = shape(self.unembedding.logits(hidden[chunk]), chunk)
+            picks.append(self._pick(logits, None if keys is None else keys[chunk]))
+        return _join(picks)
 
     def among(self, hidden: Tensor, shortlist: Tensor, spots: Spots) -> Picks:
         """Pick greedily at n positions, among a few tokens at each; all other tokens keep their
@@ -178,135 +178,143 @@ class Picker:
         left out before stay out. Hidden states are [n, hidden_size]; `shortlist` [n, 2 m + 1] is
         `Picks.shortlist` of the same positions at an earlier state.
         """
-        unembedding, count, parts = self.unembedding, shortlist.shape[1] // 2, []
-        ids, before, rest = (
-            shortlist[:, :count].long(),
-            shortlist[:, count : 2 * count],
-            shortlist[:, 2 * count :],
-        )
+        unembedding = self.unembedding
+        count = shortlist.shape[1] // 2
+        picks = []
+        ids = shortlist[:, :count].long()
+        earlier_scores = shortlist[:, count : 2 * count]
+        other_scores = shortlist[:, 2 * count :]
         no_eos = spots.no_eos()
-        for at in unembedding.chunks(len(hidden), count * hidden.shape[1]):
-            own = unembedding.tempered(token_logits(self.lm_head_weight, hidden[at], ids[at]))
-            own = own.masked_fill(before[at] == -torch.inf, -torch.inf)
-            own = unembedding.barred(own, None if no_eos is None else no_eos[at], ids[at])
-            place, scores = own.argmax(-1), torch.cat([own, rest[at].to(own.dtype)], 1)
-            token, odds = ids[at].gather(1, place[:, None])[:, 0], log_odds(scores, place)
-            every = torch.arange(count, device=ids.device).expand_as(ids[at])
-            likeliest = (
-                torch.cat([ids[at].to(scores.dtype), odds_of(scores, every)], 1)
-                if self.likeliest
-                else None
+        for chunk in unembedding.chunks(len(hidden), count * hidden.shape[1]):
+            logits = unembedding.tempered(
+                token_logits(self.lm_head_weight, hidden[chunk], ids[chunk])
             )
-            parts.append(Picks(token, odds, likeliest=likeliest))
-        return _join(parts)
+            logits = logits.masked_fill(earlier_scores[chunk] == -torch.inf, -torch.inf)
+            logits = unembedding.barred(
+                logits, None if no_eos is None else no_eos[chunk], ids[chunk]
+            )
+            best = logits.argmax(-1)
+            scores = torch.cat([logits, other_scores[chunk].to(logits.dtype)], 1)
+            token = ids[chunk].gather(1, best[:, None])[:, 0]
+            odds = log_odds(scores, best)
+            candidates = torch.arange(count, device=ids.device).expand_as(ids[chunk])
+            likeliest = None
+            if self.likeliest:
+                likeliest = torch.cat([ids[chunk].to(scores.dtype), odds_of(scores, candidates)], 1)
+            picks.append(Picks(token, odds, likeliest=likeliest))
+        return _join(picks)
 
     def token_odds(self, hidden: Tensor, token: Tensor, spots: Spots) -> Tensor:
         """Compute the log-odds [n] of given tokens [n], under the same softmax as `Picks.odds`."""
-        shape, parts = self._shaper(spots), []
-        for at in self.unembedding.chunks(len(hidden)):
-            logits = shape(self.unembedding.logits(hidden[at]), at)
-            parts.append(log_odds(self.unembedding.tempered(logits), token[at]))
-        return torch.cat(parts)
+        shape = self._shaper(spots)
+        odds = []
+        for chunk in self.unembedding.chunks(len(hidden)):
+            logits = shape(self.unembedding.logits(hidden[chunk]), chunk)
+            odds.append(log_odds(self.unembedding.tempered(logits), token[chunk]))
+        return torch.cat(odds)
 
     def distributions(self, hidden: Tensor, spots: Spots) -> tuple[Tensor, Tensor]:
         """Compute logits [n, vocab] at n positions; return them raw, and processed, tempered and
         truncated, as drawn from."""
-        shape, raw, drawn = self._shaper(spots), [], []
-        for at in self.unembedding.chunks(len(hidden)):
-            raw.append(upcast(self.unembedding.logits(hidden[at])))
-            logits = shape(raw[-1].clone(), at)
-            shown, least = self._shown(logits)
-            scores = self.unembedding.tempered(shown)
-            drawn.append(
-                scores if least is None else scores.masked_fill(logits < least[:, None], -torch.inf)
-            )
-        return torch.cat(raw), torch.cat(drawn)
+        shape = self._shaper(spots)
+        raw_logits = []
+        truncated_scores = []
+        for chunk in self.unembedding.chunks(len(hidden)):
+            raw_logits.append(upcast(self.unembedding.logits(hidden[chunk])))
+            logits = shape(raw_logits[-1].clone(), chunk)
+            truncated_logits, min_logit = self._truncate_logits(logits)
+            scores = self.unembedding.tempered(truncated_logits)
+            if min_logit is not None:
+                scores = scores.masked_fill(logits < min_logit[:, None], -torch.inf)
+            truncated_scores.append(scores)
+        return torch.cat(raw_logits), torch.cat(truncated_scores)
 
     def _shaper(self, spots: Spots | None) -> Callable[[Tensor, slice], Tensor]:
         """Make a function that applies processors, bans and minimum length to logits [m, vocab] of
         a slice of the positions."""
         no_eos = None if spots is None else spots.no_eos()
         if spots is None or (no_eos is self.processors is self.bans is None):
-            return lambda logits, at: logits
+            return lambda logits, chunk: logits
         contexts: list[list[int]] = []
         barred: list[tuple[int, int]] = []
-        for place, (ids, at) in enumerate(spots.texts() if self.processors or self.bans else ()):
-            contexts += [ids[:at]] if self.processors else []
-            barred += [
-                (place, token)
-                for token in (self.bans.barred(ids, at, self.mask_token_id) if self.bans else ())
-            ]
-        places, tokens = torch.tensor(barred, dtype=torch.long).view(-1, 2).unbind(1)
-
-        def shape(logits: Tensor, at: slice) -> Tensor:
+        texts = spots.texts() if self.processors or self.bans else ()
+        for index, (ids, position) in enumerate(texts):
             if self.processors:
-                logits = self._process(upcast(logits), contexts[at])
-            if len(places):
-                here = (places >= at.start) & (places < at.stop)
+                contexts.append(ids[:position])
+            if self.bans:
+                for token in self.bans.barred(ids, position, self.mask_token_id):
+                    barred.append((index, token))
+        indices, tokens = torch.tensor(barred, dtype=torch.long).view(-1, 2).unbind(1)
+
+        def shape(logits: Tensor, chunk: slice) -> Tensor:
+            if self.processors:
+                logits = self._process(upcast(logits), contexts[chunk])
+            if len(indices):
+                in_chunk = (indices >= chunk.start) & (indices < chunk.stop)
                 logits[
-                    (places[here] - at.start).to(logits.device), tokens[here].to(logits.device)
+                    (indices[in_chunk] - chunk.start).to(logits.device),
+                    tokens[in_chunk].to(logits.device),
                 ] = -torch.inf
-            return self.unembedding.barred(logits, None if no_eos is None else no_eos[at])
+            return self.unembedding.barred(logits, None if no_eos is None else no_eos[chunk])
 
         return shape
 
     def _process(self, logits: Tensor, contexts: list[list[int]]) -> Tensor:
         """Apply the processors to logits [n, vocab], together where contexts are equally long."""
         lengths: dict[int, list[int]] = {}
-        for at, context in enumerate(contexts):
-            lengths.setdefault(len(context), []).append(at)
-        for places in lengths.values():
-            index = torch.tensor(places, device=logits.device)
+        for row, context in enumerate(contexts):
+            lengths.setdefault(len(context), []).append(row)
+        for rows in lengths.values():
+            selected = torch.tensor(rows, device=logits.device)
             ids = torch.tensor(
-                [contexts[at] for at in places], dtype=torch.long, device=logits.device
+                [contexts[row] for row in rows], dtype=torch.long, device=logits.device
             )
-            processed = logits[index]
+            processed = logits[selected]
             for processor in self.processors or ():
-                processed = _answer(processor, processor(ids, processed), processed)
-            logits[index] = processed.masked_fill(processed.isnan(), -torch.inf)
+                processed = _check_scores(processor, processor(ids, processed), processed)
+            logits[selected] = processed.masked_fill(processed.isnan(), -torch.inf)
         logits[:, self.mask_token_id] = -torch.inf
         return logits
 
     def _pick(self, logits: Tensor, keys: Tensor | None) -> Picks:
         """Pick from logits [n, vocab], with the noise of keys [n], or without noise."""
-        shown, least = self._shown(logits)
-        if shown is logits:
-            token, odds = self.dispatch.run(PICK, self.unembedding, logits, least, keys)
+        truncated_logits, min_logit = self._truncate_logits(logits)
+        if truncated_logits is logits:
+            token, odds = self.dispatch.run(PICK, self.unembedding, logits, min_logit, keys)
         else:
-            token, odds = pick_rows_ref(self.unembedding, logits, least, keys, shown)
+            token, odds = pick_rows_ref(self.unembedding, logits, min_logit, keys, truncated_logits)
         entropy = likeliest = shortlist = None
-        scores = (
-            self.unembedding.tempered(logits)
-            if self.entropy or self.likeliest or self.shortlist
-            else logits
-        )
+        scores = logits
+        if self.entropy or self.likeliest or self.shortlist:
+            scores = self.unembedding.tempered(logits)
         if self.entropy:
             logp = scores.log_softmax(-1)
             entropy = -(logp.exp() * logp.nan_to_num(neginf=0.0)).sum(-1)
         if self.likeliest or self.shortlist:
-            most = max(LIKELIEST if self.likeliest else 0, self.shortlist)
-            own, ids = likeliest_tokens(scores, most)
-            out = shown.gather(1, ids) == -torch.inf
-            if least is not None:
-                out |= logits.gather(1, ids) < least[:, None]
-            own = own.masked_fill(out, -torch.inf)
+            count = max(LIKELIEST if self.likeliest else 0, self.shortlist)
+            top_scores, ids = likeliest_tokens(scores, count)
+            excluded = truncated_logits.gather(1, ids) == -torch.inf
+            if min_logit is not None:
+                excluded |= logits.gather(1, ids) < min_logit[:, None]
+            top_scores = top_scores.masked_fill(excluded, -torch.inf)
             if self.likeliest:
-                likeliest = torch.cat(
-                    [ids.to(own.dtype), odds_of(scores, ids).masked_fill(out, -torch.inf)], 1
-                )
+                top_odds = odds_of(scores, ids).masked_fill(excluded, -torch.inf)
+                likeliest = torch.cat([ids.to(top_scores.dtype), top_odds], 1)
             if self.shortlist:
-                ids, own = ids[:, : self.shortlist], own[:, : self.shortlist]
-                left = own > -torch.inf  # all others keep their share of the sum
-                rest = scores.scatter(
-                    1, ids, scores.gather(1, ids).masked_fill(left, -torch.inf)
+                ids = ids[:, : self.shortlist]
+                top_scores = top_scores[:, : self.shortlist]
+                included = top_scores > -torch.inf  # all others keep their share of the sum
+                other_logsumexp = scores.scatter(
+                    1, ids, scores.gather(1, ids).masked_fill(included, -torch.inf)
                 ).logsumexp(-1, keepdim=True)
-                shortlist = torch.cat([ids.to(own.dtype), own, rest], 1)
+                shortlist = torch.cat([ids.to(top_scores.dtype), top_scores, other_logsumexp], 1)
         return Picks(token, odds, entropy, likeliest, shortlist)
 
-    def _shown(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Truncate logits [n, vocab], and return None beside; after a top-k, return them whole and
-        the least one kept [n]."""
-        top_k, tempered = self._top_k(), self.unembedding.tempered
+    def _truncate_logits(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Truncate logits [n, vocab]; return them and None, or, after a top-k, the whole logits and
+        the least that may be picked, [n]."""
+        top_k = self._top_k()
+        tempered = self.unembedding.tempered
         if not self.truncation or not len(logits):
             return logits, None
         if top_k is None:
@@ -323,11 +331,9 @@ class Picker:
         """Return k if the truncation begins with a top-k and its other parts need only those k
         logits; else None."""
         warpers = self.truncation or []
-        if not all(
-            TRUNCATIONS.get(type(warper), False) and warper.filter_value == -torch.inf
-            for warper in warpers
-        ):
-            return None
+        for warper in warpers:
+            if not TRUNCATIONS.get(type(warper), False) or warper.filter_value != -torch.inf:
+                return None
         first = next(iter(warpers), None)
         return first.top_k if isinstance(first, TopKLogitsWarper) else None
 
@@ -343,48 +349,46 @@ def token_logits(weight: Tensor, hidden: Tensor, ids: Tensor) -> Tensor:
     return (upcast(weight[ids]) @ upcast(hidden)[:, :, None])[:, :, 0]
 
 
-def odds_of(scores: Tensor, places: Tensor) -> Tensor:
-    """Compute the log-odds [n, m] of the tokens `places` [n, m] long under scores [n, vocab]; -inf
+def odds_of(scores: Tensor, ids: Tensor) -> Tensor:
+    """Compute the log-odds [n, m] of the tokens `ids` [n, m] long under scores [n, vocab]; -inf
     in place of NaN."""
-    some = scores.gather(1, places)
-    log_p = some - scores.logsumexp(-1, keepdim=True)
-    odds, best = log_p - torch.log1p(-log_p.exp()), some.argmax(-1, keepdim=True)
+    token_scores = scores.gather(1, ids)
+    log_p = token_scores - scores.logsumexp(-1, keepdim=True)
+    odds = log_p - torch.log1p(-log_p.exp())
+    best = token_scores.argmax(-1, keepdim=True)
     # The likeliest token's log-odds are computed without cancellation, as its probability may be
     # nearly 1.
-    odds = odds.scatter(1, best, log_odds(scores, places.gather(1, best)[:, 0])[:, None])
+    odds = odds.scatter(1, best, log_odds(scores, ids.gather(1, best)[:, 0])[:, None])
     return odds.masked_fill(odds.isnan(), -torch.inf)
 
 
-def _join(parts: Sequence[Picks]) -> Picks:
+def _join(picks: Sequence[Picks]) -> Picks:
     """Join picks of consecutive positions."""
-    given = zip(*parts, strict=True)
-    return (
-        parts[0]
-        if len(parts) == 1
-        else Picks._make(None if one[0] is None else torch.cat(one) for one in given)
-    )
+    if len(picks) == 1:
+        return picks[0]
+    joined = []
+    for values in zip(*picks, strict=True):
+        joined.append(None if values[0] is None else torch.cat(values))
+    return Picks._make(joined)
 
 
-def _answer(processor: LogitsProcessor, answer: Any, given: Tensor) -> Tensor:
-    """Check a logits processor's answer to the scores `given` [n, vocab], and return it in their
-    dtype."""
+def _check_scores(processor: LogitsProcessor, answer: Any, scores: Tensor) -> Tensor:
+    """Check a logits processor's answer to `scores` [n, vocab], and return it in their dtype."""
     if (
         not isinstance(answer, Tensor)
-        or answer.shape != given.shape
+        or answer.shape != scores.shape
         or not answer.is_floating_point()
     ):
-        got = (
-            f"{answer.dtype} of {list(answer.shape)}"
-            if isinstance(answer, Tensor)
-            else f"a {type(answer).__name__}"
-        )
+        received = f"a {type(answer).__name__}"
+        if isinstance(answer, Tensor):
+            received = f"{answer.dtype} of {list(answer.shape)}"
         raise ValueError(
-            f"the logits processor {type(processor).__name__} returned {got}: it must return float "
-            f"scores of the shape it was given, {list(given.shape)}"
+            f"the logits processor {type(processor).__name__} returned {received}: it must return "
+            f"float scores of the shape it was given, {list(scores.shape)}"
         )
     if bool((answer == torch.inf).any()):
         raise ValueError(
             f"the logits processor {type(processor).__name__} returned +inf, under which no token "
             "has a probability: let it return -inf for all others"
         )
-    return answer.to(given.dtype)
+    return answer.to(scores.dtype)

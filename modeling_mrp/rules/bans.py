@@ -23,55 +23,57 @@ class Bans:
     words: tuple[tuple[int, ...], ...] = ()
     ngram: int = 0
 
-    def barred(self, ids: Sequence[int], at: int, mask_id: int) -> set[int]:
-        """Return the token ids that would complete a banned sequence if put at position `at` of the
-        text `ids`."""
-        found = set()
+    def barred(self, ids: Sequence[int], position: int, mask_id: int) -> set[int]:
+        """Find the token ids that would complete a banned sequence at `position` of the text
+        `ids`."""
+        tokens = set()
         for word in self.words:
             for hole in range(len(word)):
-                begin = at - hole
+                begin = position - hole
                 if 0 <= begin <= len(ids) - len(word) and all(
-                    place == hole or ids[begin + place] == one for place, one in enumerate(word)
+                    index == hole or ids[begin + index] == token for index, token in enumerate(word)
                 ):
-                    found.add(word[hole])
-        return found | self._repeated(ids, at, mask_id) if self.ngram else found
+                    tokens.add(word[hole])
+        if self.ngram:
+            tokens |= self._repeated(ids, position, mask_id)
+        return tokens
 
-    def _repeated(self, ids: Sequence[int], at: int, mask_id: int) -> set[int]:
-        """Return the token ids that would make an n-gram occur twice in the text `ids` if put at
-        position `at`."""
-        found, size = set(), self.ngram
-        begins = [
-            begin for begin in range(max(0, at - size + 1), at + 1) if begin + size <= len(ids)
-        ]
-        windows = {begin: list(ids[begin : begin + size]) for begin in begins}
+    def _repeated(self, ids: Sequence[int], position: int, mask_id: int) -> set[int]:
+        """Find the token ids that would make an n-gram occur twice in the text `ids` at
+        `position`."""
+        tokens = set()
+        size = self.ngram
+        windows = {}
+        for begin in range(max(0, position - size + 1), min(position, len(ids) - size) + 1):
+            windows[begin] = list(ids[begin : begin + size])
         for begin, window in windows.items():
-            hole = at - begin
-            if any(token == mask_id for place, token in enumerate(window) if place != hole):
+            hole = position - begin
+            if any(token == mask_id for index, token in enumerate(window) if index != hole):
                 continue
-            for other in range(len(ids) - size + 1):
-                if not other <= at < other + size and all(
-                    place == hole or ids[other + place] == token
-                    for place, token in enumerate(window)
+            for start in range(len(ids) - size + 1):
+                if not start <= position < start + size and all(
+                    index == hole or ids[start + index] == token
+                    for index, token in enumerate(window)
                 ):
-                    found.add(ids[other + hole])
+                    tokens.add(ids[start + hole])
         # two of them may be equal
-        for token in {one for window in windows.values() for one in window}:
-            whole = []
+        for candidate in {token for window in windows.values() for token in window}:
+            completed_windows = []
             for begin, window in windows.items():
-                window[at - begin] = token
-                whole.append(tuple(window))
-            whole = [window for window in whole if mask_id not in window]
-            if len(set(whole)) < len(whole):
-                found.add(token)
-        return found - {mask_id}
+                window[position - begin] = candidate
+                if mask_id not in window:
+                    completed_windows.append(tuple(window))
+            if len(set(completed_windows)) < len(completed_windows):
+                tokens.add(candidate)
+        return tokens - {mask_id}
 
     def allowed(
         self,
         ids: list[int],
         start: int,
-        where: tuple[int, ...],
+        columns: tuple[int, ...],
         token: Sequence[int],
-        odds: Sequence[float],
+        log_odds: Sequence[float],
         mask_id: int,
     ) -> tuple[int, ...]:
         """Select columns of a reveal by falling confidence, leaving out those that would complete a
@@ -80,14 +82,15 @@ class Bans:
         Args:
             ids: The text before the reveal.
             start: The block's position in the text.
-            where: Columns that the rule reveals.
-            token, odds: [block], the token picked at each column, and its log-odds.
+            columns: Columns that the rule reveals.
+            token, log_odds: [block], the token picked at each column, and its log-odds.
             mask_id: The mask's id.
         """
-        ids, kept = list(ids), list[int]()
-        for column in sorted(where, key=lambda column: -odds[column]):
-            at = start + column
-            if not kept or token[column] not in self.barred(ids, at, mask_id):
-                ids[at] = token[column]
-                kept.append(column)
-        return tuple(sorted(kept))
+        ids = list(ids)
+        allowed_columns = list[int]()
+        for column in sorted(columns, key=lambda column: -log_odds[column]):
+            position = start + column
+            if not allowed_columns or token[column] not in self.barred(ids, position, mask_id):
+                ids[position] = token[column]
+                allowed_columns.append(column)
+        return tuple(sorted(allowed_columns))

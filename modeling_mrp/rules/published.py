@@ -33,10 +33,10 @@ from .reveal import (
 from .state import Scores, State
 
 
-def at_least(columns: Columns, odds: Sequence[float], threshold: float) -> Columns:
+def at_least(columns: Columns, log_odds: Sequence[float], threshold: float) -> Columns:
     """Select the columns whose log-odds reach a threshold, and always the most confident column."""
-    best = surest(columns, odds)
-    return tuple([column for column in columns if odds[column] >= threshold or column == best])
+    best = surest(columns, log_odds)
+    return tuple([column for column in columns if log_odds[column] >= threshold or column == best])
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,13 @@ class FastDLLM(RevealRule):
 
     factor: float
 
-    def leading(self, ordered: Sequence[int], odds: Sequence[float]) -> int:
+    def leading(self, ordered: Sequence[int], log_odds: Sequence[float]) -> int:
         """Count the leading columns that satisfy the bound, of columns `ordered` by falling
         confidence."""
         count = 1
-        while count < len(ordered) and odds[ordered[count]] >= logit(1 - self.factor / (count + 2)):
+        while count < len(ordered) and log_odds[ordered[count]] >= logit(
+            1 - self.factor / (count + 2)
+        ):
             count += 1
         return count
 
@@ -67,9 +69,9 @@ class FastDLLM(RevealRule):
         ordered = by_odds(state.free, scores.odds)
         return tuple(sorted(ordered[: self.leading(ordered, scores.odds)])), memo
 
-    def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
+    def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
         """See `RevealRule`: guess about as many columns as the bound allows under the estimates."""
-        return likely_first(state.free, odds, self.leading, count)
+        return likely_first(state.free, log_odds, self.leading, count)
 
 
 @dataclass(frozen=True)
@@ -102,30 +104,38 @@ class Hierarchy(Dynamic):
 
     low: float
 
-    def eased(self, free: Columns, odds: Sequence[float]) -> set[int]:
+    def eased(self, free: Columns, log_odds: Sequence[float]) -> set[int]:
         """Find the columns that need only the low threshold: the most confident one of each run of
         masks."""
-        # of neighbours, which are as far from their places
+        # within a run of masks, column and index differ by a constant
         runs = groupby(enumerate(free), lambda pair: pair[1] - pair[0])
-        return {surest([column for _, column in run], odds) for _, run in runs}
+        eased = set()
+        for _, run in runs:
+            eased.add(surest([column for _, column in run], log_odds))
+        return eased
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`."""
-        free, odds, bests = state.free, scores.odds, self.eased(state.free, scores.odds)
-        where = [
-            one
-            for one in free
-            if odds[one] > self.threshold or (one in bests and odds[one] > self.low)
-        ]
-        return tuple(where) or (surest(free, odds),), memo
+        free = state.free
+        log_odds = scores.odds
+        eased = self.eased(state.free, scores.odds)
+        columns = []
+        for column in free:
+            if log_odds[column] > self.threshold or (
+                column in eased and log_odds[column] > self.low
+            ):
+                columns.append(column)
+        return tuple(columns) or (surest(free, log_odds),), memo
 
-    def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
+    def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
         """See `RevealRule`: as `Dynamic`, after raising the estimates of eased columns by the
         difference of the thresholds."""
-        by = max(bounded(self.threshold, MOST_ODDS) - bounded(self.low, MOST_ODDS), 0.0)
-        eased = self.eased(state.free, odds)
-        odds = [one + by if column in eased else one for column, one in enumerate(odds)]
-        return super().likely(state, odds, count)
+        increase = max(bounded(self.threshold, MOST_ODDS) - bounded(self.low, MOST_ODDS), 0.0)
+        eased = self.eased(state.free, log_odds)
+        raised_log_odds = list(log_odds)
+        for column in eased:
+            raised_log_odds[column] += increase
+        return super().likely(state, raised_log_odds, count)
 
 
 @dataclass(frozen=True)
@@ -142,57 +152,59 @@ class LocalLeap(Hierarchy):
 
     radius: int = 4
 
-    def eased(self, free: Columns, odds: Sequence[float]) -> set[int]:
+    def eased(self, free: Columns, log_odds: Sequence[float]) -> set[int]:
         """See `Hierarchy`: find the columns within the radius of an anchor."""
-        anchors = [column for column in free if odds[column] >= self.threshold]
-        return {
-            column
-            for column in free
-            if any(abs(column - anchor) <= self.radius for anchor in anchors)
-        }
+        anchors = [column for column in free if log_odds[column] >= self.threshold]
+        neighbours = set[int]()
+        for anchor in anchors:
+            neighbours.update(range(anchor - self.radius, anchor + self.radius + 1))
+        return neighbours.intersection(free)
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`."""
-        free, odds, near = state.free, scores.odds, self.eased(state.free, scores.odds)
-        where = [
-            one
-            for one in free
-            if odds[one] >= self.threshold or (one in near and odds[one] >= self.low)
-        ]
-        return tuple(where) or (surest(free, odds),), memo
+        free = state.free
+        log_odds = scores.odds
+        eased = self.eased(state.free, scores.odds)
+        columns = []
+        for column in free:
+            if log_odds[column] >= self.threshold or (
+                column in eased and log_odds[column] >= self.low
+            ):
+                columns.append(column)
+        return tuple(columns) or (surest(free, log_odds),), memo
 
 
 @dataclass(frozen=True)
 class ConfidenceAdaptive(Dynamic):
-    """Reveal the columns that reach the threshold among the `most` most confident; no eos in the
-    first half of a block.
+    """Reveal the columns that reach the threshold among the `max_columns` most confident; no eos in
+    the first half of a block.
 
     CAD of CD4LM (arXiv 2601.02236), with 4 columns and threshold 0.8. Until half of the block is
     revealed, an eos is revealed only where nothing else is left to reveal.
 
     Attributes:
         eos: Ids that end the text.
-        most: Columns revealed in a step, at most.
+        max_columns: Columns revealed in a step, at most.
     """
 
     eos: frozenset[int] = frozenset()
-    most: int = 4
+    max_columns: int = 4
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`."""
-        free, block = state.free, len(state.ids)
+        free = state.free
+        block = len(state.ids)
         if 2 * (block - state.masks) < block:
             free = (
                 tuple([column for column in free if scores.token[column] not in self.eos]) or free
             )
-        few = tuple(sorted(by_odds(free, scores.odds)[: self.most]))
-        return at_least(few, scores.odds, self.threshold), memo
+        candidates = tuple(sorted(by_odds(free, scores.odds)[: self.max_columns]))
+        return at_least(candidates, scores.odds, self.threshold), memo
 
-    def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: as `Dynamic`, over the `most` most confident columns."""
-        return likely_over(
-            tuple(sorted(by_odds(state.free, odds)[: self.most])), odds, self.threshold, count
-        )
+    def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
+        """See `RevealRule`: as `Dynamic`, over the `max_columns` most confident columns."""
+        candidates = tuple(sorted(by_odds(state.free, log_odds)[: self.max_columns]))
+        return likely_over(candidates, log_odds, self.threshold, count)
 
 
 def ascending(block_size: int) -> Columns:
@@ -227,11 +239,11 @@ class EosRejection(Static):
         steps = len(self.schedule)
         share = (2 ** min(state.step + 1, steps) - 1) / 2**steps
         factor = self.gamma + (1 - self.gamma) * share
-        odds = list(scores.odds)
+        log_odds = list(scores.odds)
         for column in state.free:
             if scores.token[column] in self.eos:
-                odds[column] = logit(factor * sigmoid(odds[column]))
-        return self.first(state, odds), memo
+                log_odds[column] = logit(factor * sigmoid(log_odds[column]))
+        return self.first(state, log_odds), memo
 
 
 @dataclass(frozen=True)
@@ -243,26 +255,33 @@ class Prophet(Static):
     first third of the block's steps, 5 in the second and 2.5 in the last.
     """
 
-    def margin(self, state: State, odds: Sequence[float]) -> float:
+    def margin(self, state: State, log_odds: Sequence[float]) -> float:
         """Compute by how much the mean log-odds exceed the bound at the state's step."""
-        done, free = state.step / len(self.schedule), [odds[column] for column in state.free]
-        return sum(free) / len(free) - (7.5 if done < 0.33 else 5.0 if done < 0.67 else 2.5)
+        progress = state.step / len(self.schedule)
+        if progress < 0.33:
+            bound = 7.5
+        elif progress < 0.67:
+            bound = 5.0
+        else:
+            bound = 2.5
+        free = [log_odds[column] for column in state.free]
+        return sum(free) / len(free) - bound
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`."""
-        return state.free if self.margin(state, scores.odds) >= 0 else self.first(
-            state, scores.odds
-        ), memo
+        if self.margin(state, scores.odds) >= 0:
+            return state.free, memo
+        return self.first(state, scores.odds), memo
 
-    def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
+    def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
         """See `RevealRule`: guess all columns, with the chance that their mean reaches the bound,
         or else as `Static`."""
-        odds = [bounded(one, MOST_ODDS) for one in odds]
-        chance = sigmoid(2 * self.margin(state, odds))
-        guesses = super().likely(state, odds, count)
+        log_odds = [bounded(value, MOST_ODDS) for value in log_odds]
+        chance = sigmoid(2 * self.margin(state, log_odds))
+        guesses = super().likely(state, log_odds, count)
         if guesses[0][0] == state.free:
             return guesses
-        guesses = [(where, one * (1 - chance)) for where, one in guesses]
+        guesses = [(columns, share * (1 - chance)) for columns, share in guesses]
         guesses.insert(0 if chance >= 0.5 else max(count - 1, 1), (state.free, chance))
         return guesses[:count]
 
@@ -291,12 +310,17 @@ class BoundedAdaptive(Dynamic):
         """See `RevealRule`: the memo holds the number of revealed columns and the sum of their
         confidences."""
         count, total = recalled(memo, state, (0, 0.0))
-        mean = logit(total / count) if count else scores.odds[surest(state.free, scores.odds)]
-        where = at_least(state.free, scores.odds, min(max(mean, self.low), self.threshold))
-        return where, (
+        if count:
+            mean_log_odds = logit(total / count)
+        else:
+            mean_log_odds = scores.odds[surest(state.free, scores.odds)]
+        columns = at_least(
+            state.free, scores.odds, min(max(mean_log_odds, self.low), self.threshold)
+        )
+        return columns, (
             state.start,
-            count + len(where),
-            total + sum([sigmoid(scores.odds[column]) for column in where]),
+            count + len(columns),
+            total + sum([sigmoid(scores.odds[column]) for column in columns]),
         )
 
 
@@ -323,16 +347,20 @@ class SlowFast(Dynamic):
         """See `RevealRule`: the memo holds the span's begin and end (0 while exploring), its steps
         and the last estimate."""
         begin, end, steps, last = recalled(memo, state, (0, 0, 0, 0))
-        free, odds = state.free, scores.odds
+        free = state.free
+        log_odds = scores.odds
         if end and not any(begin <= column < end for column in free):  # it is clean
-            begin, end, steps, last = end, 0, 0, 0
+            begin = end
+            end = 0
+            steps = 0
+            last = 0
         scope = (
             tuple([column for column in free if begin <= column and (not end or column < end)])
             or free
         )
         if not end:
             estimate = 1 + max(
-                [column for column in scope if odds[column] >= self.low], default=begin
+                [column for column in scope if log_odds[column] >= self.low], default=begin
             )
             steps += 1
             if steps > 1 and abs(estimate - last) < 2:
@@ -340,38 +368,43 @@ class SlowFast(Dynamic):
             elif steps == self.explores:
                 end = max((estimate + last) // 2, begin + 1)
             last = estimate
-        return at_least(scope, odds, self.threshold), (state.start, begin, end, steps, last)
+        return at_least(scope, log_odds, self.threshold), (state.start, begin, end, steps, last)
 
 
 @dataclass(frozen=True)
 class Coherent(RevealRule):
-    """Reveal the columns among the `few` most confident that the buffer of the step before holds
-    with the same token.
+    """Reveal the columns among the `buffer_size` most confident that the buffer of the step before
+    holds with the same token.
 
-    CCD with adaptive budgets (arXiv 2512.02044), as in its code: the buffer holds the `few` (4)
-    most confident columns that a step leaves masked, and their tokens. If no column qualifies, the
-    most confident one is revealed.
+    CCD with adaptive budgets (arXiv 2512.02044), as in its code: the buffer holds the
+    `buffer_size` (4) most confident columns that a step leaves masked, and their tokens. If no
+    column qualifies, the most confident one is revealed.
 
     Attributes:
-        few: Columns of the buffer.
+        buffer_size: Columns of the buffer.
     """
 
-    few: int = 4
+    buffer_size: int = 4
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`: the memo holds the buffer's columns and tokens."""
         (buffer,) = recalled(memo, state, ((),))
-        ordered, before, token = by_odds(state.free, scores.odds), dict(buffer), scores.token
-        same = [column for column in ordered[: self.few] if before.get(column) == token[column]]
-        where = tuple(sorted(same)) or (ordered[0],)
-        rest = [column for column in ordered if column not in where][: self.few]
-        return where, (state.start, tuple([(column, token[column]) for column in rest]))
+        ordered = by_odds(state.free, scores.odds)
+        buffered_tokens = dict(buffer)
+        token = scores.token
+        stable = []
+        for column in ordered[: self.buffer_size]:
+            if buffered_tokens.get(column) == token[column]:
+                stable.append(column)
+        columns = tuple(sorted(stable)) or (ordered[0],)
+        new_buffer = [(column, token[column]) for column in ordered if column not in columns]
+        return columns, (state.start, tuple(new_buffer[: self.buffer_size]))
 
-    def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: guess one column in a block's first step, later about `few`, as if all
-        of the buffer qualified."""
-        room = min(self.few, len(state.free)) if state.step else 1
-        return likely_first(state.free, odds, lambda *_: room, count)
+    def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
+        """See `RevealRule`: guess one column in a block's first step, later about
+        `buffer_size`, as if all of the buffer qualified."""
+        room = min(self.buffer_size, len(state.free)) if state.step else 1
+        return likely_first(state.free, log_odds, lambda *_: room, count)
 
 
 @dataclass(frozen=True)
@@ -391,27 +424,26 @@ class Credit(Dynamic):
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`: the memo holds columns, their tokens and the tokens' credits."""
-        (earned,) = recalled(memo, state, ((),))
-        before, now, odds = (
-            {(column, token): credit for column, token, credit in earned},
-            [],
-            list(scores.odds),
-        )
+        (records,) = recalled(memo, state, ((),))
+        credits = {(column, token): credit for column, token, credit in records}
+        new_credits = []
+        log_odds = list(scores.odds)
         for column in state.free:
             token = scores.token[column]
             credit = (
-                self.beta * before.get((column, token), 0.0) + sigmoid(odds[column]) ** self.gamma
+                self.beta * credits.get((column, token), 0.0)
+                + sigmoid(log_odds[column]) ** self.gamma
             )
-            odds[column] += self.alpha * math.log1p(credit)
-            now.append((column, token, credit))
-        return at_least(state.free, odds, self.threshold), (state.start, tuple(now))
+            log_odds[column] += self.alpha * math.log1p(credit)
+            new_credits.append((column, token, credit))
+        return at_least(state.free, log_odds, self.threshold), (state.start, tuple(new_credits))
 
-    def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
+    def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
         """See `RevealRule`: as `Dynamic`, supposing at each column the credit of a confident token
         that has never changed."""
         credit = (1 - self.beta ** (state.step + 1)) / (1 - self.beta)
         return likely_over(
-            state.free, odds, self.threshold - self.alpha * math.log1p(credit), count
+            state.free, log_odds, self.threshold - self.alpha * math.log1p(credit), count
         )
 
 
@@ -434,37 +466,47 @@ class Klass(Dynamic):
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`: the memo holds columns, tokens, log-odds, and the steps for which each
         column has been stable."""
-        (seen,) = recalled(memo, state, ((),))
-        before = {(column, token): (odds, stable) for column, token, odds, stable in seen}
-        now, where = [], []
+        (records,) = recalled(memo, state, ((),))
+        previous_records = {
+            (column, token): (log_odds, stable) for column, token, log_odds, stable in records
+        }
+        new_records = []
+        columns = []
         for column in state.free:
-            token, odds = scores.token[column], scores.odds[column]
-            was, stable = before.get((column, token), (None, 0))
-            stable = (
-                0
-                if was is None or not divergence(odds, was) < self.divergence
-                else min(stable + 1, self.steps)
-            )
-            now.append((column, token, odds, stable))
-            if stable == self.steps and odds > self.threshold:
-                where.append(column)
-        return tuple(where) or (surest(state.free, scores.odds),), (state.start, tuple(now))
+            token = scores.token[column]
+            log_odds = scores.odds[column]
+            previous_log_odds, stable = previous_records.get((column, token), (None, 0))
+            if (
+                previous_log_odds is not None
+                and divergence(log_odds, previous_log_odds) < self.divergence
+            ):
+                stable = min(stable + 1, self.steps)
+            else:
+                stable = 0
+            new_records.append((column, token, log_odds, stable))
+            if stable == self.steps and log_odds > self.threshold:
+                columns.append(column)
+        return tuple(columns) or (surest(state.free, scores.odds),), (
+            state.start,
+            tuple(new_records),
+        )
 
-    def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
+    def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
         """See `RevealRule`: the most confident column in a block's first steps, then as
         `Dynamic`."""
         return likely_over(
-            state.free, odds, self.threshold if state.step >= self.steps else math.inf, count
+            state.free, log_odds, self.threshold if state.step >= self.steps else math.inf, count
         )
 
 
-def divergence(odds: float, before: float) -> float:
+def divergence(log_odds: float, previous: float) -> float:
     """Compute KL(now || before) in nats of a binary event from its log-odds now and before; 0 if it
     stays certain."""
-    odds, before = bounded(odds, MOST_ODDS), bounded(before, MOST_ODDS)
+    log_odds = bounded(log_odds, MOST_ODDS)
+    previous = bounded(previous, MOST_ODDS)
     return sum(
         [
-            sigmoid(one) * (log_sigmoid(one) - log_sigmoid(was))
-            for one, was in ((odds, before), (-odds, -before))
+            sigmoid(current) * (log_sigmoid(current) - log_sigmoid(earlier))
+            for current, earlier in ((log_odds, previous), (-log_odds, -previous))
         ]
     )

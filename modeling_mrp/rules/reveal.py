@@ -69,7 +69,7 @@ class RevealRule(ABC):
         """
 
     @abstractmethod
-    def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
+    def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
         """Guess, without a memo, up to `count` sets of columns that a step may reveal from
         estimated log-odds [block].
 
@@ -77,30 +77,37 @@ class RevealRule(ABC):
         """
 
 
-def surest(columns: Sequence[int], odds: Sequence[float]) -> int:
+def surest(columns: Sequence[int], log_odds: Sequence[float]) -> int:
     """Return the column with the largest odds, the leftmost if several are equal."""
-    return max(columns, key=odds.__getitem__)
+    return max(columns, key=log_odds.__getitem__)
 
 
-def by_odds(columns: Columns, odds: Sequence[float]) -> list[int]:
+def by_odds(columns: Columns, log_odds: Sequence[float]) -> list[int]:
     """Sort columns by odds, the largest first; equal ones from left to right."""
-    return sorted(columns, key=odds.__getitem__, reverse=True)
+    return sorted(columns, key=log_odds.__getitem__, reverse=True)
 
 
-def alone_chances(
-    few: Sequence[int], columns: Sequence[int], odds: Sequence[float]
+def first_reveal_probabilities(
+    candidates: Sequence[int], columns: Sequence[int], log_odds: Sequence[float]
 ) -> dict[int, float]:
-    """Estimate for each column of `few` (by falling odds) the chance that it is the most confident
-    of all `columns`."""
-    most = odds[few[0]]
-    if most > MOST_ODDS:
-        return alone_chances(few, columns, [min(one, MOST_ODDS) for one in odds])
+    """Estimate for each candidate column (by falling log-odds) the chance that it is the most
+    confident of all `columns`."""
+    max_log_odds = log_odds[candidates[0]]
+    if max_log_odds > MOST_ODDS:
+        return first_reveal_probabilities(
+            candidates, columns, [min(value, MOST_ODDS) for value in log_odds]
+        )
     exp = math.exp
-    total = sum([exp(ORDER_SHARPNESS * (odds[column] - most)) for column in columns])
-    return {column: exp(ORDER_SHARPNESS * (odds[column] - most)) / total for column in few}
+    total = sum([exp(ORDER_SHARPNESS * (log_odds[column] - max_log_odds)) for column in columns])
+    return {
+        column: exp(ORDER_SHARPNESS * (log_odds[column] - max_log_odds)) / total
+        for column in candidates
+    }
 
 
-def likely_over(columns: Columns, odds: Sequence[float], threshold: float, count: int) -> Guesses:
+def likely_over(
+    columns: Columns, log_odds: Sequence[float], threshold: float, count: int
+) -> Guesses:
     """Guess the reveals of a rule that takes the columns above a threshold in log-odds, at least
     the most confident one.
 
@@ -108,41 +115,48 @@ def likely_over(columns: Columns, odds: Sequence[float], threshold: float, count
     only one column is likely to be revealed, it is uncertain which one is the most confident, as
     under `Static`: so every second guess is another column alone.
     """
-    best, threshold, exp = surest(columns, odds), bounded(threshold, 2 * MOST_ODDS), math.exp
+    best = surest(columns, log_odds)
+    threshold = bounded(threshold, 2 * MOST_ODDS)
+    exp = math.exp
     if count == 1:
-        return [
-            (
-                tuple([column for column in columns if odds[column] > threshold or column == best]),
-                1.0,
-            )
-        ]
-    over, doubts, chance = [], list[tuple[float, int]](), 1.0
+        likeliest = [column for column in columns if log_odds[column] > threshold or column == best]
+        return [(tuple(likeliest), 1.0)]
+    confident = []
+    distances = list[tuple[float, int]]()
+    chance = 1.0
     for column in columns:
-        gap = THRESHOLD_SHARPNESS * (odds[column] - threshold)
-        if column == best or gap > 0:
-            over.append(column)
+        margin = THRESHOLD_SHARPNESS * (log_odds[column] - threshold)
+        if column == best or margin > 0:
+            confident.append(column)
         if column != best:
-            chance /= 1.0 + exp(-abs(gap))
-            doubts.append((abs(gap), column))
-    doubts = sorted(doubts)[: count - 1]
-    if len(over) > 1:
-        guesses = [(tuple(over), chance)]
-        for doubt, column in doubts:
-            other = [one for one in over if one != column] if column in over else [*over, column]
-            guesses.append((tuple(sorted(other)), chance * exp(-doubt)))
+            chance /= 1.0 + exp(-abs(margin))
+            distances.append((abs(margin), column))
+    distances = sorted(distances)[: count - 1]
+    if len(confident) > 1:
+        guesses = [(tuple(confident), chance)]
+        for distance, column in distances:
+            if column in confident:
+                alternative = [member for member in confident if member != column]
+            else:
+                alternative = [*confident, column]
+            guesses.append((tuple(sorted(alternative)), chance * exp(-distance)))
         return guesses
-    del doubts[count // 2 :]
-    alone = alone_chances([best, *(column for _, column in doubts)], columns, odds)
-    guesses = [((best,), chance * alone[best])]
-    for doubt, column in doubts:
-        guesses.append(((best, column) if best < column else (column, best), chance * exp(-doubt)))
-        guesses.append(((column,), chance * alone[column]))
+    del distances[count // 2 :]
+    probabilities = first_reveal_probabilities(
+        [best, *(column for _, column in distances)], columns, log_odds
+    )
+    guesses = [((best,), chance * probabilities[best])]
+    for distance, column in distances:
+        guesses.append(
+            ((best, column) if best < column else (column, best), chance * exp(-distance))
+        )
+        guesses.append(((column,), chance * probabilities[column]))
     return guesses[:count]
 
 
 def likely_first(
     columns: Columns,
-    odds: Sequence[float],
+    log_odds: Sequence[float],
     room_of: Callable[[list[int], list[float]], int],
     count: int,
 ) -> Guesses:
@@ -152,43 +166,50 @@ def likely_first(
     If it returns 1, no guess can have fewer columns: other columns alone take the place of smaller
     guesses, since it is uncertain which one is the most confident. `room_of` gets finite odds.
     """
-    odds = [bounded(one, MOST_ODDS) for one in odds]
-    ordered = by_odds(columns, odds)
-    room = max(room_of(ordered, odds), 1)
-    alone = alone_chances(ordered[:count], ordered, odds) if room == 1 else {}
+    log_odds = [bounded(value, MOST_ODDS) for value in log_odds]
+    ordered = by_odds(columns, log_odds)
+    room = max(room_of(ordered, log_odds), 1)
+    probabilities = (
+        first_reveal_probabilities(ordered[:count], ordered, log_odds) if room == 1 else {}
+    )
     guesses: Guesses = []
-    for turn in range(count):
-        several, more = (turn + 1) // 2, turn % 2 == 1
-        size = room + (several if more else -several)
-        if alone and not more:
-            if several < len(ordered):
-                guesses.append(((ordered[several],), alone[ordered[several]]))
+    for index in range(count):
+        offset = (index + 1) // 2
+        is_larger = index % 2 == 1
+        size = room + (offset if is_larger else -offset)
+        if probabilities and not is_larger:
+            if offset < len(ordered):
+                guesses.append(((ordered[offset],), probabilities[ordered[offset]]))
         elif 1 <= size <= len(ordered):
-            chance = EACH_MORE**several * (alone[ordered[0]] if alone else 1.0)
+            chance = EACH_MORE**offset * (probabilities[ordered[0]] if probabilities else 1.0)
             guesses.append((tuple(sorted(ordered[:size])), chance))
     return guesses
 
 
-def bounded(odds: float, most: float) -> float:
-    """Clip log-odds to [-`most`, `most`], so that their sums stay finite."""
-    return odds if -most <= odds <= most else math.copysign(most, odds)
+def bounded(log_odds: float, limit: float) -> float:
+    """Clip log-odds to [-`limit`, `limit`], so that their sums stay finite."""
+    return log_odds if -limit <= log_odds <= limit else math.copysign(limit, log_odds)
 
 
-def log_sigmoid(odds: float) -> float:
+def log_sigmoid(log_odds: float) -> float:
     """Compute the log of a probability from its log-odds."""
-    return -math.log1p(math.exp(-odds)) if odds > 0 else odds - math.log1p(math.exp(odds))
+    if log_odds > 0:
+        return -math.log1p(math.exp(-log_odds))
+    return log_odds - math.log1p(math.exp(log_odds))
 
 
-def sigmoid(odds: float) -> float:
+def sigmoid(log_odds: float) -> float:
     """Compute a probability from its log-odds."""
-    return math.exp(log_sigmoid(odds))
+    return math.exp(log_sigmoid(log_odds))
 
 
 def logit(probability: float) -> float:
     """Compute the log-odds of a probability, infinite at 0 and 1."""
     if probability <= 0:
         return -math.inf
-    return math.inf if probability >= 1 else math.log(probability) - math.log1p(-probability)
+    if probability >= 1:
+        return math.inf
+    return math.log(probability) - math.log1p(-probability)
 
 
 def schedule_of(block_size: int, denoising_steps: int | None) -> Columns:
@@ -212,29 +233,31 @@ class Static(RevealRule):
         """Return the number of columns that the step at a state reveals."""
         return self.schedule[min(state.step, len(self.schedule) - 1)]
 
-    def first(self, state: State, odds: Sequence[float]) -> Columns:
+    def first(self, state: State, log_odds: Sequence[float]) -> Columns:
         """Select the n most confident columns, or all that are left."""
         quota = self.quota(state)
-        return (
-            (surest(state.free, odds),)
-            if quota == 1
-            else tuple(sorted(by_odds(state.free, odds)[:quota]))
-        )
+        if quota == 1:
+            return (surest(state.free, log_odds),)
+        return tuple(sorted(by_odds(state.free, log_odds)[:quota]))
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`."""
         return self.first(state, scores.odds), memo
 
-    def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
+    def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
         """See `RevealRule`: guesses differ in the least confident of their n columns; the others
         are taken as certain."""
         quota = self.quota(state)
         if count == 1 or len(state.free) < quota:
-            return [(self.first(state, odds), 1.0)]
-        ordered = by_odds(state.free, odds)
-        first, rest = ordered[: quota - 1], ordered[quota - 1 :]
-        chances = alone_chances(rest[:count], rest, odds)
-        return [(tuple(sorted([*first, last])), chance) for last, chance in chances.items()]
+            return [(self.first(state, log_odds), 1.0)]
+        ordered = by_odds(state.free, log_odds)
+        first = ordered[: quota - 1]
+        uncertain = ordered[quota - 1 :]
+        chances = first_reveal_probabilities(uncertain[:count], uncertain, log_odds)
+        guesses = []
+        for last, chance in chances.items():
+            guesses.append((tuple(sorted([*first, last])), chance))
+        return guesses
 
 
 @dataclass(frozen=True)
@@ -246,13 +269,13 @@ class Sequential(Static):
         """See `RevealRule`."""
         return max(self.schedule) == 1
 
-    def first(self, state: State, odds: Sequence[float]) -> Columns:
+    def first(self, state: State, log_odds: Sequence[float]) -> Columns:
         """Select the n leftmost columns, or all that are left."""
         return state.free[: self.quota(state)]
 
-    def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
+    def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
         """See `RevealRule`: return a single guess."""
-        return [(self.first(state, odds), 1.0)]
+        return [(self.first(state, log_odds), 1.0)]
 
 
 @dataclass(frozen=True)
@@ -267,15 +290,16 @@ class Dynamic(RevealRule):
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`."""
-        odds, threshold = scores.odds, self.threshold
-        best = surest(state.free, odds)
+        log_odds = scores.odds
+        threshold = self.threshold
+        best = surest(state.free, log_odds)
         return tuple(
-            [column for column in state.free if odds[column] > threshold or column == best]
+            [column for column in state.free if log_odds[column] > threshold or column == best]
         ), memo
 
-    def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
+    def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
         """See `RevealRule`."""
-        return likely_over(state.free, odds, self.threshold, count)
+        return likely_over(state.free, log_odds, self.threshold, count)
 
 
 @dataclass(frozen=True)
@@ -300,22 +324,23 @@ class EntropyBound(RevealRule):
         entropy = scores.entropy
         assert entropy is not None
         ordered = sorted(state.free, key=entropy.__getitem__)
-        shown = max(self.leading([entropy[column] for column in ordered]), 1)
-        return tuple(sorted(ordered[:shown])), memo
+        count = max(self.leading([entropy[column] for column in ordered]), 1)
+        return tuple(sorted(ordered[:count])), memo
 
-    def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
+    def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
         """See `RevealRule`: guess the most confident columns, about as many as their estimated
         entropies allow."""
 
-        def room_of(ordered: list[int], odds: list[float]) -> int:
-            return self.leading([likely_entropy(odds[column]) for column in ordered])
+        def room_of(ordered: list[int], log_odds: list[float]) -> int:
+            return self.leading([likely_entropy(log_odds[column]) for column in ordered])
 
-        return likely_first(state.free, odds, room_of, count)
+        return likely_first(state.free, log_odds, room_of, count)
 
 
-def likely_entropy(odds: float) -> float:
+def likely_entropy(log_odds: float) -> float:
     """Estimate the entropy of a position, in nats, from the log-odds of its likeliest token
     alone."""
-    log_p, log_q = log_sigmoid(odds), log_sigmoid(-odds)
+    log_p = log_sigmoid(log_odds)
+    log_q = log_sigmoid(-log_odds)
     p = math.exp(log_p)
     return -p * log_p - (1 - p) * log_q + (1 - p) * TAIL_NATS

@@ -40,15 +40,15 @@ class State:
         """The block's tokens with masks."""
         return self.key[1]
 
-    def revealing(self, where: Sequence[int], key: Key) -> "State":
-        """Make the state with key `key` that results from revealing the columns `where`; no
+    def revealing(self, columns: Sequence[int], key: Key) -> "State":
+        """Make the state with key `key` that results from revealing the columns `columns`; no
         revealed token is an eos."""
-        if len(where) == 1:
-            at = self.free.index(where[0])
-            free = self.free[:at] + self.free[at + 1 :]
+        if len(columns) == 1:
+            index = self.free.index(columns[0])
+            free = self.free[:index] + self.free[index + 1 :]
         else:
-            free = tuple([column for column in self.free if column not in where])
-        return State(key, free, self.end, self.masks - len(where), self.step + 1)
+            free = tuple([column for column in self.free if column not in columns])
+        return State(key, free, self.end, self.masks - len(columns), self.step + 1)
 
 
 @dataclass(slots=True, eq=False)
@@ -111,7 +111,8 @@ class Counts:
         self.forwards = self.head_forwards = 0
         self.drafted = self.accepted = self.revoked = 0
         self.lengths = [0] * ((1 + drafts) * width + 1)
-        self.offered_at_depth, self.accepted_at_depth = [0] * depths, [0] * depths
+        self.offered_at_depth = [0] * depths
+        self.accepted_at_depth = [0] * depths
 
 
 @dataclass(eq=False)
@@ -178,23 +179,22 @@ class Row:
 
     def __post_init__(self) -> None:
         first = next(
-            (at for at in range(self.limit) if self.text[at] == self.mask_id), self.limit - 1
+            (index for index in range(self.limit) if self.text[index] == self.mask_id),
+            self.limit - 1,
         )
         self.state = self.opened(first // self.block_size * self.block_size)
-        self.logprob, self.step = (
-            [0.0] * (len(self.text) - self.prompt),
-            [-1] * (len(self.text) - self.prompt),
-        )
+        self.logprob = [0.0] * (len(self.text) - self.prompt)
+        self.step = [-1] * (len(self.text) - self.prompt)
         self.counts = Counts(1, False)
 
     def rewound(self, start: int) -> "Row":
         """Make the row as it was when the block at `start` was opened: tokens revealed at `start`
         or later are masks again."""
         steps = [-1] * self.prompt + self.step
-        text = [
-            self.mask_id if at >= start and step >= 0 else self.text[at]
-            for at, step in enumerate(steps)
-        ]
+        text = self.text[: len(steps)]
+        for position in range(start, len(text)):
+            if steps[position] >= 0:
+                text[position] = self.mask_id
         return replace(self, text=text)
 
     def text_at(self, state: State, parent: State | None = None) -> list[int]:
@@ -213,19 +213,21 @@ class Row:
         free = tuple([column for column, token in enumerate(ids) if token == self.mask_id])
         return State((start, ids), free, self.block_size, len(free), 0)
 
-    def after(self, state: State, where: Sequence[int], token: Sequence[int]) -> State:
-        """Make the state that results from revealing `token[column]` at the columns `where`."""
-        start, before = state.key
-        ids, end, eos = list(before), state.end, self.eos
-        for column in where:
-            ids[column] = one = token[column]
-            if column < end and one in eos:
+    def after(self, state: State, columns: Sequence[int], token: Sequence[int]) -> State:
+        """Make the state that results from revealing `token[column]` at the columns `columns`."""
+        start, old_ids = state.key
+        ids = list(old_ids)
+        end = state.end
+        eos = self.eos
+        for column in columns:
+            ids[column] = new_token = token[column]
+            if column < end and new_token in eos:
                 end = column
         key = (start, tuple(ids))
         if end == state.end:
-            return state.revealing(where, key)
-        free = tuple([column for column in state.free if column < end and column not in where])
-        return State(key, free, end, state.masks - len(where), state.step + 1)
+            return state.revealing(columns, key)
+        free = tuple([column for column in state.free if column < end and column not in columns])
+        return State(key, free, end, state.masks - len(columns), state.step + 1)
 
     def ends(self, state: State) -> bool:
         """Tell if the text is whole at a state: it ends in the state's block, and no mask before
@@ -238,5 +240,6 @@ class Row:
     def settle(self) -> None:
         """Set `stop` if the text is whole at the row's state."""
         if self.ends(self.state):
-            start, end = self.state.start, self.state.end
+            start = self.state.start
+            end = self.state.end
             self.stop = min(self.limit, start + end + 1) if end < self.block_size else self.limit
