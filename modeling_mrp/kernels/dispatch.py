@@ -60,9 +60,11 @@ class Dispatch:
     forced: bool | None = None
 
     def allows(self, subject: str, *tensors: Tensor, obstacle: str | None = None) -> bool:
-        """Tell if kernels are to run on tensors of these devices and dtypes; never for gradients,
-        under autocast, or with an `obstacle`, given with its remedy. Raise `ValueError` if kernels,
-        named `subject`, are forced and cannot run."""
+        """Return whether kernels should run on tensors of these devices and dtypes; never for
+        gradients, under autocast, or with an `obstacle`, a reason with its remedy.
+
+        Raise `ValueError` if kernels, named `subject`, are forced and cannot run.
+        """
         if self.forced is False:
             return False
         obstacle = obstacle or _obstacle(tensors, interpreted=bool(self.forced))
@@ -192,7 +194,7 @@ def processors(device: torch.device) -> int:
 
 
 def _obstacle(tensors: Sequence[Tensor], interpreted: bool) -> str | None:
-    """Say why kernels cannot run on these tensors, with the remedy; None if they can."""
+    """Explain why kernels cannot run on these tensors, with the remedy; None if they can."""
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return "it has no gradients: call it under torch.no_grad()"
     dtypes = list(dict.fromkeys(tensor.dtype for tensor in tensors if tensor.is_floating_point()))
@@ -207,8 +209,8 @@ def _obstacle(tensors: Sequence[Tensor], interpreted: bool) -> str | None:
 
 
 def unusable(device: torch.device, dtype: torch.dtype, interpreted: bool = False) -> str | None:
-    """Say why kernels cannot run on a device in a dtype, with the remedy; None if they can, or may
-    run `interpreted`."""
+    """Explain why kernels cannot run on a device in a dtype, with the remedy; None if they can, or
+    may run `interpreted`."""
     if triton is None:
         return "triton cannot be imported: install it (pip install triton)"
     if dtype not in KERNEL_DTYPES:

@@ -293,7 +293,7 @@ class BlockCache(Cache):
         return lengths
 
     def fits(self, rows: int, capacity: int, scratch: int, with_head: bool) -> bool:
-        """Tell if the cache can be written to, has `rows` rows and enough slots, and has the head's
+        """Return whether the cache can be written to, has `rows` rows, enough slots, and the head's
         layers if needed."""
         writable = torch.is_inference_mode_enabled() or not self.hidden.is_inference()
         large_enough = (

@@ -227,11 +227,11 @@ def cache_for(
     if graphs and reason is not None:
         raise ValueError(f"graphs is True, but {reason}, or leave graphs unset")
     # a Cache of transformers is false where it is empty
-    head_layers = with_head or (past is not None and past.head_layers > 0)
+    keeps_head = with_head or (past is not None and past.head_layers > 0)
     with _in_use(past):
         loan = None
         if reason is None:
-            loan = _lend(model, past, rows, capacity, scratch, head_layers)
+            loan = _lend(model, past, rows, capacity, scratch, keeps_head)
         if loan is not None:
             cache, recordings = loan
             try:
@@ -250,7 +250,7 @@ def cache_for(
                     rows,
                     max(capacity, past.capacity),
                     max(scratch, past.scratch),
-                    head_layers,
+                    keeps_head,
                 )
                 cache.fill_from(past)
                 yield cache, None
@@ -280,8 +280,11 @@ def _in_use(past: BlockCache | None) -> Iterator[None]:
 def _lend(
     model: Any, past: BlockCache | None, rows: int, capacity: int, scratch: int, with_head: bool
 ) -> tuple[BlockCache, Graphs] | None:
-    """Find or make the kept `Graphs` of a model, with room for a call; mark them busy, and return
-    their cache with the content of `past`, and them. Return None if another call uses them."""
+    """Find or make the kept `Graphs` of a model, large enough for a call, and mark them busy.
+
+    Return their cache, with the content of `past`, and the `Graphs`; None if another call uses
+    them.
+    """
     weights = fingerprint(model)
     with _LOCK:
         recordings = _KEPT.get(model)
@@ -344,7 +347,7 @@ def fingerprint(model: Any) -> Hashable:
 
 
 def obstacle(model: Any) -> str | None:
-    """Say why forwards of this model cannot be recorded here, with the remedy; None if they can."""
+    """Explain why forwards of this model cannot be recorded, with the remedy; None if they can."""
     device = model.device  # before anything that reads all weights: elsewhere no call has to
     if device.type not in RECORDERS:
         return f"the model is on {device}: move it to a CUDA device"

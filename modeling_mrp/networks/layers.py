@@ -70,8 +70,8 @@ def plan_layers(model: Any, with_head: bool, dispatch: Dispatch) -> Plans | None
 
 
 def deviation(module: nn.Module, kind: type[nn.Module]) -> str | None:
-    """Say how a module deviates, global hooks aside, from the class `kind`, with the remedy; None
-    if not at all."""
+    """Describe how a module deviates from the class `kind` (global hooks aside), with the remedy;
+    return None if it does not."""
     module_class = type(module)
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for hook in hooks.values():
@@ -95,8 +95,8 @@ def deviation(module: nn.Module, kind: type[nn.Module]) -> str | None:
 def _replaced_modules(
     model: Any, layers: dict[Any, list[Any]]
 ) -> Iterator[tuple[Any, type[nn.Module]]]:
-    """Yield the modules that fused layers replace and their classes, parents first: one of another
-    class may lack parts."""
+    """Yield the modules that fused layers replace and their expected classes, parents first: a
+    module of another class may lack submodules."""
     yield model.model, MRPBackbone
     if model.mrp_head in layers:
         yield model.mrp_head, MRPHead
@@ -116,8 +116,8 @@ def _replaced_modules(
 
 
 def _linear_groups(layer: Any) -> tuple[list[Any], list[Any]]:
-    """Group a layer's linear layers that share an input: those of queries, keys and values, and the
-    MLP's gate and up."""
+    """Group a layer's linear layers that share an input: the projections to queries, keys and
+    values, and the MLP's gate and up projections."""
     attention = layer.self_attn
     mlp = layer.mlp
     return [attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]
@@ -174,7 +174,7 @@ def packed_weight(linears: Sequence[Any]) -> Tensor | None:
 
 
 def _plain(linear: Any) -> bool:
-    """Tell if a module is a plain linear layer without bias, and its weight contiguous."""
+    """Return whether a module is a plain linear layer without bias and with contiguous weight."""
     return (
         type(linear) is nn.Linear
         and linear.bias is None

@@ -64,7 +64,7 @@ class Spots:
     parents: Sequence[State | None] = ()
 
     def keys(self) -> Tensor:
-        """Make the noise keys of the positions, [n] long."""
+        """Compute the noise keys of the positions, [n] long."""
         table = [
             (row.seed, state.start + column, state.masks)
             for row, state in self.states
@@ -76,8 +76,7 @@ class Spots:
         return keys
 
     def no_eos(self) -> Tensor | None:
-        """Tell for each position if an eos is forbidden, [n] bool; return None if it is forbidden
-        at none."""
+        """Mark the positions where an eos is forbidden, [n] bool; return None if there are none."""
         if not any(state.start < row.no_eos_before > row.prompt for row, state in self.states):
             return None
         early = [
@@ -170,7 +169,7 @@ class Picker:
         return _join(picks)
 
     def among(self, hidden: Tensor, shortlist: Tensor, spots: Spots) -> Picks:
-        """Pick greedily at n positions, among a few tokens at each; all other tokens keep their
+        """Pick greedily at n positions among the tokens of a shortlist; all other tokens keep their
         earlier scores.
 
         The argmax after a reveal is nearly always one of the likeliest tokens before it, so drafts

@@ -230,15 +230,15 @@ class Row:
         return State(key, free, end, state.masks - len(columns), state.step + 1)
 
     def ends(self, state: State) -> bool:
-        """Tell if the text is whole at a state: it ends in the state's block, and no mask before
-        its end is left to reveal."""
+        """Return whether the text is complete at a state: it ends in the state's block, and no mask
+        before its end is left to reveal."""
         room = self.open_end - state.key[0]
         if state.end == self.block_size < room:
             return False
         return not state.free or state.free[0] >= room
 
     def settle(self) -> None:
-        """Set `stop` if the text is whole at the row's state."""
+        """Set `stop` if the text is complete at the row's state."""
         if self.ends(self.state):
             start = self.state.start
             end = self.state.end
