@@ -160,8 +160,8 @@ class Decoder:
         self.write(
             rows,
             [
-                first_frontier(row, self.mode.rule, said)
-                for row, said in zip(rows, scores, strict=True)
+                first_frontier(row, self.mode.rule, row_scores)
+                for row, row_scores in zip(rows, scores, strict=True)
             ],
         )
         self.watch(rows)
@@ -169,10 +169,10 @@ class Decoder:
         while active := sum(row.stop is None for row in batch):
             if (size := self.smaller(len(batch), active)) < len(batch):
                 batch = self.networks.narrow(batch, size)
-            begun = perf_counter()
+            start = perf_counter()
             amount = self.budget.choose(batch)
             steps = self.round(batch, amount)
-            self.budget.learn(amount, batch, steps, perf_counter() - begun)
+            self.budget.learn(amount, batch, steps, perf_counter() - start)
             self.watch(batch)
         self.networks.widen(max(row.held for row in rows))
 
@@ -189,13 +189,13 @@ class Decoder:
 
     def round(self, rows: Sequence[Row], amount: Amount) -> list[int]:
         """Run one round; return the number of denoising steps that each row took in it."""
-        before = [row.steps for row in rows]
+        steps_before = [row.steps for row in rows]
         drafts = self.draft(rows, amount)
         scores = self.networks.score(rows, drafts)
         self.slots += len(rows)
         self.verified += any(not node.opens for nodes in drafts for node in nodes[1:])
         self.write(rows, self.accept(rows, drafts, scores, amount.states > 1))
-        return [row.steps - steps for row, steps in zip(rows, before, strict=True)]
+        return [row.steps - steps for row, steps in zip(rows, steps_before, strict=True)]
 
     def draft(self, rows: Sequence[Row], amount: Amount) -> list[list[Node]]:
         """Choose each row's nodes for the round; rows that have ended get none."""
@@ -206,18 +206,20 @@ class Decoder:
 
         def grown(size: int) -> list[list[Node]]:
             return [
-                build_draft(row, self.rule_of(row), size, drafting.branches, known, self.sources)
+                build_draft(
+                    row, self.rule_of(row), size, drafting.branches, row_estimates, self.sources
+                )
                 if row.stop is None
                 else []
-                for row, known in zip(rows, estimates, strict=True)
+                for row, row_estimates in zip(rows, estimates, strict=True)
             ]
 
-        for turn, size in enumerate(
+        for pass_index, size in enumerate(
             draft_sizes(amount.states, amount.passes) if amount.passes else []
         ):
             # Only the first pass reads the row's own state: in later ones the head's input there
             # would be the same.
-            self.read(rows, [nodes[min(turn, 1) :] for nodes in grown(size)], estimates)
+            self.read(rows, [nodes[min(pass_index, 1) :] for nodes in grown(size)], estimates)
         return grown(amount.states)
 
     def read(
@@ -233,25 +235,26 @@ class Decoder:
         Clean states (where nothing is picked) and first states of blocks (which have no source) are
         left out.
         """
-        asked = [
-            (at, node.state, hidden, said.shortlist)
-            for at, nodes in enumerate(drafts)
-            for node in nodes
-            if node.state.masks and (said := node.source) and (hidden := said.hidden)
-        ]
-        if not asked:
+        inputs: list[list[tuple[State, Hidden]]] = [[] for _ in rows]
+        states: list[tuple[Row, State]] = []
+        shortlists: list[Hidden | None] = []
+        keys: list[tuple[int, Key]] = []
+        for row_index, nodes in enumerate(drafts):
+            for node in nodes:
+                source = node.source
+                if source is None or source.hidden is None or not node.state.masks:
+                    continue
+                inputs[row_index].append((node.state, source.hidden))
+                states.append((rows[row_index], node.state))
+                shortlists.append(source.shortlist)
+                keys.append((row_index, node.state.key))
+        if not states:
             return
-        given: list[list[tuple[State, Hidden]]] = [[] for _ in rows]
-        for at, state, hidden, _ in asked:
-            given[at].append((state, hidden))
-        made = [one for part in self.networks.head(rows, given) for one in part]
-        states, few = (
-            [(rows[at], state) for at, state, _, _ in asked],
-            [few for _, _, _, few in asked],
-        )
-        scores = self.networks.pick(self.networks.drafter, states, made, shortlists=few)
-        for (at, state, _, _), said in zip(asked, scores, strict=True):
-            estimates[at][state.key] = said
+        outputs = [hidden for row in self.networks.head(rows, inputs) for hidden in row]
+        drafter = self.networks.drafter
+        scores = self.networks.pick(drafter, states, outputs, shortlists=shortlists)
+        for (row_index, key), estimate in zip(keys, scores, strict=True):
+            estimates[row_index][key] = estimate
 
     def accept(
         self,
@@ -264,10 +267,10 @@ class Decoder:
         rows' frontiers."""
         frontiers: list[Frontier | None] = [None] * len(rows)
         clean: list[list[int]] = [[] for _ in rows]
-        for at, (row, nodes) in enumerate(zip(rows, drafts, strict=True)):
+        for row_index, (row, nodes) in enumerate(zip(rows, drafts, strict=True)):
             if nodes:
-                frontiers[at], clean[at] = accept(
-                    row, self.rule_of(row), nodes, scores[at], drafted
+                frontiers[row_index], clean[row_index] = accept(
+                    row, self.rule_of(row), nodes, scores[row_index], drafted
                 )
         if any(clean):
             self.networks.commit(rows, clean)

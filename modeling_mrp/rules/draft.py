@@ -100,9 +100,9 @@ def followers(
         if not chance > 0:
             continue
         for tokens, share in variants(columns, guess) if candidates else ((guess.token, 1.0),):
-            found = follower(row, rule, state, scores, columns, tokens, parent)
-            if found is not None:
-                yield found[2], found, chance * share
+            candidate = follower(row, rule, state, scores, columns, tokens, parent)
+            if candidate is not None:
+                yield candidate[2], candidate, chance * share
 
 
 def variants(columns: Sequence[int], guess: Guess) -> Iterator[tuple[Sequence[int], float]]:
@@ -116,8 +116,8 @@ def variants(columns: Sequence[int], guess: Guess) -> Iterator[tuple[Sequence[in
     yield guess.token, share
     if unsure:
         column = min(unsure, key=lambda column: guess.rivals[column][0][1])
-        (_, likeliest), *others = guess.rivals[column]
-        for rival, chance in others:
+        (_, likeliest), *alternatives = guess.rivals[column]
+        for rival, chance in alternatives:
             tokens = list(guess.token)
             tokens[column] = rival
             yield tokens, share * chance / likeliest
@@ -144,18 +144,18 @@ def follower(
     key = (start, tuple(revealed))
     if not ends and key not in row.memory:
         return state, columns, key, scores, parent
-    after, source = row.after(state, columns, token), scores
-    while (remembered := row.memory.get(after.key)) is not None:
+    successor, source = row.after(state, columns, token), scores
+    while (remembered := row.memory.get(successor.key)) is not None:
         source = remembered[1]
-        after = row.after(after, rule.reveal(after, source, row.memo)[0], source.token)
-    return None if row.ends(after) else (after, (), after.key, source, parent)
+        successor = row.after(successor, rule.reveal(successor, source, row.memo)[0], source.token)
+    return None if row.ends(successor) else (successor, (), successor.key, source, parent)
 
 
 def draft_sizes(width: int, passes: int) -> list[int]:
     """List the number of states in the draft at each head pass of a round, rising evenly to `width`
     - 1."""
     passes = min(passes, width - 1)
-    return [-(-done * (width - 1) // passes) for done in range(1, passes + 1)]
+    return [-(-count * (width - 1) // passes) for count in range(1, passes + 1)]
 
 
 def target_nodes(row: Row, narrow: bool) -> list[Node]:
@@ -166,9 +166,9 @@ def target_nodes(row: Row, narrow: bool) -> list[Node]:
     """
     nodes = [Node(row.state, -1, row.source)]
     if not row.state.masks and not narrow:
-        behind = row.opened(row.state.start + row.block_size)
-        if behind.masks:  # one block at a time: a given one has to wait
-            nodes.append(Node(behind, 0, None))
+        next_state = row.opened(row.state.start + row.block_size)
+        if next_state.masks:  # one block at a time: a given one has to wait
+            nodes.append(Node(next_state, 0, None))
     return nodes
 
 
@@ -199,23 +199,23 @@ def build_draft(
     while len(nodes) < size and (chance := max(chances)) > 0:
         index = chances.index(chance)
         chances[index] = -math.inf
-        before, columns, key, source, parent = waiting[index]
-        state = before.revealing(columns, key) if columns else before
+        origin, columns, key, source, parent = waiting[index]
+        state = origin.revealing(columns, key) if columns else origin
         nodes.append(Node(state, parent, source))
         if len(nodes) == size:
             break
         if not state.masks:
             if parent < 0:  # what is behind the next block would have to see two clean states
-                behind = row.opened(state.start + row.block_size)
-                if behind.masks:  # one block at a time: a given one has to wait
-                    waiting.append((behind, (), behind.key, None, len(nodes) - 1))
+                next_state = row.opened(state.start + row.block_size)
+                if next_state.masks:  # one block at a time: a given one has to wait
+                    waiting.append((next_state, (), next_state.key, None, len(nodes) - 1))
                     chances.append(chance)
             continue
         scores = estimates.get(key, source)
         candidates: Sequence[Candidates] = ()
         if sources and state.free:
             clean = nodes[parent].state if parent >= 0 else None
-            proposed = [each.propose(row, state, clean) for each in sources]
+            proposed = [draft_source.propose(row, state, clean) for draft_source in sources]
             candidates = [proposal for proposal in proposed if proposal is not None]
         if scores is None and not candidates:
             continue
@@ -230,18 +230,24 @@ def build_draft(
     return nodes
 
 
-def draw_tokens(row: Row, state: State, said: Scores) -> tuple[Sequence[int], Sequence[float]]:
+def draw_tokens(row: Row, state: State, scores: Scores) -> tuple[Sequence[int], Sequence[float]]:
     """Sample at each free column one of its likeliest tokens, with the state's noise; return tokens
     and log-odds [block]."""
-    assert said.likeliest is not None
+    assert scores.likeliest is not None
     free = list(state.free)
-    ids, odds = (part[free] for part in said.likeliest)
+    ids, odds = (array[free] for array in scores.likeliest)
     keys = [noise_key(row.seed, state.start + column, state.masks) for column in free]
     best = (-np.logaddexp(0.0, -odds) + gumbel(keys, ids)).argmax(-1)
-    token, sure, at = [0] * row.block_size, [-np.inf] * row.block_size, np.arange(len(free))
-    for column, one, odd in zip(free, ids[at, best].tolist(), odds[at, best].tolist(), strict=True):
-        token[column], sure[column] = one, odd
-    return token, sure
+    token, log_odds, indices = (
+        [0] * row.block_size,
+        [-np.inf] * row.block_size,
+        np.arange(len(free)),
+    )
+    for column, token_id, odd in zip(
+        free, ids[indices, best].tolist(), odds[indices, best].tolist(), strict=True
+    ):
+        token[column], log_odds[column] = token_id, odd
+    return token, log_odds
 
 
 def mix_bits(x: Any) -> Any:
@@ -308,29 +314,29 @@ def accept(
     # Indices in `nodes` by parent and key: a state is scored only as what follows the clean state
     # before it.
     index_of = {(node.parent, node.state.key): index for index, node in enumerate(nodes)}
-    state, at, parent = row.state, 0, -1
-    said, remembered = scores[0], False
+    state, node_index, parent = row.state, 0, -1
+    state_scores, remembered = scores[0], False
     clean: list[int] = []
     frontier: Frontier | None = None
     length = depth = 0
     while True:
         length += 1
-        depth += remembered or (at > 0 and not nodes[at].opens)
+        depth += remembered or (node_index > 0 and not nodes[node_index].opens)
         if not state.masks:
-            clean.append(at)
-            frontier, state, parent = None, row.opened(state.start + row.block_size), at
-            at = index_of.get((parent, state.key), -1)
-            if at < 0:
+            clean.append(node_index)
+            frontier, state, parent = None, row.opened(state.start + row.block_size), node_index
+            node_index = index_of.get((parent, state.key), -1)
+            if node_index < 0:
                 break
-            said, remembered = scores[at], False
+            state_scores, remembered = scores[node_index], False
             continue
-        frontier = reveal_at(row, rule, state, said)
+        frontier = reveal_at(row, rule, state, state_scores)
         state = frontier.successor
-        at = index_of.get((parent, state.key), -1)
-        if at >= 0:
-            said, remembered = scores[at], False
-        elif drafts and (met := row.memory.get(state.key)) is not None:
-            said, remembered = met[1], True
+        node_index = index_of.get((parent, state.key), -1)
+        if node_index >= 0:
+            state_scores, remembered = scores[node_index], False
+        elif drafts and (entry := row.memory.get(state.key)) is not None:
+            state_scores, remembered = entry[1], True
         else:
             state = frontier.state
             break
@@ -358,12 +364,12 @@ def first_frontier(row: Row, rule: RevealRule, scores: Scores) -> Frontier | Non
 def reveal_at(row: Row, rule: RevealRule, state: State, scores: Scores) -> Frontier:
     """Make the frontier at a scored state of the row's path: the rule's reveal there, within the
     row's bans."""
-    where, memo = rule.reveal(state, scores, row.memo)
-    if row.bans is not None and len(where) > 1:
-        where = row.bans.allowed(
-            row.text_at(state), state.start, where, scores.token, scores.odds, row.mask_id
+    columns, memo = rule.reveal(state, scores, row.memo)
+    if row.bans is not None and len(columns) > 1:
+        columns = row.bans.allowed(
+            row.text_at(state), state.start, columns, scores.token, scores.odds, row.mask_id
         )
-    return Frontier(state, scores, where, memo, row.after(state, where, scores.token))
+    return Frontier(state, scores, columns, memo, row.after(state, columns, scores.token))
 
 
 def write(row: Row, frontier: Frontier) -> None:
@@ -373,13 +379,13 @@ def write(row: Row, frontier: Frontier) -> None:
         UnscoredError: if no token had a finite score at a revealed column.
     """
     start, scores = frontier.state.key[0], frontier.scores
-    behind = start - row.prompt
+    offset = start - row.prompt
     for column in frontier.where:
         logprob = log_sigmoid(scores.odds[column])
         if math.isnan(logprob):
             raise UnscoredError(row.place, start + column)
         row.text[start + column] = scores.token[column]
-        row.logprob[behind + column], row.step[behind + column] = logprob, row.steps
+        row.logprob[offset + column], row.step[offset + column] = logprob, row.steps
     row.steps += 1
     row.state, row.source, row.memo = frontier.successor, scores, frontier.memo
     if row.written is not None:
@@ -393,13 +399,13 @@ def count_drafts(row: Row, nodes: Sequence[Node], last: State, parent: int, dept
     drafted = [node for node in nodes[1:] if not node.opens]
     counts.drafted += len(drafted)
     counts.accepted += depth
-    for place in range(depth):
-        counts.accepted_at_depth[place] += 1
+    for index in range(depth):
+        counts.accepted_at_depth[index] += 1
     offered = any(
         node.parent == parent and follows(node.state, last, row.mask_id) for node in drafted
     )
-    for place in range(min(depth + offered, len(counts.offered_at_depth))):
-        counts.offered_at_depth[place] += 1
+    for index in range(min(depth + offered, len(counts.offered_at_depth))):
+        counts.offered_at_depth[index] += 1
 
 
 def follows(state: State, last: State, mask_id: int) -> bool:
@@ -407,7 +413,7 @@ def follows(state: State, last: State, mask_id: int) -> bool:
     if state.start != last.start or state.masks >= last.masks:
         return False
     # A loop takes half the time of `all`.
-    for own, other in zip(state.key[1], last.key[1], strict=True):
-        if own != other != mask_id:
+    for token, last_token in zip(state.key[1], last.key[1], strict=True):
+        if token != last_token != mask_id:
             return False
     return True
