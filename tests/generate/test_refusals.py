@@ -84,8 +84,8 @@ EDGES: dict[str, tuple[Any, list[Any]]] = {
     "entropy_threshold": ([0, 12.5], [-1e-9, NAN]),
     **dict.fromkeys(("factor", "residual_delta"), POSITIVE),
     "num_draft_states": (["auto", 1, 256], [0, 257, "3", 2.5]),
-    **dict.fromkeys(("draft_branches", "draft_passes"), COUNTS),
-    "draft_shortlist": ([0, 1024], [-1, 1025]),
+    **dict.fromkeys(("draft_branches", "draft_passes", "max_matching_ngram_size"), COUNTS),
+    **dict.fromkeys(("draft_shortlist", "prompt_lookup_num_tokens"), ([0, 1024], [-1, 1025])),
     "remask_rule": (REMASK_RULES, ["static"]),
     "seed": ([0, (1 << 62) - 1, [0, 3]], [-1, 1 << 62, 2.5, (0,), [-1], [True], ["x"]]),
     **dict.fromkeys(("kernels", "graphs"), ([True, False], [1, 0])),
@@ -196,7 +196,6 @@ def test_the_table_has_every_option_of_transformers_that_acts() -> None:
         "speculation_type",
     }
     elsewhere |= {
-        "max_matching_ngram_size",
         "assistant_lookbehind",
         "target_lookbehind",
         "compile_config",
@@ -206,7 +205,9 @@ def test_the_table_has_every_option_of_transformers_that_acts() -> None:
     theirs = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
     assert (
         theirs
-        <= {option.name for option in OPTIONS_OF_TRANSFORMERS} | UNSUPPORTED.keys() | elsewhere
+        <= {option.name for option in (*OPTIONS, *OPTIONS_OF_TRANSFORMERS)}
+        | UNSUPPORTED.keys()
+        | elsewhere
     )
 
 
