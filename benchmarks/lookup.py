@@ -51,7 +51,9 @@ def row_of(
     model: MRPForCausalLM, prompts: Sequence[Sequence[int]], new_tokens: int, mode: str, states: int
 ) -> list[str]:
     """Decode prompts with and without lookup; return the cells behind the name of the texts."""
-    pairs, tokens, passes = [], 0, 0
+    pairs: list[tuple[int, int]] = []
+    tokens = 0
+    passes = 0
     for prompt in prompts:
         target, _ = decode(model, prompt, decoding="sequential", max_new_tokens=new_tokens)
         forwards = []
@@ -67,7 +69,7 @@ def row_of(
             if not ids.equal(target):
                 raise AssertionError(f"{mode} K={states} gave another text than its target")
             forwards.append(int(stats.row_forwards.sum()))
-            passes += lookup and int(stats.row_head_forwards.sum())
+        passes += int(stats.row_head_forwards.sum())  # of the last one, with lookup
         tokens += target.shape[1] - len(prompt)
         pairs.append((forwards[0], forwards[1]))
     plain = sum(first for first, _ in pairs)

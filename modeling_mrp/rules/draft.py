@@ -93,13 +93,17 @@ def followers(
         scored = scores.token, scores.odds
     elif scores is not None:
         scored = draw_tokens(row, state, scores)
-    guess = combined(state, scored, candidates, rule.left_to_right)
-    if guess is None:
+    guess = combined(state, scored, candidates, rule.left_to_right) if candidates else None
+    if guess is not None:
+        log_odds = guess.log_odds
+    elif scored is not None:
+        log_odds = scored[1]
+    else:
         return
-    for columns, chance in rule.likely(state, guess.log_odds, branches):
+    for columns, chance in rule.likely(state, log_odds, branches):
         if not chance > 0:
             continue
-        for tokens, share in variants(columns, guess) if candidates else ((guess.token, 1.0),):
+        for tokens, share in ((scored[0], 1.0),) if guess is None else variants(columns, guess):
             candidate = follower(row, rule, state, scores, columns, tokens, parent)
             if candidate is not None:
                 yield candidate[2], candidate, chance * share
@@ -213,7 +217,7 @@ def build_draft(
             continue
         scores = estimates.get(key, source)
         candidates: Sequence[Candidates] = ()
-        if sources and state.free:
+        if sources and state.free and (scores is None or rule.left_to_right):
             clean = nodes[parent].state if parent >= 0 else None
             proposed = [draft_source.propose(row, state, clean) for draft_source in sources]
             candidates = [proposal for proposal in proposed if proposal is not None]

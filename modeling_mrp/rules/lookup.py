@@ -3,6 +3,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 from .sources import Candidates
 from .state import Row, State
@@ -70,11 +71,14 @@ class PromptLookup:
 
     num_tokens: int
     max_ngram_size: int = 2
-    _indices: dict[int, NgramIndex] = field(default_factory=dict, repr=False)
+    # by row, so that another call's rows are read from their beginning
+    _indices: WeakKeyDictionary[Row, NgramIndex] = field(
+        default_factory=WeakKeyDictionary, repr=False
+    )
 
     def propose(self, row: Row, state: State, parent: State | None) -> Candidates | None:
         """See `DraftSource`."""
-        index = self._indices.setdefault(row.place, NgramIndex())
+        index = self._indices.setdefault(row, NgramIndex())
         final = row.state.start
         index.read(row.text, final, row.prompt, self.max_ngram_size)
         context = self._context(row, state, parent)

@@ -12,6 +12,7 @@ A draft never changes the text, so a source may propose anything.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Protocol
 
 from .reveal import sigmoid
@@ -73,6 +74,11 @@ class CheckedSource:
         if candidates is None:
             return None
         name, size = type(self.source).__name__, len(state.ids)
+        if not isinstance(getattr(candidates, "tokens", None), Mapping):
+            raise ValueError(
+                f"{name}.propose gave a {type(candidates).__name__}: give Candidates(tokens), or "
+                "None"
+            )
         if candidates.log_odds is not None and len(candidates.log_odds) != size:
             raise ValueError(
                 f"{name}.propose gave {len(candidates.log_odds)} log_odds: give one for each of "
@@ -80,7 +86,8 @@ class CheckedSource:
             )
         for column, tokens in candidates.tokens.items():
             for token, chance in tokens:
-                known = 0 <= token < self.vocab_size and token != self.mask_id
+                known = isinstance(token, Integral) and 0 <= token < self.vocab_size
+                known = known and token != self.mask_id
                 if column not in range(size) or not known or not 0 <= chance <= 1:
                     raise ValueError(
                         f"{name}.propose gave token {token} with chance {chance} at column "
@@ -112,21 +119,19 @@ def combined(
     candidates: Sequence[Candidates],
     left_to_right: bool,
 ) -> Guess | None:
-    """Combine what all sources propose at a state; None if nobody knows a token, or the order.
+    """Combine what all sources propose at a state; None if nobody knows the order of reveals.
 
     Args:
         state: The state.
         scored: Token and log-odds by column, from scores; None if there are none.
-        candidates: What other sources propose.
+        candidates: What other sources propose, at least one of them.
         left_to_right: Whether the rule reveals from left to right, whatever the log-odds are.
     """
     if scored is not None:
         token, log_odds = scored
-        if not (candidates and left_to_right):
-            return Guess(token, log_odds, {})
     else:
         orders = [proposal.log_odds for proposal in candidates if proposal.log_odds is not None]
-        if not candidates or not (orders or left_to_right):
+        if not (orders or left_to_right):
             return None
         token = [UNKNOWN] * len(state.ids)
         log_odds = orders[0] if orders else [0.0] * len(state.ids)

@@ -4,14 +4,14 @@ import math
 from typing import Any
 
 import pytest
+import torch
 from handmade import A, B, C, D, M, row, says, state
-from random_cases import make_model
 
 from modeling_mrp.rules.draft import build_draft, variants
 from modeling_mrp.rules.lookup import FADE, PRIOR, NgramIndex, PromptLookup
 from modeling_mrp.rules.reveal import Sequential, Static, sigmoid
 from modeling_mrp.rules.sources import TRUST, UNKNOWN, Candidates, Guess, combined
-from tests.random_cases import batch_of
+from tests.random_cases import batch_of, make_model
 
 ONE_BY_ONE = Sequential((1, 1, 1, 1))
 MOST_CONFIDENT = Static((1, 1, 1, 1))
@@ -75,10 +75,25 @@ def test_tokens_compete_where_the_order_is_known() -> None:
         0: [(7, 0.99 / (0.99 + first)), (A, first / (0.99 + first))],
         1: [(B, second / (0.5 + second)), (7, 0.5 / (0.5 + second))],
     }
-    for sources, ordered in ((others, False), ([], True)):
-        same = combined(at, scores, sources, ordered)
-        assert same is not None
-        assert (same.token, same.log_odds, same.rivals) == (*scores, {})
+
+
+def test_where_the_rule_chooses_the_order_scores_are_heard_alone() -> None:
+    """Other sources are not even asked there, but in a block without scores."""
+    drafting = row(new=12)
+    drafting.state, drafting.source = state([M, M, C, M]), says([1.0, 2.0, 0.0, 3.0])
+    asked: list[Any] = []
+
+    class Asked:
+        def propose(self, row: Any, state: Any, parent: Any) -> Candidates:
+            asked.append((state.ids, parent))
+            return Candidates({column: [(7, 1.0)] for column in state.free})
+
+    alone = build_draft(drafting, MOST_CONFIDENT, 9, 3, {})
+    drafts = build_draft(drafting, MOST_CONFIDENT, 9, 3, {}, [Asked()])
+    assert [node.state.ids for node in drafts] == [node.state.ids for node in alone]
+    assert {parent is None for _, parent in asked} == {False}
+    build_draft(drafting, ONE_BY_ONE, 9, 3, {}, [Asked()])
+    assert ((M, M, C, M), None) in asked
 
 
 def test_without_scores_the_order_has_to_be_known() -> None:
@@ -86,7 +101,6 @@ def test_without_scores_the_order_has_to_be_known() -> None:
     silent = [Candidates({0: [(7, 0.5)]})]
     told = [*silent, Candidates({1: [(8, 0.5)]}, [1.0, 2.0, 3.0, 4.0])]
     assert combined(at, None, silent, left_to_right=False) is None
-    assert combined(at, None, [], left_to_right=True) is None
     guess = combined(at, None, silent, left_to_right=True)
     assert guess is not None
     assert (list(guess.token), list(guess.log_odds)) == ([7, UNKNOWN, UNKNOWN, UNKNOWN], [0.0] * 4)
@@ -175,11 +189,22 @@ def test_a_source_of_ones_own_changes_counts_and_no_text() -> None:
     assert rounds["knows"] <= 5 < usual == rounds["knows nothing"]
 
 
+def test_a_lookup_serves_several_calls() -> None:
+    """What it read in one call is not there in the next one, of shorter texts."""
+    model, lookup = make_model(), PromptLookup(9)
+    for prompt in ([5, 6, 7, 8] * 6, [8, 7, 6, 5, 9] * 2, [5, 6]):
+        inputs = batch_of([prompt], "left")
+        options = {**DRAFTED, "max_new_tokens": 22, "return_dict_in_generate": True}
+        out = model.generate(**inputs, **options, draft_sources=[lookup])
+        fresh = model.generate(**inputs, **options, prompt_lookup_num_tokens=9)
+        assert out.sequences.equal(fresh.sequences)
+        assert out.stats.forwards == fresh.stats.forwards
+    assert not lookup._indices
+
+
 def both(out: Any, inputs: dict[str, Any]) -> tuple[Any, Any]:
     mask = inputs["attention_mask"]
     new = mask.new_ones(len(mask), out.sequences.shape[1] - mask.shape[1])
-    import torch
-
     return out.sequences, torch.cat([mask, new], 1)
 
 
@@ -190,7 +215,9 @@ def both(out: Any, inputs: dict[str, Any]) -> tuple[Any, Any]:
         (Candidates({0: [(64, 0.5)]}), "ids below 64"),
         (Candidates({4: [(1, 0.5)]}), "columns below 4"),
         (Candidates({0: [(1, math.nan)]}), "chances from 0 to 1"),
+        (Candidates({0: [(1.5, 0.5)]}), "token 1.5"),  # type: ignore[list-item]
         (Candidates({}, [0.0]), "one for each of the 4 columns"),
+        ({0: 1}, r"gave a dict: give Candidates\(tokens\)"),
     ],
 )
 def test_impossible_proposals_are_refused(candidates: Candidates, message: str) -> None:
