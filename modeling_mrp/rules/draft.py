@@ -95,15 +95,14 @@ def followers(
         scored = draw_tokens(row, state, scores)
     guess = combined(state, scored, candidates, rule.left_to_right) if candidates else None
     if guess is not None:
-        log_odds = guess.log_odds
-    elif scored is not None:
-        log_odds = scored[1]
-    else:
+        scored = guess.token, guess.log_odds
+    if scored is None:
         return
+    token, log_odds = scored
     for columns, chance in rule.likely(state, log_odds, branches):
         if not chance > 0:
             continue
-        for tokens, share in ((scored[0], 1.0),) if guess is None else variants(columns, guess):
+        for tokens, share in ((token, 1.0),) if guess is None else variants(columns, guess):
             candidate = follower(row, rule, state, scores, columns, tokens, parent)
             if candidate is not None:
                 yield candidate[2], candidate, chance * share
