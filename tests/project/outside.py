@@ -5,9 +5,12 @@ import ast
 import importlib
 import re
 from collections.abc import Iterator
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from packaging.version import Version
 
 PACKAGES = {"transformers", "accelerate", "peft", "huggingface_hub", "safetensors", "tokenizers"}
 PAGE = Path(__file__).parents[2] / "docs" / "rests_on.md"
@@ -15,15 +18,19 @@ KINDS = {"Imported": "import", "Overridden": "override", "Reached into": "reach 
 
 
 def listed(package: str) -> dict[str, set[str]]:
-    """The names that the page's tables of a package hold, by kind."""
+    """The names that the page's tables of a package hold, by kind; of those that another package
+    has "from VERSION on", the ones that the installed version has."""
     page = PAGE.read_text(encoding="utf-8")
     names: dict[str, set[str]] = {}
     for title, kind in KINDS.items():
         section = page.split(f"\n## {title} by `{package}`\n")[1].split("\n## ")[0]
         names[kind] = set()
-        for first, second, _ in re.findall(
+        for first, second, reason in re.findall(
             r"^\| (`.*?) \| (.*?) \| (.+) \|$", section, re.MULTILINE
         ):
+            begin = re.match(r"from ([\w-]+) ([\d.]+) on: ", reason)
+            if begin and Version(version(begin[1])) < Version(begin[2]):
+                continue
             words = re.findall(r"`([^`]+)`", first if kind == "reach into" else second)
             names[kind] |= {
                 word if kind == "reach into" else f"{first.strip('`')}.{word}" for word in words
