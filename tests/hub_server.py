@@ -107,7 +107,14 @@ class HubServer:
             repo_id, files, commit_message, "refs/pr/1" if create_pr else revision or "main"
         )
         proposed = f"{URL}/{repo_id}/discussions/1" if create_pr else None
-        return CommitInfo(f"{URL}/{repo_id}/commit/{oid}", commit_message, "", oid, pr_url=proposed)
+        address = f"{URL}/{repo_id}/commit/{oid}"
+        return CommitInfo(
+            commit_url=address,
+            commit_message=commit_message,
+            commit_description="",
+            oid=oid,
+            pr_url=proposed,
+        )
 
 
 @contextmanager

@@ -103,8 +103,8 @@ def test_an_adapter_for_each_row(decoding: str) -> None:
 
 
 PARTS = (
-    "model.embed_tokens",
     "model.rotary_emb",
+    "model.embed_tokens",
     "model.norm",
     "lm_head",
     "mrp_head",
@@ -118,7 +118,10 @@ PARTS = (
 # as it does for a GPU.
 @pytest.mark.parametrize(
     ("kept", "computes", "offloaded"),
-    [("disk", "cpu", PARTS), ("cpu", torch.device("cpu"), ("mrp_head", "model.layers.0"))],
+    [
+        ("disk", "cpu", PARTS[1:]),  # accelerate before 1.15 takes no model that is all on disk
+        ("cpu", torch.device("cpu"), ("mrp_head", "model.layers.0")),
+    ],
 )
 def test_offloaded_weights_decode(
     kept: str, computes: Any, offloaded: tuple[str, ...], tmp_path: Path

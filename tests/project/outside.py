@@ -19,7 +19,7 @@ KINDS = {"Imported": "import", "Overridden": "override", "Reached into": "reach 
 
 def listed(package: str) -> dict[str, set[str]]:
     """The names that the page's tables of a package hold, by kind; of those that another package
-    has "from VERSION on", the ones that the installed version has."""
+    has "from VERSION on" or had "before VERSION", the ones that the installed version has."""
     page = PAGE.read_text(encoding="utf-8")
     names: dict[str, set[str]] = {}
     for title, kind in KINDS.items():
@@ -30,6 +30,9 @@ def listed(package: str) -> dict[str, set[str]]:
         ):
             begin = re.match(r"from ([\w-]+) ([\d.]+) on: ", reason)
             if begin and Version(version(begin[1])) < Version(begin[2]):
+                continue
+            end = re.match(r"before ([\w-]+) ([\d.]+): ", reason)
+            if end and Version(version(end[1])) >= Version(end[2]):
                 continue
             words = re.findall(r"`([^`]+)`", first if kind == "reach into" else second)
             names[kind] |= {

@@ -157,9 +157,8 @@ class _Options(BaseHandler):
             if not options["do_sample"]:
                 options["temperature"] = 1.0
         if body.get("logit_bias"):
-            options["sequence_bias"] = [
-                [[int(token)], float(bias)] for token, bias in body["logit_bias"].items()
-            ]
+            biases = body["logit_bias"].items()
+            options["sequence_bias"] = {(int(token),): float(bias) for token, bias in biases}
         check_setting({"set": options}, model.config)
         config = copy.deepcopy(model_generation_config)
         config.update(**options)
