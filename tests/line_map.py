@@ -16,7 +16,7 @@ import os
 import sys
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,8 @@ from types import CodeType, FrameType
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
+# Calls of a function in a test whose lines are recorded; what only later ones run is not seen.
+RECORDED_CALLS = 50
 FOLDER = ROOT / "build" / "mutants"
 PACKAGES = ("modeling_mrp", "trainer/mrp_trainer")
 ROOMS = (
@@ -77,6 +79,7 @@ class LineRecorder:
         self.tests: dict[str, dict[str, Any]] = {}
         self.failed: set[str] = set()
         self.lines: defaultdict[str, set[int]] = defaultdict(set)
+        self.calls: Counter[CodeType] = Counter()
         # of the source file of a function; "" for what is not to be traced
         self.names: dict[CodeType, str] = {}
 
@@ -94,6 +97,9 @@ class LineRecorder:
     def trace(self, frame: FrameType, event: str, argument: Any) -> Any:
         if not (name := self.name_of(frame.f_code)):
             return None
+        self.calls[frame.f_code] += 1
+        if self.calls[frame.f_code] > RECORDED_CALLS:
+            return None
         lines = self.lines[name]
 
         def line(frame: FrameType, event: str, argument: Any) -> Any:
@@ -104,6 +110,7 @@ class LineRecorder:
 
     def pytest_runtest_logstart(self) -> None:
         self.lines.clear()
+        self.calls.clear()
         threading.settrace(self.trace)
         sys.settrace(self.trace)
 
