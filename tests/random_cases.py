@@ -21,6 +21,8 @@ from transformers import (
 from modeling_mrp import MRPConfig, MRPForCausalLM, MRPGenerationConfig
 from modeling_mrp.generate.option_table import DRAFTING, PUBLISHED, REMASK_RULES, TARGETS
 from modeling_mrp.generate.options import OPTION_NAMES
+from modeling_mrp.rules.options import COUNT, NATS, POSITIVE, PROBABILITY, STEPS, Option, Values
+from modeling_mrp.rules.reveal import RULES
 from tests.reference import Row as SlowRow
 from tests.reference import reference_decode
 
@@ -167,6 +169,21 @@ def random_processors(rng: random.Random, left_to_right: bool) -> dict[str, Any]
     return {name: kinds[name] for name in chosen if name in kinds}
 
 
+# By kind of values, some that a rule's option may take in blocks of any size.
+SOME_VALUES: dict[Values, tuple[Any, ...]] = {
+    COUNT: (1, 2, 3, 9),
+    STEPS: (1,),
+    NATS: (0.0, 0.2, 2.0, 12.0),
+    POSITIVE: (0.25, 1.0, 2.0, 9.0),
+    PROBABILITY: (0.0, 0.02, 0.05, 0.2, 0.9),
+}
+
+
+def options_of_rules() -> dict[str, Option]:
+    """Return the options that rules declare, by name."""
+    return {option.name: option for rule in RULES.values() for option in rule.options}
+
+
 def random_options(rng: random.Random, block: int, mode: str) -> dict[str, Any]:
     """Draw the options that change the text of a mode."""
     options: dict[str, Any] = {
@@ -181,6 +198,9 @@ def random_options(rng: random.Random, block: int, mode: str) -> dict[str, Any]:
         "factor": rng.choice((0.5, 1.0, 2.0, 3.0, 9.0)),
         "eos_token_id": rng.choice((None, [3, 5], list(range(1, 12)), rng.sample(range(50), 25))),
     }
+    for name, option in options_of_rules().items():
+        if name not in options:
+            options[name] = rng.choice((None, *SOME_VALUES[option.values]))
     if rng.random() < 0.3 and options["eos_token_id"]:
         options["min_new_tokens"] = rng.randint(1, options["max_new_tokens"])
     if rng.random() < 0.5:

@@ -9,180 +9,70 @@ that a command line prints its help at once.
 import difflib
 import re
 import reprlib
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from inspect import getdoc
 from numbers import Integral, Real
 from typing import Annotated, Any, Literal, get_type_hints
 
-from ..rules.published import (
-    BoundedAdaptive,
-    Coherent,
-    ConfidenceAdaptive,
-    Credit,
-    EBSampler,
-    EosRejection,
-    FastDLLM,
-    Hierarchy,
-    Klass,
-    LocalLeap,
-    Prophet,
-    SlowFast,
-    ascending,
-)
-from ..rules.reveal import Dynamic, EntropyBound, RevealRule, Sequential, Static, logit, schedule_of
+from ..rules.options import COUNT, POSITIVE, STEPS, Option, Values
 
+# All rules register themselves.
+from ..rules.published import LOW_THRESHOLD  # noqa: F401
+from ..rules.reveal import RULES, CheckedRule, RevealRule
 
-def _low(options: Any, published: float) -> float:
-    """Return the log-odds of a rule's lower threshold: of the published probability unless the
-    option is set."""
-    return logit(published if options.low_threshold is None else options.low_threshold)
-
-
-# By name, the function that makes a reveal rule from checked options and the block size.
-_OURS: dict[str, Callable[[Any, int], RevealRule]] = {
-    "static": lambda options, block: Static(schedule_of(block, options.denoising_steps)),
-    "dynamic": lambda options, block: Dynamic(logit(options.confidence_threshold)),
-    "sequential": lambda options, block: Sequential(schedule_of(block, options.denoising_steps)),
-    "entropy_bound": lambda options, block: EntropyBound(options.entropy_threshold),
-}
-# The same for rules from papers (docs/rules.md).
-_PUBLISHED: dict[str, Callable[[Any, int], RevealRule]] = {
-    "fast_dllm": lambda options, block: FastDLLM(options.factor),
-    "eb_sampler": lambda options, block: EBSampler(options.entropy_threshold),
-    "hierarchy": lambda options, block: Hierarchy(
-        logit(options.confidence_threshold), _low(options, 0.4)
-    ),
-    "local_leap": lambda options, block: LocalLeap(
-        logit(options.confidence_threshold), _low(options, 0.75)
-    ),
-    "cad": lambda options, block: ConfidenceAdaptive(
-        logit(options.confidence_threshold), frozenset(options.eos_ids())
-    ),
-    "eoser": lambda options, block: EosRejection(ascending(block), frozenset(options.eos_ids())),
-    "prophet": lambda options, block: Prophet(schedule_of(block, options.denoising_steps)),
-    "bacd": lambda options, block: BoundedAdaptive(
-        logit(options.confidence_threshold), _low(options, 0.6)
-    ),
-    "slow_fast": lambda options, block: SlowFast(
-        logit(options.confidence_threshold), _low(options, 0.3)
-    ),
-    "ccd": lambda options, block: Coherent(),
-    "credit": lambda options, block: Credit(logit(options.confidence_threshold)),
-    "klass": lambda options, block: Klass(logit(options.confidence_threshold)),
-}
-RULES = _OURS | _PUBLISHED
-PUBLISHED, TARGETS = tuple(_PUBLISHED), tuple(RULES)
+TARGETS = tuple(RULES)
+# Of these all but the four that are no paper's.
+PUBLISHED = tuple([name for name in RULES if name not in TARGETS[:4]])
 DECODINGS = (*TARGETS, "self_spec", "mrp_direct", "mrp_spec", "mrp_remask")
 REMASK_RULES = ("reread", "threshold", "residual")
 DRAFTING = ("self_spec", "mrp_spec")
-_OF_THRESHOLD = (
-    "dynamic",
-    "hierarchy",
-    "local_leap",
-    "cad",
-    "bacd",
-    "slow_fast",
-    "credit",
-    "klass",
-    "mrp_remask",
-)
+# Modes that refine what a rule reveals, and that rule.
+REFINED = {"mrp_direct": "static", "mrp_remask": "dynamic"}
 
 
-@dataclass(frozen=True)
-class Option:
-    """An option of `generate`.
-
-    Attributes:
-        name, default: The keyword argument, and its value where neither the call nor a config sets
-            it.
-        kind: The type of its values, as `isinstance` takes it; a bool is no number. `object`:
-            `holds` decides alone.
-        holds: Tells if a value of that type is in range, given the model's block size.
-        remedy: The end of the error message for other values; `{block_size}` stands for the
-            model's.
-        help: Its meaning, a line of Markdown.
-        modes: The values of `decoding`, or of `target` in a mode that drafts, with which it has an
-            effect.
-    """
-
-    name: str
-    default: Any
-    kind: Any
-    holds: Callable[[Any, int], bool]
-    remedy: str
-    help: str = ""
-    modes: tuple[str, ...] = DECODINGS
-
-    def check(self, value: Any, block_size: int | None, acts: bool = True) -> None:
-        """Raise `ValueError` for a value of another type or, if it acts, out of range; `block_size`
-        None bounds nothing."""
-        if value is None:  # it is left to the default
-            return
-        fits = isinstance(value, self.kind) and (
-            self.kind in (bool, object) or not isinstance(value, bool)
-        )
-        if not fits or (acts and not self.holds(value, block_size or 1 << 63)):
-            kind = "" if fits else f", of type {type(value).__name__}"
-            remedy = self.remedy.replace(
-                "{block_size}", f"block_size ({block_size})" if block_size else "block_size"
-            )
-            raise ValueError(f"{self.name} is {value!r}{kind}: {remedy}")
-
-
-# An option's type, range and remedy.
-_Values = tuple[Any, Callable[[Any, int], bool], str]
-_COUNT: _Values = (int, lambda v, _: v >= 1, "it must be an int of 1 or more")
 # With blocks of 4, the shortest published, the kernels hold at most 256 states.
-_STATES: _Values = (
+_STATES = Values(
     int | str,
-    lambda v, _: v == "auto" or v in range(1, 257),
+    lambda value, _: value == "auto" or value in range(1, 257),
     "it must be 'auto' or an int from 1 to 256",
 )
-_LISTED: _Values = (int, lambda v, _: 0 <= v <= 1024, "it must be an int from 0 to 1024")
-_STEPS: _Values = (int, lambda v, size: 1 <= v <= size, "it must be an int from 1 to {block_size}")
-_NATS: _Values = (
-    int | float,
-    lambda v, _: v >= 0,
-    "it must be a number of nats, a float of 0 or more",
-)
-_POSITIVE: _Values = (int | float, lambda v, _: v > 0, "it must be a positive number, a float")
-_PROBABILITY: _Values = (
-    int | float,
-    lambda v, _: 0 <= v <= 1,
-    "it must be a probability, a float from 0 to 1",
-)
-_SWITCH: _Values = (
+_LISTED = Values(int, lambda value, _: 0 <= value <= 1024, "it must be an int from 0 to 1024")
+_SWITCH = Values(
     bool,
     lambda *_: True,
     "use None (where they can be used), True (or an error) or False (never)",
 )
-_SEED: _Values = (
+_SEED = Values(
     int | list,
-    lambda v, _: all(
-        type(one) is int and 0 <= one < 1 << 62 for one in (v if isinstance(v, list) else [v])
+    lambda value, _: all(
+        type(seed) is int and 0 <= seed < 1 << 62
+        for seed in (value if isinstance(value, list) else [value])
     ),
     "use None, an int of 0 or more and below 2**62, or a list of one such int per row",
 )
 
 
-def _one_of(names: tuple[str, ...]) -> _Values:
-    return str, lambda v, _: v in names, f"choose one of {', '.join(names)}"
+def _one_of(names: tuple[str, ...]) -> Values:
+    return Values(str, lambda value, _: value in names, f"choose one of {', '.join(names)}")
+
+
+def _rule_or_one_of(names: tuple[str, ...]) -> Values:
+    return Values(
+        str | RevealRule,
+        lambda value, _: isinstance(value, RevealRule) or value in names,
+        f"choose one of {', '.join(names)}, or pass a RevealRule",
+    )
 
 
 class DecodingOptions:
     """The options of block-diffusion decoding; None leaves one to the model's own config, and then
-    to its default.
+    to its default. Options that reveal rules declare (`RevealRule.options`) are fields, too.
 
     Attributes:
-        decoding: the mode
-        target: the mode whose text the drafts give, in fewer forwards
-        denoising_steps: steps per block; None: `block_size`, one token a step
-        confidence_threshold: tau, a probability
-        low_threshold: the lower of two thresholds, a probability; None: the rule's own
-        entropy_threshold: bound in nats on the summed entropy of a step's reveals (`eb_sampler`:
-            less the largest)
-        factor: f: n tokens go together if none is below a confidence of 1 - f / (n + 1)
+        decoding: the mode: a name, or a reveal rule as an object
+        target: the mode whose text the drafts give, in fewer forwards: a name, or a reveal rule as
+            an object
         mrp_steps: reveals of the head after each backbone step, unverified
         num_draft_states: K: states a row submits per round, at most: the next one, and drafts;
             `auto`: as many as pay by measured time, no drafts if none do
@@ -205,39 +95,63 @@ class DecodingOptions:
         graphs: CUDA graphs: None: if possible; True: required; False: never
     """
 
-    decoding: Annotated[str | None, "static", _one_of(DECODINGS)] = None
-    target: Annotated[str | None, "static", _one_of(TARGETS), DRAFTING] = None
-    denoising_steps: Annotated[
-        int | None, None, _STEPS, ("static", "sequential", "prophet", "mrp_direct")
-    ] = None
-    confidence_threshold: Annotated[float | None, 0.9, _PROBABILITY, _OF_THRESHOLD] = None
-    low_threshold: Annotated[
-        float | None, None, _PROBABILITY, ("hierarchy", "local_leap", "bacd", "slow_fast")
-    ] = None
-    entropy_threshold: Annotated[float | None, 0.35, _NATS, ("entropy_bound", "eb_sampler")] = None
-    factor: Annotated[float | None, 1.0, _POSITIVE, ("fast_dllm",)] = None
-    mrp_steps: Annotated[int | None, 1, _STEPS, ("mrp_direct",)] = None
+    decoding: Annotated[str | RevealRule | None, "static", _rule_or_one_of(DECODINGS)] = None
+    target: Annotated[str | RevealRule | None, "static", _rule_or_one_of(TARGETS), DRAFTING] = None
+    mrp_steps: Annotated[int | None, 1, STEPS, ("mrp_direct",)] = None
     num_draft_states: Annotated[int | Literal["auto"] | None, "auto", _STATES, DRAFTING] = None
-    draft_branches: Annotated[int | None, None, _COUNT, DRAFTING] = None
-    draft_passes: Annotated[int | None, 1, _COUNT, ("mrp_spec",)] = None
+    draft_branches: Annotated[int | None, None, COUNT, DRAFTING] = None
+    draft_passes: Annotated[int | None, 1, COUNT, ("mrp_spec",)] = None
     draft_shortlist: Annotated[int | None, None, _LISTED, ("mrp_spec",)] = None
     prompt_lookup_num_tokens: Annotated[int | None, 0, _LISTED, DRAFTING] = None
-    max_matching_ngram_size: Annotated[int | None, 2, _COUNT, DRAFTING] = None
+    max_matching_ngram_size: Annotated[int | None, 2, COUNT, DRAFTING] = None
     remask_rule: Annotated[str | None, "reread", _one_of(REMASK_RULES), ("mrp_remask",)] = None
-    residual_delta: Annotated[float | None, 1.0, _POSITIVE, ("mrp_remask",)] = None
+    residual_delta: Annotated[float | None, 1.0, POSITIVE, ("mrp_remask",)] = None
     seed: Annotated[int | list[int] | None, None, _SEED] = None
     kernels: Annotated[bool | None, None, _SWITCH] = None
     graphs: Annotated[bool | None, None, _SWITCH] = None
 
 
-_HELP = dict(
-    re.findall(r"^    (\w+): (.+(?:\n     .+)*)", getdoc(DecodingOptions) or "", re.MULTILINE)
-)
-OPTIONS = tuple(
-    Option(*(name, default, *values, " ".join(_HELP.get(name, "").split()), *modes))
-    for name, hint in get_type_hints(DecodingOptions, include_extras=True).items()
-    for default, values, *modes in [hint.__metadata__]
-)
+def _own_options() -> list[Option]:
+    """List the options that `DecodingOptions` declares."""
+    described = getdoc(DecodingOptions) or ""
+    meanings = dict(re.findall(r"^    (\w+): (.+(?:\n     .+)*)", described, re.MULTILINE))
+    options = []
+    for name, hint in get_type_hints(DecodingOptions, include_extras=True).items():
+        default, values, *modes = hint.__metadata__
+        meaning = " ".join(meanings.get(name, "").split())
+        options.append(Option(name, default, values, meaning, modes[0] if modes else DECODINGS))
+    return options
+
+
+def _options_of_rules() -> list[Option]:
+    """List the options that rules declare, and make each a field of `DecodingOptions`."""
+    declared: dict[str, Option] = {}
+    for rule in RULES.values():
+        for option in rule.options:
+            if declared.setdefault(option.name, option) is not option:
+                raise TypeError(f"two rules declare the option {option.name}: let them share it")
+    options = []
+    for option in declared.values():
+        setattr(DecodingOptions, option.name, None)
+        modes = []
+        for mode in DECODINGS:
+            rule_of_mode = RULES.get(REFINED.get(mode, mode))
+            if rule_of_mode is not None and option in rule_of_mode.options:
+                modes.append(mode)
+        options.append(replace(option, modes=tuple(modes)))
+    return options
+
+
+_OWN = _own_options()
+OPTIONS = (*_OWN[:2], *_options_of_rules(), *_OWN[2:])
+
+
+def rule_of(choice: str | RevealRule, options: Any, block_size: int) -> RevealRule:
+    """Return the reveal rule that `decoding` or `target` names, made from checked options, or that
+    it is."""
+    if isinstance(choice, RevealRule):
+        return CheckedRule(choice)
+    return RULES[choice].from_options(options, block_size)
 
 
 def ids_in(value: Any) -> list[Any]:
@@ -265,26 +179,26 @@ def _are_biases(value: Any, _: int) -> bool:
     )
 
 
-_LIMIT: _Values = (Integral, lambda v, _: v >= 1, "it must be an int of 1 or more")
-_AT_LEAST: _Values = (Integral, lambda v, _: v >= 0, "it must be an int of 0 or more (0: off)")
-_SHARE: _Values = (Real, lambda v, _: 0 <= v <= 1, "it must be a probability, a number from 0 to 1")
-_IDS: _Values = (object, _are_ids, "use an id, or a list of ids, ints from this model's tokenizer")
-_ID: _Values = (
+_LIMIT = Values(Integral, lambda v, _: v >= 1, "it must be an int of 1 or more")
+_AT_LEAST = Values(Integral, lambda v, _: v >= 0, "it must be an int of 0 or more (0: off)")
+_SHARE = Values(Real, lambda v, _: 0 <= v <= 1, "it must be a probability, a number from 0 to 1")
+_IDS = Values(object, _are_ids, "use an id, or a list of ids, ints from this model's tokenizer")
+_ID = Values(
     object,
     lambda v, _: not isinstance(v, list | tuple) and _are_ids(v, _),
     "use an id, an int of this model's tokenizer",
 )
-_ID_LIST: _Values = (
+_ID_LIST = Values(
     object,
     lambda v, _: hasattr(v, "__iter__") and _are_ids(v, _),
     "use a list of ids, ints of this model's tokenizer",
 )
-_TEXTS: _Values = (
+_TEXTS = Values(
     str | list | tuple,
     _are_texts,
     "use a text, or a list of texts, none of them empty",
 )
-_FLAG: _Values = (
+_FLAG = Values(
     object,
     lambda v, _: getattr(v, "ndim", 0) == 0 and v in (0, 1),
     "it must be True or False",
@@ -293,32 +207,32 @@ _FLAG: _Values = (
 # Options of transformers that act here. It leaves some values unchecked, and compares others before
 # it looks at their types; what else it checks is left to it.
 OPTIONS_OF_TRANSFORMERS = tuple(
-    Option(name, None, *values)
+    Option(name, None, values)
     for names, values in {
         "max_new_tokens max_length num_return_sequences": _LIMIT,
         "min_new_tokens min_length no_repeat_ngram_size": _AT_LEAST,
         "top_p min_p typical_p top_h epsilon_cutoff eta_cutoff": _SHARE,
-        "top_k": (Integral, lambda *_: True, "it must be an int (0: off)"),
-        "temperature": (
+        "top_k": Values(Integral, lambda *_: True, "it must be an int (0: off)"),
+        "temperature": Values(
             Real,
             lambda v, _: 0 <= v < float("inf"),
             "it must be a finite number, above 0 with do_sample",
         ),
-        "repetition_penalty": (
+        "repetition_penalty": Values(
             Real,
             lambda v, _: 0 < v < float("inf"),
             "it must be a finite number above 0 (1: off)",
         ),
-        "max_time": (Real, lambda v, _: v >= 0, "it must be a number of seconds, 0 or more"),
+        "max_time": Values(Real, lambda v, _: v >= 0, "it must be a number of seconds, 0 or more"),
         "eos_token_id bos_token_id decoder_start_token_id": _IDS,
         "pad_token_id": _ID,
         "suppress_tokens": _ID_LIST,
-        "bad_words_ids": (
+        "bad_words_ids": Values(
             list | tuple,
             lambda v, _: [] not in v and () not in v,
             "use a list of lists of ids, none empty",
         ),
-        "sequence_bias": (
+        "sequence_bias": Values(
             dict | list | tuple,
             _are_biases,
             "use a dict of tuples of ids, or a list of pairs [ids, bias]",
@@ -326,17 +240,17 @@ OPTIONS_OF_TRANSFORMERS = tuple(
         "stop_strings": _TEXTS,
         "do_sample return_dict_in_generate output_scores output_logits use_cache": _FLAG,
         "remove_invalid_values renormalize_logits": _FLAG,
-        "assistant_ensemble_weight": (
+        "assistant_ensemble_weight": Values(
             Real,
             lambda v, _: 0 < v < 1,
             "leave it unset, as there is no assistant",
         ),
-        "watermarking_config": (
+        "watermarking_config": Values(
             object,
             lambda v, _: isinstance(v, dict) or hasattr(v, "validate"),
             "leave it unset",
         ),
-        "early_stopping": (
+        "early_stopping": Values(
             object,
             lambda v, _: v in (0, 1, "never"),
             "leave it unset, as there are no beams",

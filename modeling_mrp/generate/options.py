@@ -11,19 +11,21 @@ from transformers.generation import GenerationConfig, StoppingCriteriaList, Stop
 from transformers.utils import logging as transformers_logging
 
 from ..rules.draft import BRANCHES, CROWD
-from ..rules.reveal import logit
+from ..rules.reveal import RevealRule, logit
 from .budget import WIDTHS
 from .loop import Drafting, Mode
 from .option_table import (
+    DECODINGS,
     DRAFTING,
     OF_SAMPLING,
     OPTIONS,
     OPTIONS_OF_TRANSFORMERS,
-    RULES,
+    REFINED,
     DecodingOptions,
     check_supported,
     closest_name,
     ids_in,
+    rule_of,
 )
 from .refine import Direct, RereadRemask, ResidualRemask, ThresholdRemask
 
@@ -57,11 +59,17 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
                 f"the generation config cannot be read: {error}. Correct the field, or leave it out"
             ) from error
 
-    def validate(self, *args: Any, **kwargs: Any) -> None:
+    def validate(self, strict: bool = False, **kwargs: Any) -> None:
         """Validate as transformers does, also on `update`; raise `ValueError` for an option that no
-        model can honour."""
+        model can honour and, if `strict`, as when it is saved, for one that no file can hold."""
         _check_values(vars(self))
-        super().validate(*args, **kwargs)
+        for name in ("decoding", "target") if strict else ():
+            if isinstance(rule := getattr(self, name), RevealRule):
+                raise ValueError(
+                    f"{name} is {rule!r}, an object: pass it to generate, and save a config in "
+                    "which it is a name or unset"
+                )
+        super().validate(strict=strict, **kwargs)
 
     def check(self, block_size: int, has_head: bool) -> None:
         """Fill in defaults, then raise `ValueError`, with value and remedy, for the first option
@@ -84,7 +92,7 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
         options: Any = self  # none of them None
         name, with_head = options.decoding, options.decoding == "mrp_spec"
         if name == "mrp_direct":
-            return Mode(RULES["static"](self, block_size), Direct(options.mrp_steps))
+            return Mode(rule_of(REFINED[name], self, block_size), Direct(options.mrp_steps))
         if name == "mrp_remask":
             tau, lower = (
                 logit(options.confidence_threshold),
@@ -95,9 +103,9 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
                 "threshold": ThresholdRemask(tau),
             }
             remasks["residual"] = ResidualRemask(options.residual_delta)
-            return Mode(RULES["dynamic"](self, block_size), remasks[options.remask_rule])
+            return Mode(rule_of(REFINED[name], self, block_size), remasks[options.remask_rule])
         if name not in DRAFTING:
-            return Mode(RULES[name](self, block_size))
+            return Mode(rule_of(name, self, block_size))
         auto = options.num_draft_states == "auto"
         states = WIDTHS[-1] if auto else options.num_draft_states
         # with more states a tree saves more forwards than the host takes
@@ -113,7 +121,7 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
             options.prompt_lookup_num_tokens,
             options.max_matching_ngram_size,
         )
-        return Mode(RULES[options.target](self, block_size), drafting=drafting)
+        return Mode(rule_of(options.target, self, block_size), drafting=drafting)
 
     def get_generation_mode(self, assistant_model: Any = None) -> Any:
         """See `GenerationConfig`; a lookup drafts in this package's loop, and asks for no assisted
@@ -157,7 +165,7 @@ def _check_values(fields: Mapping[str, Any]) -> None:
         )
 
 
-OPTION_NAMES = frozenset({*vars(GenerationConfig()), *DecodingOptions.__annotations__})
+OPTION_NAMES = frozenset({*vars(GenerationConfig()), *(option.name for option in OPTIONS)})
 
 
 def set_fields(fields: Mapping[Any, Any]) -> dict[str, Any]:
@@ -205,17 +213,20 @@ def resolved(
             f"{' or '.join(map(repr, DRAFTING))}"
         )
     lookup = kwargs.get("prompt_lookup_num_tokens")
-    if lookup and config.decoding in DRAFTING and config.target != "sequential":
+    if lookup and config.decoding in DRAFTING and not _left_to_right(config.target):
         logger.warning_once(
             f"prompt_lookup_num_tokens={lookup}: no effect with target={config.target!r}, whose "
             "order of reveals it does not know. Use target='sequential', or leave it out"
         )
-    acting = {config.decoding, config.target if config.decoding in DRAFTING else config.decoding}
-    if idle := [
-        one.name
-        for one in OPTIONS
-        if kwargs.get(one.name) is not None and not acting & {*one.modes}
-    ]:
+    acting = [config.decoding]
+    if config.decoding in DRAFTING:
+        acting.append(config.target)
+    idle = []
+    for option in OPTIONS:
+        acts = option.modes == DECODINGS or any(mode in option.modes for mode in acting)
+        if kwargs.get(option.name) is not None and not acts:
+            idle.append(option.name)
+    if idle:
         logger.warning_once(
             f"{', '.join(idle)}: no effect with decoding={config.decoding!r} here. Leave out either"
         )
@@ -242,6 +253,11 @@ def resolved(
             f"eos_token_id holds the mask id {mask_id}, which is never picked: leave it out"
         )
     return config, others
+
+
+def _left_to_right(target: str | RevealRule | None) -> bool:
+    """Return whether a target, a name or a rule, may reveal from left to right."""
+    return target.left_to_right if isinstance(target, RevealRule) else target == "sequential"
 
 
 def check_callables(arguments: Mapping[str, Any]) -> None:

@@ -11,9 +11,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
-from typing import Any
+from typing import Any, ClassVar, Self
 
+from .options import POSITIVE, PROBABILITY, Option
 from .reveal import (
+    CONFIDENCE_THRESHOLD,
     MOST_ODDS,
     Columns,
     Dynamic,
@@ -32,6 +34,26 @@ from .reveal import (
 )
 from .state import Scores, State
 
+FACTOR = Option(
+    "factor",
+    1.0,
+    POSITIVE,
+    "f: n tokens go together if none is below a confidence of 1 - f / (n + 1)",
+)
+LOW_THRESHOLD = Option(
+    "low_threshold",
+    None,
+    PROBABILITY,
+    "the lower of two thresholds, a probability; None: the rule's own",
+)
+
+
+def thresholds_of(options: Any, published: float) -> tuple[float, float]:
+    """Return a rule's two thresholds in log-odds; the lower one is of the published probability
+    unless the option is set."""
+    low = published if options.low_threshold is None else options.low_threshold
+    return logit(options.confidence_threshold), logit(low)
+
 
 def at_least(columns: Columns, log_odds: Sequence[float], threshold: float) -> Columns:
     """Select the columns whose log-odds reach a threshold, and always the most confident column."""
@@ -40,7 +62,7 @@ def at_least(columns: Columns, log_odds: Sequence[float], threshold: float) -> C
 
 
 @dataclass(frozen=True)
-class FastDLLM(RevealRule):
+class FastDLLM(RevealRule, name="fast_dllm"):
     """Reveal the n most confident columns, for the largest n with c_i >= 1 - f / (i + 1) for all i
     from 2 to n; at least one.
 
@@ -53,6 +75,12 @@ class FastDLLM(RevealRule):
     """
 
     factor: float
+    options: ClassVar[tuple[Option, ...]] = (FACTOR,)
+
+    @classmethod
+    def from_options(cls, options: Any, block_size: int) -> Self:
+        """See `RevealRule`."""
+        return cls(options.factor)
 
     def leading(self, ordered: Sequence[int], log_odds: Sequence[float]) -> int:
         """Count the leading columns that satisfy the bound, of columns `ordered` by falling
@@ -75,7 +103,7 @@ class FastDLLM(RevealRule):
 
 
 @dataclass(frozen=True)
-class EBSampler(EntropyBound):
+class EBSampler(EntropyBound, name="eb_sampler"):
     """Reveal columns by rising entropy while the sum of entropies but the largest is at most a
     bound; at least one column.
 
@@ -91,7 +119,7 @@ class EBSampler(EntropyBound):
 
 
 @dataclass(frozen=True)
-class Hierarchy(Dynamic):
+class Hierarchy(Dynamic, name="hierarchy"):
     """Reveal the columns above the high threshold, and of each run of masks the most confident one
     if above the low threshold.
 
@@ -103,6 +131,12 @@ class Hierarchy(Dynamic):
     """
 
     low: float
+    options: ClassVar[tuple[Option, ...]] = (CONFIDENCE_THRESHOLD, LOW_THRESHOLD)
+
+    @classmethod
+    def from_options(cls, options: Any, block_size: int) -> Self:
+        """See `RevealRule`."""
+        return cls(*thresholds_of(options, 0.4))
 
     def eased(self, free: Columns, log_odds: Sequence[float]) -> set[int]:
         """Find the columns that need only the low threshold: the most confident one of each run of
@@ -139,7 +173,7 @@ class Hierarchy(Dynamic):
 
 
 @dataclass(frozen=True)
-class LocalLeap(Hierarchy):
+class LocalLeap(Hierarchy, name="local_leap"):
     """Reveal the columns that reach the high threshold (*anchors*), and those near an anchor that
     reach the low one.
 
@@ -151,6 +185,11 @@ class LocalLeap(Hierarchy):
     """
 
     radius: int = 4
+
+    @classmethod
+    def from_options(cls, options: Any, block_size: int) -> Self:
+        """See `RevealRule`."""
+        return cls(*thresholds_of(options, 0.75))
 
     def eased(self, free: Columns, log_odds: Sequence[float]) -> set[int]:
         """See `Hierarchy`: find the columns within the radius of an anchor."""
@@ -175,7 +214,7 @@ class LocalLeap(Hierarchy):
 
 
 @dataclass(frozen=True)
-class ConfidenceAdaptive(Dynamic):
+class ConfidenceAdaptive(Dynamic, name="cad"):
     """Reveal the columns that reach the threshold among the `max_columns` most confident; no eos in
     the first half of a block.
 
@@ -189,6 +228,11 @@ class ConfidenceAdaptive(Dynamic):
 
     eos: frozenset[int] = frozenset()
     max_columns: int = 4
+
+    @classmethod
+    def from_options(cls, options: Any, block_size: int) -> Self:
+        """See `RevealRule`."""
+        return cls(logit(options.confidence_threshold), frozenset(options.eos_ids()))
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`."""
@@ -218,7 +262,7 @@ def ascending(block_size: int) -> Columns:
 
 
 @dataclass(frozen=True)
-class EosRejection(Static):
+class EosRejection(Static, name="eoser"):
     """Reveal the most confident columns, twice as many each step (`ascending`); lower the
     confidence of an eos at first.
 
@@ -233,6 +277,12 @@ class EosRejection(Static):
 
     eos: frozenset[int] = frozenset()
     gamma: float = 0.01
+    options: ClassVar[tuple[Option, ...]] = ()
+
+    @classmethod
+    def from_options(cls, options: Any, block_size: int) -> Self:
+        """See `RevealRule`."""
+        return cls(ascending(block_size), frozenset(options.eos_ids()))
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`."""
@@ -247,7 +297,7 @@ class EosRejection(Static):
 
 
 @dataclass(frozen=True)
-class Prophet(Static):
+class Prophet(Static, name="prophet"):
     """Reveal the n most confident columns, or all that are left once the mean of their log-odds is
     high enough.
 
@@ -293,7 +343,7 @@ def recalled(memo: Any, state: State, default: tuple[Any, ...]) -> tuple[Any, ..
 
 
 @dataclass(frozen=True)
-class BoundedAdaptive(Dynamic):
+class BoundedAdaptive(Dynamic, name="bacd"):
     """Reveal the columns at least as confident as the mean of the block's reveals so far, clipped
     to [`low`, `threshold`].
 
@@ -305,6 +355,12 @@ class BoundedAdaptive(Dynamic):
     """
 
     low: float
+    options: ClassVar[tuple[Option, ...]] = (CONFIDENCE_THRESHOLD, LOW_THRESHOLD)
+
+    @classmethod
+    def from_options(cls, options: Any, block_size: int) -> Self:
+        """See `RevealRule`."""
+        return cls(*thresholds_of(options, 0.6))
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`: the memo holds the number of revealed columns and the sum of their
@@ -325,7 +381,7 @@ class BoundedAdaptive(Dynamic):
 
 
 @dataclass(frozen=True)
-class SlowFast(Dynamic):
+class SlowFast(Dynamic, name="slow_fast"):
     """Explore from the left until the end of a confident span is stable, reveal the rest of that
     span, and repeat behind it.
 
@@ -342,6 +398,12 @@ class SlowFast(Dynamic):
 
     low: float
     explores: int = 6
+    options: ClassVar[tuple[Option, ...]] = (CONFIDENCE_THRESHOLD, LOW_THRESHOLD)
+
+    @classmethod
+    def from_options(cls, options: Any, block_size: int) -> Self:
+        """See `RevealRule`."""
+        return cls(*thresholds_of(options, 0.3))
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`: the memo holds the span's begin and end (0 while exploring), its steps
@@ -372,7 +434,7 @@ class SlowFast(Dynamic):
 
 
 @dataclass(frozen=True)
-class Coherent(RevealRule):
+class Coherent(RevealRule, name="ccd"):
     """Reveal the columns among the `buffer_size` most confident that the buffer of the step before
     holds with the same token.
 
@@ -408,7 +470,7 @@ class Coherent(RevealRule):
 
 
 @dataclass(frozen=True)
-class Credit(Dynamic):
+class Credit(Dynamic, name="credit"):
     """Reveal the columns whose log-odds reach the threshold with the credit that their token has
     earned over the steps.
 
@@ -448,7 +510,7 @@ class Credit(Dynamic):
 
 
 @dataclass(frozen=True)
-class Klass(Dynamic):
+class Klass(Dynamic, name="klass"):
     """Reveal the confident columns whose distribution hardly changed in the last steps, or else the
     most confident column.
 

@@ -8,6 +8,10 @@ lossless for every rule, also for one with a memory.
 
 Each rule also guesses, from estimates in place of scores, what it is `likely` to reveal. Guesses
 decide what is drafted, never what the text is.
+
+A rule is one class. With a name, `class Nearest(RevealRule, name="nearest")`, it is an option of
+`generate`, by `decoding` and `target`, and so are the options that it declares; tables, flags,
+documents and tests take both from `RULES`.
 """
 
 import math
@@ -15,8 +19,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
+from .options import NATS, PROBABILITY, STEPS, Option
 from .state import Scores, State
 
 Columns = tuple[int, ...]
@@ -41,15 +46,46 @@ TAIL_NATS = 2.0
 MOST_ODDS = 1e4
 
 
+DENOISING_STEPS = Option(
+    "denoising_steps", None, STEPS, "steps per block; None: `block_size`, one token a step"
+)
+CONFIDENCE_THRESHOLD = Option("confidence_threshold", 0.9, PROBABILITY, "tau, a probability")
+ENTROPY_THRESHOLD = Option(
+    "entropy_threshold",
+    0.35,
+    NATS,
+    "bound in nats on the summed entropy of a step's reveals (`eb_sampler`: less the largest)",
+)
+
+# The rules that have a name, by it, in the order of their definitions.
+RULES: "dict[str, type[RevealRule]]" = {}
+
+
 class RevealRule(ABC):
     """Decides which columns a backbone step reveals; each rule is a frozen dataclass of its
     parameters.
 
+    Args:
+        name: Of a subclass: the value of `decoding` and `target` that selects it; "": only an
+            object of it does.
+
     Attributes:
+        options: The options of `generate` from which the rule is made.
         needs_entropy: Whether the rule reads `Scores.entropy`.
     """
 
+    options: ClassVar[tuple[Option, ...]] = ()
     needs_entropy: ClassVar[bool] = False
+
+    def __init_subclass__(cls, name: str = "", **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if name:
+            RULES[name] = cls
+
+    @classmethod
+    def from_options(cls, options: Any, block_size: int) -> Self:
+        """Make the rule from checked options, an `MRPGenerationConfig`, and the block size."""
+        return cls()
 
     @property
     def left_to_right(self) -> bool:
@@ -68,13 +104,67 @@ class RevealRule(ABC):
         its own of another state) with any state.
         """
 
-    @abstractmethod
     def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
         """Guess, without a memo, up to `count` sets of columns that a step may reveal from
         estimated log-odds [block].
 
         Likelier sets mostly come first. Chances only rank guesses: that of a single guess may be 1.
+        The guesses here are for rules that mostly reveal the most confident column.
         """
+        ordered = by_odds(state.free, log_odds)[:count]
+        chances = first_reveal_probabilities(ordered, state.free, log_odds)
+        return [((column,), chance) for column, chance in chances.items()]
+
+
+@dataclass(frozen=True)
+class CheckedRule(RevealRule):
+    """A caller's rule, what it returns being checked.
+
+    Attributes:
+        rule: The caller's rule.
+
+    Raises:
+        ValueError: for a rule that has no hash; from its methods for columns that cannot be
+            revealed.
+    """
+
+    rule: RevealRule
+
+    def __post_init__(self) -> None:
+        try:
+            hash(self.rule)
+        except TypeError as error:
+            raise ValueError(
+                f"the reveal rule {self.rule!r} cannot be hashed ({error}): make it a frozen "
+                "dataclass with fields that can be, such as tuples"
+            ) from None
+        object.__setattr__(self, "needs_entropy", self.rule.needs_entropy)
+
+    @property
+    def left_to_right(self) -> bool:
+        """See `RevealRule`."""
+        return self.rule.left_to_right
+
+    def checked(self, method: str, state: State, columns: Any) -> Columns:
+        """Return columns as a tuple if each is a column of `state.free`, once, and there is at
+        least one."""
+        kept = tuple(columns) if isinstance(columns, list | tuple) else ()
+        if not kept or len({*kept}) < len(kept) or not {*state.free}.issuperset(kept):
+            raise ValueError(
+                f"{type(self.rule).__name__}.{method} returned the columns {columns!r} where "
+                f"{state.free} can be revealed: return a tuple of one or more of these"
+            )
+        return kept
+
+    def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
+        """See `RevealRule`."""
+        columns, new_memo = self.rule.reveal(state, scores, memo)
+        return self.checked("reveal", state, columns), new_memo
+
+    def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
+        """See `RevealRule`."""
+        guesses = self.rule.likely(state, log_odds, count)
+        return [(self.checked("likely", state, columns), chance) for columns, chance in guesses]
 
 
 def surest(columns: Sequence[int], log_odds: Sequence[float]) -> int:
@@ -220,7 +310,7 @@ def schedule_of(block_size: int, denoising_steps: int | None) -> Columns:
 
 
 @dataclass(frozen=True)
-class Static(RevealRule):
+class Static(RevealRule, name="static"):
     """Reveal the n most confident columns.
 
     Attributes:
@@ -228,6 +318,12 @@ class Static(RevealRule):
     """
 
     schedule: Columns
+    options: ClassVar[tuple[Option, ...]] = (DENOISING_STEPS,)
+
+    @classmethod
+    def from_options(cls, options: Any, block_size: int) -> Self:
+        """See `RevealRule`."""
+        return cls(schedule_of(block_size, options.denoising_steps))
 
     def quota(self, state: State) -> int:
         """Return the number of columns that the step at a state reveals."""
@@ -261,7 +357,37 @@ class Static(RevealRule):
 
 
 @dataclass(frozen=True)
-class Sequential(Static):
+class Dynamic(RevealRule, name="dynamic"):
+    """Reveal every column whose confidence exceeds tau; at least the most confident one.
+
+    Attributes:
+        threshold: tau, in log-odds (`logit`).
+    """
+
+    threshold: float
+    options: ClassVar[tuple[Option, ...]] = (CONFIDENCE_THRESHOLD,)
+
+    @classmethod
+    def from_options(cls, options: Any, block_size: int) -> Self:
+        """See `RevealRule`."""
+        return cls(logit(options.confidence_threshold))
+
+    def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
+        """See `RevealRule`."""
+        log_odds = scores.odds
+        threshold = self.threshold
+        best = surest(state.free, log_odds)
+        return tuple(
+            [column for column in state.free if log_odds[column] > threshold or column == best]
+        ), memo
+
+    def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
+        """See `RevealRule`."""
+        return likely_over(state.free, log_odds, self.threshold, count)
+
+
+@dataclass(frozen=True)
+class Sequential(Static, name="sequential"):
     """Reveal the n leftmost masked columns."""
 
     @property
@@ -279,31 +405,7 @@ class Sequential(Static):
 
 
 @dataclass(frozen=True)
-class Dynamic(RevealRule):
-    """Reveal every column whose confidence exceeds tau; at least the most confident one.
-
-    Attributes:
-        threshold: tau, in log-odds (`logit`).
-    """
-
-    threshold: float
-
-    def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """See `RevealRule`."""
-        log_odds = scores.odds
-        threshold = self.threshold
-        best = surest(state.free, log_odds)
-        return tuple(
-            [column for column in state.free if log_odds[column] > threshold or column == best]
-        ), memo
-
-    def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`."""
-        return likely_over(state.free, log_odds, self.threshold, count)
-
-
-@dataclass(frozen=True)
-class EntropyBound(RevealRule):
+class EntropyBound(RevealRule, name="entropy_bound"):
     """Reveal columns by rising entropy while the running sum of entropies stays under a bound; at
     least one column.
 
@@ -312,7 +414,13 @@ class EntropyBound(RevealRule):
     """
 
     bound: float
+    options: ClassVar[tuple[Option, ...]] = (ENTROPY_THRESHOLD,)
     needs_entropy = True
+
+    @classmethod
+    def from_options(cls, options: Any, block_size: int) -> Self:
+        """See `RevealRule`."""
+        return cls(options.entropy_threshold)
 
     def leading(self, entropies: Sequence[float]) -> int:
         """Count the columns to reveal, given entropies in rising order; a count of 0 means one

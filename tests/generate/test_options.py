@@ -11,15 +11,14 @@ from conftest import ROOT
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.generate.option_table import DECODINGS, DRAFTING, OPTIONS, TARGETS
 from modeling_mrp.generate.options import MRPGenerationConfig
-from tests.random_cases import make_model
+from tests.random_cases import SOME_VALUES, make_model, options_of_rules
 
 NAMED = {option.name: option for option in OPTIONS}
 # Of each option that a mode is made of a value that is not the default.
 CHANGES: dict[str, Any] = {
-    "confidence_threshold": 0.5,
-    "low_threshold": 0.2,
-    "entropy_threshold": 0.1,
-    "factor": 0.5,
+    name: next(value for value in SOME_VALUES[option.values] if value != option.default)
+    for name, option in options_of_rules().items()
+    if name != "denoising_steps"  # `mrp_direct` and one rule of a schedule read it elsewhere
 }
 CHANGES |= {
     "mrp_steps": 2,

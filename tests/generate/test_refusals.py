@@ -9,9 +9,10 @@ from itertools import product
 from typing import Any
 
 import numpy as np
+import peft
 import pytest
 import torch
-from peft import LoraConfig, PrefixTuningConfig, ShadowConfig, get_peft_model
+from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from transformers import BatchEncoding, GenerationConfig
 from transformers.generation import WatermarkingConfig
 from transformers.generation import logits_process as kinds
@@ -29,6 +30,8 @@ from modeling_mrp.generate.option_table import (
     UNSUPPORTED,
 )
 from modeling_mrp.generate.options import MRPGenerationConfig
+from modeling_mrp.rules.options import COUNT, NATS, POSITIVE, PROBABILITY, STEPS, Values
+from modeling_mrp.rules.reveal import Dynamic
 from tests.random_cases import make_model
 
 NAN = float("nan")
@@ -71,20 +74,20 @@ def accepts(call: Callable[[], Any]) -> None:
         call()
 
 
-COUNTS = ([1, 10**6], [0, -1, 2.5])
-PROBABILITIES = ([0, 0.5, 1.0], [-1e-9, 1.01, NAN])
-POSITIVE = ([1e-9, 1, 300.0], [0, -1, NAN])
-# Of each option values at the edges of its range: those that pass, and those that do not. The
-# model's blocks are of 4.
+# Of each kind of values, and of each option that has a kind of its own, values at the edges of its
+# range: those that pass, and those that do not. The model's blocks are of 4.
+EDGES_OF_KINDS: dict[Values, tuple[list[Any], list[Any]]] = {
+    COUNT: ([1, 10**6], [0, -1, 2.5]),
+    STEPS: ([1, 4], [0, 5, 2.5]),
+    NATS: ([0, 12.5], [-1e-9, NAN]),
+    POSITIVE: ([1e-9, 1, 300.0], [0, -1, NAN]),
+    PROBABILITY: ([0, 0.5, 1.0], [-1e-9, 1.01, NAN]),
+}
+RULE = Dynamic(0.0)
 EDGES: dict[str, tuple[Any, list[Any]]] = {
-    "decoding": (DECODINGS, ["Static", ""]),
-    "target": (TARGETS, ["mrp_spec", "self_spec"]),
-    **dict.fromkeys(("denoising_steps", "mrp_steps"), ([1, 4], [0, 5, 2.5])),
-    **dict.fromkeys(("confidence_threshold", "low_threshold"), PROBABILITIES),
-    "entropy_threshold": ([0, 12.5], [-1e-9, NAN]),
-    **dict.fromkeys(("factor", "residual_delta"), POSITIVE),
+    "decoding": ((*DECODINGS, RULE), ["Static", "", Dynamic]),
+    "target": ((*TARGETS, RULE), ["mrp_spec", "self_spec", Dynamic]),
     "num_draft_states": (["auto", 1, 256], [0, 257, "3", 2.5]),
-    **dict.fromkeys(("draft_branches", "draft_passes", "max_matching_ngram_size"), COUNTS),
     **dict.fromkeys(("draft_shortlist", "prompt_lookup_num_tokens"), ([0, 1024], [-1, 1025])),
     "remask_rule": (REMASK_RULES, ["static"]),
     "seed": ([0, (1 << 62) - 1, [0, 3]], [-1, 1 << 62, 2.5, (0,), [-1], [True], ["x"]]),
@@ -95,11 +98,11 @@ EDGES: dict[str, tuple[Any, list[Any]]] = {
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda one: one.name)
 def test_values_of_an_option(option: Any) -> None:
     """The error says the value, its type if that is wrong, and the remedy."""
-    allowed, refused = EDGES[option.name]
+    allowed, refused = EDGES_OF_KINDS.get(option.values) or EDGES[option.name]
     remedy = re.escape(option.remedy.replace("{block_size}", "block_size (4)"))
     for value in (*allowed, *([None] if option.default is None else [option.default])):
         option.check(value, 4)
-    for value in (*refused, {}, "x", np.int64(4), *([] if option.kind is bool else [True])):
+    for value in (*refused, {}, "x", np.int64(4), *([] if option.values.kind is bool else [True])):
         said = (
             f"^{option.name} is {re.escape(repr(value))}(, of type {type(value).__name__})?: "
             f"{remedy}$"
@@ -608,11 +611,12 @@ def test_caches_heads_and_batches(model: MRPForCausalLM) -> None:
 
 LEFT_OUT = {
     "PREFIX_TUNING": PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
-    "SHADOW": ShadowConfig(task_type="CAUSAL_LM"),
     r"aLoRA \(alora_invocation_tokens\)": LoraConfig(
         target_modules=["q_proj"], alora_invocation_tokens=[4, 5]
     ),
 }
+if hasattr(peft, "ShadowConfig"):  # from 0.21 on
+    LEFT_OUT["SHADOW"] = peft.ShadowConfig(task_type="CAUSAL_LM")
 
 
 @pytest.mark.parametrize("kind", LEFT_OUT)

@@ -20,6 +20,7 @@ from modeling_mrp.rules.draft import Node, accept, build_draft, draft_sizes, tar
 from modeling_mrp.rules.published import SlowFast
 from modeling_mrp.rules.reveal import ORDER_SHARPNESS, RevealRule, Static, log_sigmoid, logit
 from modeling_mrp.rules.state import Frontier, Row, Scores
+from tests.random_cases import SOME_VALUES, options_of_rules
 from tests.reference import Row as SlowRow
 
 # --------------------------------------------------------------------------------------------------
@@ -42,6 +43,9 @@ def random_options(rng: random.Random, block: int) -> dict[str, Any]:
         "factor": rng.choice((0.25, 2.0, 9.0)),
         "denoising_steps": rng.randint(1, block),
     }
+    for name, option in options_of_rules().items():
+        if name not in drawn:
+            drawn[name] = rng.choice(SOME_VALUES[option.values])
     return {name: value for name, value in drawn.items() if rng.random() < 0.5}
 
 

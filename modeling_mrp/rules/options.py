@@ -1,0 +1,80 @@
+"""Options of `generate`: what one is, and the kinds of values that options take.
+
+A reveal rule declares its options in its class (`RevealRule.options`);
+`generate/option_table.py` declares all others.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Values:
+    """A kind of values.
+
+    Attributes:
+        kind: Their type, as `isinstance` takes it; a bool is no number. `object`: `holds` decides
+            alone.
+        holds: Tells if a value of that type is in range, given the model's block size.
+        remedy: The end of the error message for other values; `{block_size}` stands for the
+            model's.
+    """
+
+    kind: Any
+    holds: Callable[[Any, int], bool]
+    remedy: str
+
+
+COUNT = Values(int, lambda value, _: value >= 1, "it must be an int of 1 or more")
+STEPS = Values(
+    int, lambda value, size: 1 <= value <= size, "it must be an int from 1 to {block_size}"
+)
+NATS = Values(
+    int | float, lambda value, _: value >= 0, "it must be a number of nats, a float of 0 or more"
+)
+POSITIVE = Values(int | float, lambda value, _: value > 0, "it must be a positive number, a float")
+PROBABILITY = Values(
+    int | float, lambda value, _: 0 <= value <= 1, "it must be a probability, a float from 0 to 1"
+)
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of `generate`.
+
+    Attributes:
+        name, default: The keyword argument, and its value where neither the call nor a config sets
+            it.
+        values: What it takes.
+        help: Its meaning, a line of Markdown.
+        modes: The values of `decoding`, or of `target` in a mode that drafts, with which it has an
+            effect; of a rule's option those are the modes of the rules that have it.
+    """
+
+    name: str
+    default: Any
+    values: Values
+    help: str = ""
+    modes: tuple[str, ...] = ()
+
+    @property
+    def remedy(self) -> str:
+        """What to do about a wrong value (`Values.remedy`)."""
+        return self.values.remedy
+
+    def check(self, value: Any, block_size: int | None, acts: bool = True) -> None:
+        """Raise `ValueError` for a value of another type or, if it acts, out of range; `block_size`
+        None bounds nothing. None and the default always pass."""
+        values = self.values
+        if value is None or value is self.default:
+            return
+        fits = isinstance(value, values.kind) and (
+            values.kind in (bool, object) or not isinstance(value, bool)
+        )
+        if not fits or (acts and not values.holds(value, block_size or 1 << 63)):
+            kind = "" if fits else f", of type {type(value).__name__}"
+            remedy = self.remedy.replace(
+                "{block_size}", f"block_size ({block_size})" if block_size else "block_size"
+            )
+            raise ValueError(f"{self.name} is {value!r}{kind}: {remedy}")
