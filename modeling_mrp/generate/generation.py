@@ -16,13 +16,12 @@ from transformers.generation import (
 from transformers.generation import logits_process as kinds
 from transformers.generation.streamers import BaseStreamer
 
-from ..kernels.dispatch import PYTORCH, Dispatch, unusable
+from ..kernels.dispatch import PYTORCH, Dispatch
 from ..model.compat import CACHE_NAME, chosen_cache
 from ..model.loading import check_lm_head, device_of, dynamically_quantized, weights_on_device
 from ..networks.cache import BlockCache, adapters_of_rows, devices_of_layers, weight_versions
-from ..networks.graphs import cache_for, release_graphs
-from ..networks.layers import pack, plan_layers
-from ..networks.networks import Networks
+from ..networks.graphs import release_graphs
+from ..networks.networks import networks_for
 from ..networks.picker import TRUNCATIONS, Picker
 from ..rules.bans import Bans
 from ..rules.draft import UnscoredError
@@ -292,12 +291,9 @@ def _decode(
         for one in stopping_criteria
         if not isinstance(one, MaxLengthCriteria | EosTokenCriteria)
     ]
-    # Also with kernels=False: packing in a later call would move the weights, and so invalidate
-    # caches of earlier calls.
-    if picker.dispatch.forced or unusable(model.device, model.dtype) is None:
-        pack(model)
     size = (len(rows), max(len(row.text) for row in rows), mode.width * block)
-    with cache_for(model, config.graphs, past, *size, mode.uses_head) as (cache, graphs):
+    with networks_for(model, picker, config.graphs, past, *size, mode.uses_head) as networks:
+        cache = networks.cache
         reused = cache.cut(
             [row.text for row in rows], [row.state.start for row in rows], block, mode.uses_head
         )
@@ -306,10 +302,6 @@ def _decode(
         if progress is not None:  # the cache is handed out
             parts = ("model", "mrp_head") if cache.head_layers else ("model",)
             cache.weights = {name: weight_versions(getattr(model, name)) for name in parts}
-        plans = plan_layers(model, mode.uses_head, picker.dispatch)
-        networks = Networks(
-            model, cache, mode.uses_head, picker, plans, None if graphs is None else graphs.call
-        )
         watches: list[Any] = (
             [Stopping(criteria, rows, input_ids, config.pad_token_id)] if criteria else []
         )
@@ -317,7 +309,7 @@ def _decode(
         watches += [] if streamer is None else [Streams(streamer, prompts)]
         # The batch keeps all rows if adapters go by row; recorded, a round of under 4 rows takes no
         # less time than one of 4.
-        fewest = len(rows) if adapters_of_rows(model) else 1 if graphs is None else 4
+        fewest = len(rows) if adapters_of_rows(model) else 1 if networks.recorded is None else 4
         if mode.drafting is not None:
             sources = [*sources, *mode.drafting.sources()]
         decoder = Decoder(mode, networks, budget_of(model, mode), watches, fewest, sources)

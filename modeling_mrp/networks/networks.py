@@ -9,6 +9,7 @@ come back in one. The keys and values of scored states lie beyond the texts unti
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -18,11 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..kernels.dispatch import unusable
 from ..kernels.round_layers import Plans, RoundMask, run_fused
 from ..model.diffusion import block_causal_mask
 from ..rules.draft import Node
 from ..rules.state import Row, Scores, State
 from .cache import BlockCache
+from .graphs import cache_for
+from .layers import pack, plan_layers
 from .picker import Picker, Picks, Spots, token_logits
 
 # Prompt tokens per prefill forward, at most, in whole blocks.
@@ -524,6 +528,38 @@ class Networks:
             while self._swaps:
                 self.cache.swap(self._swaps.pop(), slots)
         self.cache.active = self.cache.rows
+
+
+@contextmanager
+def networks_for(
+    model: Any,
+    picker: Picker,
+    graphs: bool | None,
+    past: BlockCache | None,
+    rows: int,
+    capacity: int,
+    scratch: int,
+    with_head: bool,
+) -> Iterator[Networks]:
+    """Yield the networks of a call, by kernels and recordings where these can be used, on a cache
+    that continues `past`.
+
+    Args:
+        model: An `MRPForCausalLM`.
+        picker: Picks tokens; its `dispatch` decides between kernels and PyTorch.
+        graphs: As the option of `generate`.
+        past: The cache of an earlier call, or None.
+        rows, capacity, scratch: The sizes that the cache must have at least.
+        with_head: Whether the head takes part.
+    """
+    # Also with kernels=False: packing in a later call would move the weights, and so invalidate
+    # caches of earlier calls.
+    if picker.dispatch.forced or unusable(model.device, model.dtype) is None:
+        pack(model)
+    with cache_for(model, graphs, past, rows, capacity, scratch, with_head) as (cache, recordings):
+        plans = plan_layers(model, with_head, picker.dispatch)
+        call = None if recordings is None else recordings.call
+        yield Networks(model, cache, with_head, picker, plans, call)
 
 
 def prefill_chunks(

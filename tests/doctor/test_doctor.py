@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from commands import mrp
-from faults import KERNELS, Stale, broken
+from faults import KERNELS, Stale, broken, flip_mlps
 from mrp_trainer import cli
 from mrp_trainer.doctor import checks, page, rounds
 from mrp_trainer.doctor.checks import Check, gaps, random_model
@@ -35,6 +35,7 @@ interpreted = pytest.mark.skipif(
     triton is None or torch.cuda.is_available(), reason="needs triton's interpreter"
 )
 LITTLE = ["--states", "1", "--states", "3", "--batch", "2", "--turns", "1"]
+LOG_ODDS = [f"log-odds of {group}" for group in ("prompts", "rounds", "the head")]
 DRAFTS = [
     f"drafts of {target} by {mode}" for target in TARGETS for mode in ("mrp_spec", "self_spec")
 ]
@@ -82,6 +83,7 @@ def test_the_page(folder: Path) -> None:
         "weights of the head",
         "noise of sampling",
         *(f"kernel {name}" for name in KERNELS),
+        *LOG_ODDS,
         *DRAFTS,
     ):
         assert f"| {name} | ok |" in shown
@@ -92,7 +94,7 @@ def test_the_page(folder: Path) -> None:
         ["| 2", "3"],
     ]
     assert "Most tokens a second on these prompts, batch 2: `num_draft_states=" in shown
-    assert shown.strip().endswith(f"All {3 + len(KERNELS) + len(DRAFTS)} checks passed.")
+    assert shown.strip().endswith(f"All {6 + len(KERNELS) + len(DRAFTS)} checks passed.")
 
 
 def test_what_failed_is_the_status(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,6 +185,16 @@ def test_a_head_that_is_not_finite_is_named(
     assert found["weights of the head"].note == "not finite: mrp_head.norm.weight"
     assert next(name for name in found if found[name].ok is False) == "weights of the head"
     assert all(found[name].ok for name in DRAFTS if name.endswith("self_spec"))
+
+
+def test_a_model_whose_texts_agree_may_be_wrong(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where every MLP is subtracted, with drafts and without, texts are equal, and log-odds are
+    not."""
+    monkeypatch.setattr(page, "check_kernels", lambda *_: [])
+    flip_mlps(monkeypatch)
+    assert failed(folder) == LOG_ODDS
 
 
 def test_random_weights_of_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.generate import generation
 from modeling_mrp.kernels import dispatch
 from modeling_mrp.kernels.dispatch import PYTORCH, Dispatch, triton
 from modeling_mrp.kernels.round_layers import RoundMask, run_fused
 from modeling_mrp.model.compat import CACHE_NAME
 from modeling_mrp.networks import layers as layers_file
+from modeling_mrp.networks import networks
 from modeling_mrp.networks.cache import BlockCache
 from modeling_mrp.networks.layers import pack, packed_weight, plan_layers
 from tests.random_cases import make_model
@@ -164,7 +164,7 @@ def test_weights_move_before_anything_refers_to_them(monkeypatch: pytest.MonkeyP
         make_model(),
         {"max_new_tokens": 4, "eos_token_id": None, "return_dict_in_generate": True},
     )
-    monkeypatch.setattr(generation, "unusable", lambda *_: None)
+    monkeypatch.setattr(networks, "unusable", lambda *_: None)
     first: Any = model.generate(torch.tensor(PROMPTS[:1]), kernels=False, **options)
     assert all(map(packs, groups(model)))
     again: Any = model.generate(first.sequences, past_key_values=first.past_key_values, **options)

@@ -28,6 +28,7 @@ from .checks import (
     published_config,
     random_model,
 )
+from .log_odds import check_log_odds
 from .options import DoctorOptions
 from .rounds import Timed, proposed, time_rounds
 
@@ -195,6 +196,7 @@ def examine(options: DoctorOptions) -> Report:
     gather(check_weights(model))
     gather(check_noise(device))
     gather(check_kernels(model))
+    gather(check_log_odds(model, options.prefix))
     inputs = inputs_of(model, tokenizer, ROWS, options.prefix)
     gather(check_fast_paths(model, inputs, STATES))
     widened = device.type == "cpu" and model.num_parameters() <= WIDENED

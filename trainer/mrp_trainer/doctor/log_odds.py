@@ -1,0 +1,377 @@
+"""Comparison of log-odds: those that decoding computes at given states, and those of a `Reference`
+at the same states.
+
+Rows of several lengths go through the same four steps as in `generate`, but along a script: which
+tokens are revealed, and in which order, is drawn from a seed, so that both sides see the same
+states whatever rounding does. A second reference, in the model's own dtype, is the *control*: it
+says how far rounding alone leads.
+"""
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from modeling_mrp.kernels.dispatch import PYTORCH, Dispatch
+from modeling_mrp.modeling import MRPForCausalLM
+from modeling_mrp.networks.graphs import obstacle
+from modeling_mrp.networks.networks import Networks, networks_for
+from modeling_mrp.networks.picker import Picker
+from modeling_mrp.rules.draft import Node
+from modeling_mrp.rules.state import Row, Scores, State
+
+from .checks import Check, checked
+from .reference import Hidden, Reference
+
+# Rows, blocks that a script commits to each, and the most states of a row in its rounds.
+ROWS, BLOCKS, WIDTH = 3, 2, 4
+# Times that scripts of other tokens go through the networks where these are recorded: the first is
+# the warm-up, the second is recorded, the next two are compared with ordinary runs as they go.
+REPLAYED = 5
+# Errors may be this many times those of the control: over all positions of a group, and at any one
+# state. Those of sound models are about as large as the control's.
+POOLED, SINGLE = 3.0, 10.0
+GROUPS = ("prompts", "rounds", "the head")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Scores at a state beside those of reference and control, at its masked columns.
+
+    Attributes:
+        error, control: Root of the mean square of deviations from the reference's log-odds: of the
+            picked tokens' log-odds, and how far these tokens' lie below the likeliest's; in nats.
+        columns: Number of masked columns.
+    """
+
+    error: float
+    control: float
+    columns: int
+
+
+@dataclass
+class Recorded:
+    """States of one row that were scored, with the scores; for the head with the index of the
+    state that it started from, among the row's scored states."""
+
+    states: list[State]
+    scores: list[Scores]
+    sources: list[int]
+
+
+class Script:
+    """The states of a row, by rounds, and what was scored.
+
+    Args:
+        prompt: Ids of the prompt.
+        model: The model, whose config has block size and special ids.
+        index: Index of the row.
+        generator: Draws tokens and the order in which they are revealed.
+
+    Attributes:
+        row: The row; its text is the prompt, then masks until a block is committed.
+        text: The clean text, in whole blocks.
+        rounds: By round, its nodes.
+        clean: By round, the index of the clean node that is committed after it, or None.
+        recorded: By group, what was scored.
+    """
+
+    def __init__(
+        self, prompt: Sequence[int], model: MRPForCausalLM, index: int, generator: random.Random
+    ) -> None:
+        config = model.config
+        block = config.block_size
+        first = len(prompt) // block * block
+        end = first + (BLOCKS + 1) * block
+        answer = generator.choices(_ids_of(config), k=end - len(prompt))
+        self.text = [*prompt, *answer]
+        text = [*prompt, *[config.mask_token_id] * len(answer)]
+        length = len(prompt)
+        self.row = Row(
+            index, text, block, config.mask_token_id, frozenset(), length, length, end, end, 0, 0
+        )
+        self.rounds: list[list[Node]] = []
+        self.clean: list[int | None] = []
+        self.recorded = {group: Recorded([], [], []) for group in GROUPS}
+        following: State | None = None  # a state that the round before has left to this one
+        for start in range(first, first + BLOCKS * block, block):
+            state = following or self.row.opened(start)
+            following = self._rounds_of_block(state, generator)
+        assert following is not None
+        self._add([Node(following, -1, None)], None)
+
+    def _rounds_of_block(self, state: State, generator: random.Random) -> State:
+        """Add two rounds: states of one path and one beside it, then the rest of the path with the
+        first states of the next block, which attend to the clean one; return the state that comes
+        next."""
+        order = list(state.free)
+        generator.shuffle(order)
+        half = max(1, len(order) // 2)
+        path = [state, self._reveal(state, order[:1])]
+        path.append(self._reveal(path[-1], order[1:half]))
+        beside = self._reveal(state, order[-1:])
+        # of a block with a single mask some are the same state
+        states = dict.fromkeys([path[0], path[1], beside, path[2]])
+        self._add([Node(each, -1, None) for each in states], None)
+        clean = self._reveal(path[-1], order[half:])
+        following = self.row.opened(state.start + self.row.block_size)
+        first = self._reveal(following, generator.sample(following.free, 1))
+        nodes = [Node(path[-1], -1, None), Node(clean, -1, None)]
+        nodes += [Node(following, 1, None), Node(first, 1, None)]
+        self._add(nodes, 1)
+        return first
+
+    def _add(self, nodes: list[Node], clean: int | None) -> None:
+        self.rounds.append(nodes)
+        self.clean.append(clean)
+
+    def _reveal(self, state: State, columns: Sequence[int]) -> State:
+        columns = [column for column in columns if column in state.free]
+        if not columns:
+            return state
+        return self.row.after(state, columns, self.text[state.start :][: self.row.block_size])
+
+    def record(self, group: str, state: State, scores: Scores, source: int = -1) -> None:
+        """Record the scores of a state."""
+        recorded = self.recorded[group]
+        recorded.states.append(state)
+        recorded.scores.append(scores)
+        recorded.sources.append(source)
+
+
+def scripts_of(model: MRPForCausalLM, length: int, seed: int) -> list[Script]:
+    """Make scripts for prompts of random ids: of one block, of two and a part of the next, and of
+    about `length` tokens."""
+    generator = random.Random(seed)
+    block = model.config.block_size
+    ids = _ids_of(model.config)
+    lengths = (block, 2 * block + block // 2, max(length, 3 * block) + 1)
+    scripts = []
+    for index in range(ROWS):
+        prompt = generator.choices(ids, k=lengths[index % len(lengths)])
+        scripts.append(Script(prompt, model, index, generator))
+    return scripts
+
+
+def _ids_of(config: Any) -> list[int]:
+    """List the ids of all tokens but the mask."""
+    return [token for token in range(config.vocab_size) if token != config.mask_token_id]
+
+
+def check_log_odds(model: MRPForCausalLM, length: int) -> Iterator[Check]:
+    """Compare log-odds as decoding computes them with those of a reference, for the states of
+    prompts, of rounds and of the head; `length` is that of the longest prompt.
+
+    On a GPU also without recordings, and without kernels.
+    """
+    ways: dict[str, tuple[bool | None, bool | None]] = {"": (None, None)}
+    if model.device.type == "cuda":
+        ways |= {", without graphs": (None, False), ", without kernels": (False, False)}
+    groups = GROUPS if model.config.has_head else GROUPS[:2]
+    if (reason := _unreadable(model)) is not None:
+        for group in groups:
+            yield Check(f"log-odds of {group}", None, None, reason)
+        return
+    for way, (kernels, graphs) in ways.items():
+        comparisons: dict[str, list[Comparison]] = {}
+        run = checked(f"log-odds{way}", partial(_run, model, length, kernels, graphs, comparisons))
+        if not run.ok:
+            yield run
+            continue
+        rounding = _pooled([each for group in groups for each in comparisons[group]], "control")
+        for group in groups:
+            yield judge(f"log-odds of {group}{way}", comparisons[group], rounding)
+    model.release_graphs()
+
+
+def _run(
+    model: MRPForCausalLM,
+    length: int,
+    kernels: bool | None,
+    graphs: bool | None,
+    comparisons: dict[str, list[Comparison]],
+) -> Check:
+    """Run scripts, and write their comparisons to `comparisons`."""
+    recorded = graphs is None and obstacle(model) is None
+    for seed in range(REPLAYED if recorded else 1):
+        scripts = scripts_of(model, length, seed)
+        play(model, scripts, kernels, graphs)
+        for group, results in compare(model, scripts).items():
+            comparisons.setdefault(group, []).extend(results)
+    return Check("", True)
+
+
+def _unreadable(model: MRPForCausalLM) -> str | None:
+    """Explain why weights cannot be read by formula; None if they can."""
+    for name, module in model.named_modules():
+        if name.endswith(("_proj", "lm_head")) and type(module) is not nn.Linear:
+            return f"{name} is a {type(module).__name__}, whose weights are not plain numbers"
+    return None
+
+
+def judge(name: str, comparisons: Sequence[Comparison], rounding: float) -> Check:
+    """Judge the comparisons of a group: errors must be about as large as those of the control, of
+    which `rounding` is the mean over all groups, in nats."""
+    error = _pooled(comparisons, "error")
+    control = max(_pooled(comparisons, "control"), rounding, 1e-12)
+    ratios = [each.error / max(control, each.control) for each in comparisons]
+    worst = math.nan if any(map(math.isnan, ratios)) else max(ratios)
+    ratio = error / control
+    # written so that NaN fails
+    ok = ratio <= POOLED and worst <= SINGLE
+    note = f"{ratio:.2g} x rounding, {worst:.2g} x at a state"
+    return Check(name, ok, error, note)
+
+
+def _pooled(comparisons: Sequence[Comparison], field: str) -> float:
+    """Pool the `error` or `control` of comparisons over all their columns."""
+    columns = sum(each.columns for each in comparisons)
+    squares = sum(getattr(each, field) ** 2 * each.columns for each in comparisons)
+    return math.sqrt(squares / columns)
+
+
+@torch.inference_mode()
+def play(
+    model: MRPForCausalLM, scripts: Sequence[Script], kernels: bool | None, graphs: bool | None
+) -> None:
+    """Run scripts through the model's networks, as `generate` would; record scores in them.
+
+    `kernels` and `graphs` are as in `generate`.
+    """
+    weight = model.lm_head.weight
+    dispatch = Dispatch(kernels)
+    picker = Picker(
+        weight,
+        model.config.mask_token_id,
+        dispatch=dispatch if dispatch.allows("those of the pick", weight) else PYTORCH,
+    )
+    rows = [script.row for script in scripts]
+    block = model.config.block_size
+    size = (len(rows), max(len(row.text) for row in rows), WIDTH * block)
+    with networks_for(model, picker, graphs, None, *size, model.config.has_head) as networks:
+        networks.cache.empty()
+        first_scores = networks.prefill(rows, [0] * len(rows))
+        for script, scores in zip(scripts, first_scores, strict=True):
+            script.record("prompts", script.row.state, scores)
+        for index in range(len(scripts[0].rounds)):
+            _play_round(networks, scripts, index)
+
+
+def _play_round(networks: Networks, scripts: Sequence[Script], index: int) -> None:
+    """Score a round of each row, run the head over its states, and commit its clean blocks."""
+    rows = [script.row for script in scripts]
+    drafts = [script.rounds[index] for script in scripts]
+    scores = networks.score(rows, drafts)
+    queries: list[list[tuple[State, Any]]] = []
+    sources = []
+    for script, nodes, row_scores in zip(scripts, drafts, scores, strict=True):
+        recorded = script.recorded["rounds"]
+        first = len(recorded.states)
+        row_queries: list[tuple[State, Any]] = []
+        for offset, (node, node_scores) in enumerate(zip(nodes, row_scores, strict=True)):
+            script.record("rounds", node.state, node_scores)
+            before = nodes[offset - 1].state
+            # the head reads a state of the row's block from the hidden states of the one before
+            if offset and node.parent < 0 and node.state.masks and before.start == node.state.start:
+                row_queries.append((node.state, row_scores[offset - 1].hidden))
+                sources.append(first + offset - 1)
+        queries.append(row_queries)
+    if networks.with_head and any(queries):
+        outputs = networks.head(rows, queries)
+        states = []
+        hidden = []
+        for row, row_queries, row_outputs in zip(rows, queries, outputs, strict=True):
+            states += [(row, state) for state, _ in row_queries]
+            hidden += row_outputs
+        picked = networks.pick(networks.drafter, states, hidden)
+        for (row, state), estimate, source in zip(states, picked, sources, strict=True):
+            scripts[row.place].record("the head", state, estimate, source)
+    clean = []
+    for script in scripts:
+        slot = script.clean[index]
+        clean.append([] if slot is None else [slot])
+        if slot is not None:
+            state = script.rounds[index][slot].state
+            script.row.text[state.start : state.start + len(state.ids)] = state.ids
+    if any(clean):
+        networks.commit(rows, clean)
+
+
+@torch.inference_mode()
+def compare(model: MRPForCausalLM, scripts: Sequence[Script]) -> dict[str, list[Comparison]]:
+    """Compare recorded scores with those of the reference; return comparisons by group, those of
+    states without masks left out."""
+    wide = torch.float32 if model.dtype.itemsize == 2 else torch.float64
+    reference, control = Reference(model, wide), Reference(model, model.dtype, rounds_norms=True)
+    comparisons: dict[str, list[Comparison]] = {group: [] for group in GROUPS}
+    for script in scripts:
+        expected = _hidden_states(reference, script)
+        rounded = _hidden_states(control, script)
+        for group in GROUPS:
+            recorded = script.recorded[group]
+            masked = [index for index, state in enumerate(recorded.states) if state.free]
+            columns = [list(recorded.states[index].free) for index in masked]
+            slots = [index for index, free in zip(masked, columns, strict=True) for _ in free]
+            flat = [column for free in columns for column in free]
+            if not flat:
+                continue
+            scores = [recorded.scores[index] for index in slots]
+            pairs = list(zip(scores, flat, strict=True))
+            deviations, rounding = _deviations(
+                reference.log_odds(expected[group][slots, flat]),
+                control.log_odds(rounded[group][slots, flat]),
+                [score.token[column] for score, column in pairs],
+                [score.odds[column] for score, column in pairs],
+            )
+            sizes = [len(free) for free in columns]
+            for state_deviations, state_rounding in zip(
+                deviations.split(sizes), rounding.split(sizes), strict=True
+            ):
+                comparisons[group].append(
+                    Comparison(
+                        _root_mean_square(state_deviations),
+                        _root_mean_square(state_rounding),
+                        len(state_deviations),
+                    )
+                )
+    return comparisons
+
+
+def _hidden_states(reference: Reference, script: Script) -> dict[str, Tensor]:
+    """Compute by group the hidden states [states, block, hidden_size] at the recorded states."""
+    groups = [script.recorded[group] for group in GROUPS]
+    prompts, rounds, head = ([state.key for state in recorded.states] for recorded in groups)
+    hidden = reference.backbone(script.text, [*prompts, *rounds])
+    first, scored = hidden.states.split([len(prompts), len(rounds)])
+    estimated = scored[:0]
+    if head:
+        sources = scored[script.recorded["the head"].sources]
+        estimated = reference.head(script.text, Hidden(hidden.text, scored), head, sources)
+    return {"prompts": first, "rounds": scored, "the head": estimated}
+
+
+def _deviations(
+    expected: Tensor, rounded: Tensor, tokens: Sequence[int], odds: Sequence[float]
+) -> tuple[Tensor, Tensor]:
+    """Compute how far picks at n columns deviate from log-odds [n, vocab] of the reference, and
+    how far the picks of the control do, [n, 2] each: by their log-odds, and by how much the
+    likeliest token has more."""
+    best, likeliest = rounded.max(1)
+    values = torch.tensor(odds, dtype=torch.float64, device=expected.device)
+    results = []
+    for log_odds, index in (
+        (values, torch.tensor(tokens, device=expected.device)),
+        (best, likeliest),
+    ):
+        right = expected.gather(1, index[:, None])[:, 0]
+        results.append(torch.stack([log_odds - right, expected.amax(1) - right], 1))
+    return results[0], results[1]
+
+
+def _root_mean_square(numbers: Tensor) -> float:
+    return float(numbers.double().pow(2).mean().sqrt())

@@ -1,0 +1,227 @@
+"""Backbone and head computed from their weights by formula, in a dtype of choice: what `mrp doctor`
+compares a model with.
+
+No module, kernel, cache or mask of the model takes part, except a feed-forward network that is not
+the usual gated one (experts), which is called as it is. Everything goes layer by layer, so that one
+layer's weights at a time are held in a wider dtype.
+"""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from modeling_mrp.modeling import MRPForCausalLM
+from modeling_mrp.rules.state import Key
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """Final hidden states of a clean text, [tokens, hidden_size], and of states of its blocks,
+    [states, block_size, hidden_size]."""
+
+    text: Tensor
+    states: Tensor
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Reference of a model in a dtype.
+
+    Attributes:
+        model: The model whose weights are read.
+        dtype: The dtype of all products and sums.
+        rounds_norms: Whether norms round as transformers' modules do, to float32 and then to
+            `dtype`, as in a control of what rounding does to the model.
+    """
+
+    model: MRPForCausalLM
+    dtype: torch.dtype
+    rounds_norms: bool = False
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of the computation: the model's, or the CPU where that lacks
+        float64."""
+        device: torch.device = self.model.device
+        return torch.device("cpu") if device.type == "mps" else device
+
+    def backbone(self, text: Sequence[int], states: Sequence[Key]) -> Hidden:
+        """Compute the hidden states h_A for the tokens of a clean text of whole blocks, and of
+        states, each of which sees the text before its block and itself."""
+        backbone: Any = self.model.model
+        layers = list(backbone.layers)[: self.model.config.num_hidden_layers]
+        hidden = self._network(layers, backbone.norm, self._embed(text, states), states)
+        if not backbone.shifted:
+            return hidden
+        # the hidden state for a token is that of the position before it, and 0 for the first
+        earlier = F.pad(hidden.text, (0, 0, 1, 0))
+        firsts = earlier[[start for start, _ in states]]
+        shifted = torch.cat([firsts[:, None], hidden.states[:, :-1]], 1)
+        return Hidden(earlier[:-1], shifted)
+
+    def head(
+        self, text: Sequence[int], hidden: Hidden, states: Sequence[Key], sources: Tensor
+    ) -> Tensor:
+        """Compute h_A + h_C at states, [states, block_size, hidden_size].
+
+        `hidden` has h_A of the clean text; `sources`, [states, block_size, hidden_size], those of
+        the states that the head starts from.
+        """
+        head: Any = self.model.mrp_head
+        embedded = self._embed(text, states)
+        weight = self._cast(head.eh_proj.weight)
+        inputs = []
+        for ids, earlier in ((embedded.text, hidden.text), (embedded.states, sources)):
+            normed = [self._norm(head.enorm, ids), self._norm(head.hnorm, earlier)]
+            inputs.append(F.linear(torch.cat(normed, -1), weight))
+        output = self._network(list(head.layers), head.norm, Hidden(*inputs), states)
+        return sources + output.states
+
+    def log_odds(self, hidden: Tensor) -> Tensor:
+        """Compute the log-odds of all tokens, [n, vocab], from hidden states [n, hidden_size]; the
+        mask has none (-inf)."""
+        weight = self.model.lm_head.weight.detach().to(self.device)
+        if self.dtype.itemsize == 2 and self.device.type == "cpu":
+            logits = F.linear(hidden, weight.to(self.dtype)).float()
+        else:
+            # on a GPU sums of products are float32 also where these have 16 bits
+            product_dtype = torch.promote_types(self.dtype, torch.float32)
+            logits = F.linear(hidden.to(product_dtype), weight.to(product_dtype))
+        logits[:, self.model.config.mask_token_id] = -torch.inf
+        log_p = logits.log_softmax(-1)
+        return log_p - torch.log(-torch.expm1(log_p))
+
+    def _cast(self, weight: Tensor) -> Tensor:
+        return weight.detach().to(self.device, self.dtype)
+
+    def _embed(self, text: Sequence[int], states: Sequence[Key]) -> Hidden:
+        weight = self.model.model.embed_tokens.weight.detach()
+        rows = []
+        for ids in (list(text), [state_ids for _, state_ids in states]):
+            index = torch.tensor(ids, dtype=torch.long, device=weight.device)
+            rows.append(self._cast(weight[index]))
+        return Hidden(*rows)
+
+    def _network(
+        self, layers: Sequence[Any], norm: Any, hidden: Hidden, states: Sequence[Key]
+    ) -> Hidden:
+        """Run decoder layers and the final norm over a text and states."""
+        block = self.model.config.block_size
+        length = len(hidden.text)
+        starts = torch.tensor([start for start, _ in states], device=self.device)
+        positions = torch.arange(length, device=self.device)
+        state_positions = starts[:, None] + torch.arange(block, device=self.device)
+        # the text's tokens see their own and earlier blocks, a state's the text before it
+        visible = positions[:, None] // block >= positions // block
+        rotary = self._rotary(positions)
+        state_rotary = self._rotary(state_positions)
+        text, drafted = hidden.text, hidden.states
+        for layer in layers:
+            normed = self._norm(layer.input_layernorm, text)
+            query, key, value = self._project(layer.self_attn, normed, rotary)
+            attended = [self._attend(query, key, value, visible)]
+            normed = self._norm(layer.input_layernorm, drafted)
+            queries, keys, values = self._project(layer.self_attn, normed, state_rotary)
+            outputs = []
+            for index, (start, _) in enumerate(states):
+                outputs.append(
+                    self._attend(
+                        queries[index],
+                        torch.cat([key[:start], keys[index]]),
+                        torch.cat([value[:start], values[index]]),
+                    )
+                )
+            attended.append(torch.stack(outputs) if outputs else torch.zeros_like(drafted))
+            weight = self._cast(layer.self_attn.o_proj.weight)
+            bias = layer.self_attn.o_proj.bias
+            bias = None if bias is None else self._cast(bias)
+            sums = []
+            for inputs, output in zip((text, drafted), attended, strict=True):
+                summed = inputs + F.linear(
+                    output, weight, None if bias is None else self._cast(bias)
+                )
+                sums.append(summed)
+            text, drafted = self._feed_forward(layer, sums)
+        return Hidden(self._norm(norm, text), self._norm(norm, drafted))
+
+    def _feed_forward(self, layer: Any, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Add the feed-forward network of a layer to its inputs."""
+        mlp = layer.mlp
+        normed = [self._norm(layer.post_attention_layernorm, hidden) for hidden in inputs]
+        if not hasattr(mlp, "gate_proj"):
+            experts = copy.deepcopy(mlp).to(self.device, self.dtype)
+            for module in experts.modules():
+                if hasattr(module, "config"):  # torch's grouped products lack float64
+                    module.config._experts_implementation = "eager"
+            sums = []
+            for hidden, scaled in zip(inputs, normed, strict=True):
+                output = experts(scaled.reshape(1, -1, scaled.shape[-1]))
+                sums.append(hidden + output.view_as(hidden))
+            return sums
+        gate, up, down = (
+            self._cast(linear.weight) for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+        )
+        sums = []
+        for hidden, scaled in zip(inputs, normed, strict=True):
+            product = mlp.act_fn(F.linear(scaled, gate)) * F.linear(scaled, up)
+            sums.append(hidden + F.linear(product, down))
+        return sums
+
+    def _norm(self, norm: Any, hidden: Tensor) -> Tensor:
+        """Divide by the root of the mean square, and multiply by the norm's weight."""
+        weight = self._cast(norm.weight)
+        if not self.rounds_norms:
+            scale = (hidden.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon).rsqrt()
+            return weight * (hidden * scale)
+        wide = hidden.float()
+        scale = (wide.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon).rsqrt()
+        return weight * (wide * scale).to(self.dtype)
+
+    def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute cos and sin of the rotary angles, [..., rotated / 2] each; angles are float32, as
+        the models define them."""
+        rotary: Any = self.model.model.rotary_emb
+        angles = positions[..., None].float() * rotary.inv_freq.to(self.device).float()
+        scale = getattr(rotary, "attention_scaling", 1.0)
+        return (angles.cos() * scale).to(self.dtype), (angles.sin() * scale).to(self.dtype)
+
+    def _project(
+        self, attention: Any, normed: Tensor, rotary: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute rotated queries and keys, and values, [..., tokens, heads, head_dim] each."""
+        cos, sin = (part[..., None, :] for part in rotary)
+        results = []
+        for letter in "qkv":
+            linear = getattr(attention, f"{letter}_proj")
+            bias = None if linear.bias is None else self._cast(linear.bias)
+            heads = F.linear(normed, self._cast(linear.weight), bias)
+            heads = heads.unflatten(-1, (-1, self.model.config.head_dim))
+            if letter != "v":
+                if (norm := getattr(attention, f"{letter}_norm", None)) is not None:
+                    heads = self._norm(norm, heads)
+                half = cos.shape[-1]
+                first, second, unrotated = heads.split([half, half, heads.shape[-1] - 2 * half], -1)
+                heads = torch.cat(
+                    [first * cos - second * sin, second * cos + first * sin, unrotated], -1
+                )
+            results.append(heads)
+        query, key, value = results
+        return query, key, value
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None = None
+    ) -> Tensor:
+        """Attend, softmax(q k / sqrt(head_dim)) v; return [queries, heads * head_dim]."""
+        group = query.shape[1] // key.shape[1]
+        key = key.repeat_interleave(group, 1)
+        value = value.repeat_interleave(group, 1)
+        scores = torch.einsum("qhd,khd->hqk", query, key) * self.model.config.head_dim**-0.5
+        if visible is not None:
+            scores = scores.masked_fill(~visible, -torch.inf)
+        shares = scores.to(torch.promote_types(self.dtype, torch.float32)).softmax(-1)
+        return torch.einsum("hqk,khd->qhd", shares.to(self.dtype), value).flatten(1)
