@@ -10,7 +10,7 @@ import torch
 from commands import mrp
 from faults import KERNELS, Stale, broken, flip_mlps
 from mrp_trainer import cli
-from mrp_trainer.doctor import checks, page, rounds
+from mrp_trainer.doctor import checks, page, replays, rounds
 from mrp_trainer.doctor.checks import Check, gaps, random_model
 from mrp_trainer.doctor.options import DoctorOptions
 from mrp_trainer.doctor.rounds import Timed, proposed
@@ -35,6 +35,7 @@ interpreted = pytest.mark.skipif(
     triton is None or torch.cuda.is_available(), reason="needs triton's interpreter"
 )
 LITTLE = ["--states", "1", "--states", "3", "--batch", "2", "--turns", "1"]
+PREFIXES = ["--prefix", "8", "--prefix", "16"]
 LOG_ODDS = [f"log-odds of {group}" for group in ("prompts", "rounds", "the head")]
 DRAFTS = [
     f"drafts of {target} by {mode}" for target in TARGETS for mode in ("mrp_spec", "self_spec")
@@ -46,6 +47,9 @@ def _short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "TOKENS", 14)
     monkeypatch.setattr(rounds, "TOKENS", 14)
     monkeypatch.setattr(rounds, "SHORT", 4)
+    monkeypatch.setattr(replays, "CALLS", 1)
+    monkeypatch.setattr(replays, "COPIED", {"cpu": 1024})
+    monkeypatch.setattr(replays, "SIDE", {"cpu": 16})
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +81,7 @@ def failed(folder: Path) -> list[str]:
 @interpreted
 def test_the_page(folder: Path) -> None:
     """Everything that a CPU can check, times of each width, and the widths that it proposes."""
-    shown = mrp("doctor", "--model", str(folder), *LITTLE)
+    shown = mrp("doctor", "--model", str(folder), *LITTLE, *PREFIXES)
     for name in (
         "weights of the backbone",
         "weights of the head",
@@ -89,10 +93,24 @@ def test_the_page(folder: Path) -> None:
         assert f"| {name} | ok |" in shown
     assert "| graphs in generate | left out |  | see below |" in shown
     assert "graphs in generate: the model is on cpu: move it to a CUDA device" in shown.splitlines()
-    assert [line.split(" | ")[:2] for line in shown.splitlines() if line.startswith("| 2 |")] == [
-        ["| 2", "1"],
-        ["| 2", "3"],
+    lines = shown.splitlines()
+    assert max(len(line) for line in lines if str(folder) not in line) <= 80
+    parts, steps, rounds_of_generate = (
+        [line.split(" | ")[:4] for line in section.splitlines() if line.startswith("| 2 |")]
+        for section in shown.split("\n## ")[2:]
+    )
+    assert [row[:3] for row in parts] == [
+        ["| 2", "8", "1"],
+        ["| 2", "8", "3"],
+        ["| 2", "16", "1"],
+        ["| 2", "16", "3"],
     ]
+    assert [row[:3] for row in steps] == [
+        ["| 2", "8", "transformers, DynamicCache"],
+        ["| 2", "16", "transformers, DynamicCache"],
+    ]
+    assert [row[:2] for row in rounds_of_generate] == [["| 2", "1"], ["| 2", "3"]]
+    assert any(line.startswith("| copies, products | ") for line in lines)
     assert "Most tokens a second on these prompts, batch 2: `num_draft_states=" in shown
     assert shown.strip().endswith(f"All {6 + len(KERNELS) + len(DRAFTS)} checks passed.")
 
@@ -207,9 +225,10 @@ def test_random_weights_of_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (parameter == 1).all() if "norm" in name else 0.01 < parameter.float().std() < 0.03
     monkeypatch.setattr(page, "published_config", lambda size: small)
     monkeypatch.setattr(page, "check_kernels", lambda *_: [])
-    report = page.examine(DoctorOptions(random="4b", states=[1, 2], batch=[1], prefix=8, turns=1))
+    report = page.examine(DoctorOptions(random="4b", states=[1, 2], batch=[1], prefix=[8], turns=1))
     assert report.failed == []
     first, second = report.rounds
+    assert [replayed.states for replayed in report.replays] == [1, 2]
     assert f"| {second.seconds / first.seconds:.2f} | " in report.page()
     assert "num_draft_states" not in report.page()
 

@@ -9,9 +9,11 @@ says how far rounding alone leads.
 
 import math
 import random
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from modeling_mrp.networks.graphs import obstacle
 from modeling_mrp.networks.networks import Networks, networks_for
 from modeling_mrp.networks.picker import Picker
 from modeling_mrp.rules.draft import Node
-from modeling_mrp.rules.state import Row, Scores, State
+from modeling_mrp.rules.state import Key, Row, Scores, State
 
 from .checks import Check, checked
 from .reference import Hidden, Reference
@@ -59,9 +61,17 @@ class Recorded:
     """States of one row that were scored, with the scores; for the head with the index of the
     state that it started from, among the row's scored states."""
 
-    states: list[State]
-    scores: list[Scores]
-    sources: list[int]
+    states: list[State] = field(default_factory=list)
+    scores: list[Scores] = field(default_factory=list)
+    sources: list[int] = field(default_factory=list)
+
+    def columns(self) -> list[tuple[int, int, int, float]]:
+        """List the masked columns: the state's index, the column, its picked token and log-odds."""
+        columns = []
+        for index, (state, scores) in enumerate(zip(self.states, self.scores, strict=True)):
+            for column in state.free:
+                columns.append((index, column, scores.token[column], scores.odds[column]))
+        return columns
 
 
 class Script:
@@ -97,7 +107,7 @@ class Script:
         )
         self.rounds: list[list[Node]] = []
         self.clean: list[int | None] = []
-        self.recorded = {group: Recorded([], [], []) for group in GROUPS}
+        self.recorded = {group: Recorded() for group in GROUPS}
         following: State | None = None  # a state that the round before has left to this one
         for start in range(first, first + BLOCKS * block, block):
             state = following or self.row.opened(start)
@@ -114,10 +124,10 @@ class Script:
         half = max(1, len(order) // 2)
         path = [state, self._reveal(state, order[:1])]
         path.append(self._reveal(path[-1], order[1:half]))
-        beside = self._reveal(state, order[-1:])
+        sibling = self._reveal(state, order[-1:])
         # of a block with a single mask some are the same state
-        states = dict.fromkeys([path[0], path[1], beside, path[2]])
-        self._add([Node(each, -1, None) for each in states], None)
+        states = dict.fromkeys([path[0], path[1], sibling, path[2]])
+        self._add([Node(state, -1, None) for state in states], None)
         clean = self._reveal(path[-1], order[half:])
         following = self.row.opened(state.start + self.row.block_size)
         first = self._reveal(following, generator.sample(following.free, 1))
@@ -160,7 +170,9 @@ def scripts_of(model: MRPForCausalLM, length: int, seed: int) -> list[Script]:
 
 def _ids_of(config: Any) -> list[int]:
     """List the ids of all tokens but the mask."""
-    return [token for token in range(config.vocab_size) if token != config.mask_token_id]
+    ids = list(range(config.vocab_size))
+    ids.remove(config.mask_token_id)
+    return ids
 
 
 def check_log_odds(model: MRPForCausalLM, length: int) -> Iterator[Check]:
@@ -169,23 +181,25 @@ def check_log_odds(model: MRPForCausalLM, length: int) -> Iterator[Check]:
 
     On a GPU also without recordings, and without kernels.
     """
-    ways: dict[str, tuple[bool | None, bool | None]] = {"": (None, None)}
+    settings: dict[str, tuple[bool | None, bool | None]] = {"": (None, None)}
     if model.device.type == "cuda":
-        ways |= {", without graphs": (None, False), ", without kernels": (False, False)}
+        settings |= {", without graphs": (None, False), ", without kernels": (False, False)}
     groups = GROUPS if model.config.has_head else GROUPS[:2]
     if (reason := _unreadable(model)) is not None:
         for group in groups:
             yield Check(f"log-odds of {group}", None, None, reason)
         return
-    for way, (kernels, graphs) in ways.items():
+    for setting, (kernels, graphs) in settings.items():
         comparisons: dict[str, list[Comparison]] = {}
-        run = checked(f"log-odds{way}", partial(_run, model, length, kernels, graphs, comparisons))
+        run = checked(
+            f"log-odds{setting}", partial(_run, model, length, kernels, graphs, comparisons)
+        )
         if not run.ok:
             yield run
             continue
-        rounding = _pooled([each for group in groups for each in comparisons[group]], "control")
+        rounding = _pooled(list(chain.from_iterable(comparisons.values())), "control")
         for group in groups:
-            yield judge(f"log-odds of {group}{way}", comparisons[group], rounding)
+            yield judge(f"log-odds of {group}{setting}", comparisons[group], rounding)
     model.release_graphs()
 
 
@@ -219,8 +233,11 @@ def judge(name: str, comparisons: Sequence[Comparison], rounding: float) -> Chec
     which `rounding` is the mean over all groups, in nats."""
     error = _pooled(comparisons, "error")
     control = max(_pooled(comparisons, "control"), rounding, 1e-12)
-    ratios = [each.error / max(control, each.control) for each in comparisons]
-    worst = math.nan if any(map(math.isnan, ratios)) else max(ratios)
+    worst = 0.0
+    for state in comparisons:
+        worst = max(state.error / max(control, state.control), worst)
+        if math.isnan(worst):
+            break  # the maximum of NaN and a number may be either
     ratio = error / control
     # written so that NaN fails
     ok = ratio <= POOLED and worst <= SINGLE
@@ -228,10 +245,12 @@ def judge(name: str, comparisons: Sequence[Comparison], rounding: float) -> Chec
     return Check(name, ok, error, note)
 
 
-def _pooled(comparisons: Sequence[Comparison], field: str) -> float:
+def _pooled(comparisons: Sequence[Comparison], name: str) -> float:
     """Pool the `error` or `control` of comparisons over all their columns."""
-    columns = sum(each.columns for each in comparisons)
-    squares = sum(getattr(each, field) ** 2 * each.columns for each in comparisons)
+    columns, squares = 0, 0.0
+    for state in comparisons:
+        columns += state.columns
+        squares += state.columns * getattr(state, name) ** 2
     return math.sqrt(squares / columns)
 
 
@@ -275,9 +294,10 @@ def _play_round(networks: Networks, scripts: Sequence[Script], index: int) -> No
         row_queries: list[tuple[State, Any]] = []
         for offset, (node, node_scores) in enumerate(zip(nodes, row_scores, strict=True)):
             script.record("rounds", node.state, node_scores)
-            before = nodes[offset - 1].state
+            previous = nodes[offset - 1].state
+            same_block = node.parent < 0 and previous.start == node.state.start
             # the head reads a state of the row's block from the hidden states of the one before
-            if offset and node.parent < 0 and node.state.masks and before.start == node.state.start:
+            if offset and same_block and node.state.masks:
                 row_queries.append((node.state, row_scores[offset - 1].hidden))
                 sources.append(first + offset - 1)
         queries.append(row_queries)
@@ -306,29 +326,26 @@ def _play_round(networks: Networks, scripts: Sequence[Script], index: int) -> No
 def compare(model: MRPForCausalLM, scripts: Sequence[Script]) -> dict[str, list[Comparison]]:
     """Compare recorded scores with those of the reference; return comparisons by group, those of
     states without masks left out."""
-    wide = torch.float32 if model.dtype.itemsize == 2 else torch.float64
-    reference, control = Reference(model, wide), Reference(model, model.dtype, rounds_norms=True)
-    comparisons: dict[str, list[Comparison]] = {group: [] for group in GROUPS}
+    dtype = torch.float32 if model.dtype.itemsize == 2 else torch.float64
+    reference = Reference(model, dtype)
+    control = Reference(model, model.dtype, rounds_norms=True)
+    comparisons = defaultdict[str, list[Comparison]](list)
     for script in scripts:
         expected = _hidden_states(reference, script)
         rounded = _hidden_states(control, script)
         for group in GROUPS:
             recorded = script.recorded[group]
-            masked = [index for index, state in enumerate(recorded.states) if state.free]
-            columns = [list(recorded.states[index].free) for index in masked]
-            slots = [index for index, free in zip(masked, columns, strict=True) for _ in free]
-            flat = [column for free in columns for column in free]
-            if not flat:
+            columns = recorded.columns()
+            if not columns:
                 continue
-            scores = [recorded.scores[index] for index in slots]
-            pairs = list(zip(scores, flat, strict=True))
+            slots, flat, tokens, odds = map(list, zip(*columns, strict=True))
             deviations, rounding = _deviations(
                 reference.log_odds(expected[group][slots, flat]),
                 control.log_odds(rounded[group][slots, flat]),
-                [score.token[column] for score, column in pairs],
-                [score.odds[column] for score, column in pairs],
+                tokens,
+                odds,
             )
-            sizes = [len(free) for free in columns]
+            sizes = list(Counter(slots).values())
             for state_deviations, state_rounding in zip(
                 deviations.split(sizes), rounding.split(sizes), strict=True
             ):
@@ -344,8 +361,7 @@ def compare(model: MRPForCausalLM, scripts: Sequence[Script]) -> dict[str, list[
 
 def _hidden_states(reference: Reference, script: Script) -> dict[str, Tensor]:
     """Compute by group the hidden states [states, block, hidden_size] at the recorded states."""
-    groups = [script.recorded[group] for group in GROUPS]
-    prompts, rounds, head = ([state.key for state in recorded.states] for recorded in groups)
+    prompts, rounds, head = (_keys_of(script.recorded[group].states) for group in GROUPS)
     hidden = reference.backbone(script.text, [*prompts, *rounds])
     first, scored = hidden.states.split([len(prompts), len(rounds)])
     estimated = scored[:0]
@@ -353,6 +369,10 @@ def _hidden_states(reference: Reference, script: Script) -> dict[str, Tensor]:
         sources = scored[script.recorded["the head"].sources]
         estimated = reference.head(script.text, Hidden(hidden.text, scored), head, sources)
     return {"prompts": first, "rounds": scored, "the head": estimated}
+
+
+def _keys_of(states: Sequence[State]) -> list[Key]:
+    return [state.key for state in states]
 
 
 def _deviations(
@@ -368,8 +388,8 @@ def _deviations(
         (values, torch.tensor(tokens, device=expected.device)),
         (best, likeliest),
     ):
-        right = expected.gather(1, index[:, None])[:, 0]
-        results.append(torch.stack([log_odds - right, expected.amax(1) - right], 1))
+        exact = expected.gather(1, index[:, None])[:, 0]
+        results.append(torch.stack([log_odds - exact, expected.amax(1) - exact], 1))
     return results[0], results[1]
 
 

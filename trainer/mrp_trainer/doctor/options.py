@@ -21,6 +21,16 @@ class DoctorOptions(ModelOptions):
     states: list[int] = flag(
         "K, the states per row and round.", [1, 2, 4, 8], panel=_TIMES, min=1, metavar="K"
     )
-    batch: list[int] = flag("Rows per batch.", [1, 4], panel=_TIMES, min=1)
-    prefix: int = flag("Tokens of a random prompt.", 512, panel=_TIMES, min=1)
+    batch: list[int] | None = flag(
+        "Rows per batch.", None, panel=_TIMES, shown="1, 4; on CUDA also 16", min=1
+    )
+    prefix: list[int] | None = flag(
+        "Tokens of a random prompt.", None, panel=_TIMES, shown="512; on CUDA also 4096", min=1
+    )
+    baselines: bool = flag(
+        "Whether to time a step of plain transformers, and on CUDA a compiled one.",
+        True,
+        panel=_TIMES,
+        name="--baselines/--no-baselines",
+    )
     turns: int = flag("Repetitions of each timing.", 3, panel=_TIMES, min=1)

@@ -3,7 +3,7 @@
 import copy
 import platform
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from textwrap import fill
 
@@ -13,9 +13,12 @@ from transformers import PreTrainedTokenizerBase
 
 from modeling_mrp import __version__
 from modeling_mrp.kernels.dispatch import triton
+from modeling_mrp.modeling import MRPForCausalLM
 
+from ..evaluate.roofline import BYTES, Device
 from ..loading import checked_device, load_model, tokenizer_of
 from ..publish.card import markdown_table
+from .baselines import time_baselines
 from .checks import (
     Check,
     check_drafts,
@@ -30,22 +33,38 @@ from .checks import (
 )
 from .log_odds import check_log_odds
 from .options import DoctorOptions
+from .replays import PARTS, Replayed, measure_device, replay_rounds
 from .rounds import Timed, proposed, time_rounds
 
 # Rows of compared texts; states per row and round; and the most parameters of a model that a CPU
 # compares in float64.
 ROWS, STATES, WIDENED = 3, 8, 500_000_000
 WIDTH = 80
+# Rows and tokens of a prefix that are timed: everywhere, and on CUDA.
+BATCHES, PREFIXES = [1, 4], [512]
+CUDA_BATCHES, CUDA_PREFIXES = [1, 4, 16], [512, 4096]
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """The seconds of a step of plain transformers, for `rows` rows behind `prefix` tokens."""
+
+    name: str
+    rows: int
+    prefix: int
+    seconds: float
 
 
 @dataclass
 class Report:
-    """The findings of `mrp doctor`: versions, device and model; checks; times for each batch and K;
-    and for each batch the K with the most tokens per second (`proposed`), empty for random
-    weights."""
+    """The findings of `mrp doctor`: versions, device and model; checks; times of replayed rounds,
+    of baselines, and of calls of `generate` for each batch and K; and for each batch the K with the
+    most tokens per second (`proposed`), empty for random weights."""
 
     machine: dict[str, str]
     checks: list[Check] = field(default_factory=list)
+    replays: list[Replayed] = field(default_factory=list)
+    baselines: list[Baseline] = field(default_factory=list)
     rounds: list[Timed] = field(default_factory=list)
     proposed: dict[int, int] = field(default_factory=dict)
 
@@ -62,8 +81,12 @@ class Report:
             "## Checks",
             *self._check_table(),
         ]
+        if self.replays:
+            sections += ["## Parts of a round", self._replay_table()]
+        if self.baselines:
+            sections += ["## Steps of plain transformers", self._baseline_table()]
         if self.rounds:
-            sections += ["## Rounds", self._round_table()]
+            sections += ["## Rounds of generate", self._round_table()]
         if self.proposed:
             proposals = "; ".join(
                 f"batch {batch}: `num_draft_states={states}`"
@@ -99,6 +122,32 @@ class Report:
         notes = [_wrapped(f"{', '.join(names)}: {note}") for note, names in below.items()]
         return [markdown_table(["check", "", "largest difference", ""], rows), *notes]
 
+    def _replay_table(self) -> str:
+        rows = []
+        for replayed in self.replays:
+            row = [str(replayed.rows), str(replayed.prefix), str(replayed.states)]
+            gaps = "" if replayed.busy is None else _milliseconds(replayed.wall - replayed.busy)
+            row += [_milliseconds(replayed.wall), _milliseconds(replayed.floor), gaps]
+            parts = {part.name: part for part in replayed.parts}
+            for name in PARTS:
+                row.append(_milliseconds(parts[name].wall) if name in parts else "")
+            rows.append(row)
+        head = ["rows", "prefix", "K", "round", "floor", "gaps", *PARTS[:-1], "its pick"]
+        note = (
+            "In ms, medians of the same states scored again and again; a round with one pass of "
+            "the head. *floor*: the least that bytes and products take at the rates above. "
+            "*gaps*: in which no kernel ran."
+        )
+        return f"{markdown_table(head, rows)}\n\n{_wrapped(note)}"
+
+    def _baseline_table(self) -> str:
+        rows = []
+        for step in self.baselines:
+            rows.append([str(step.rows), str(step.prefix), step.name, _milliseconds(step.seconds)])
+        table = markdown_table(["rows", "prefix", "way", "step, ms"], rows)
+        note = "A step is the forward of a block and its pick: what a round with K = 1 does."
+        return f"{table}\n\n{_wrapped(note)}"
+
     def _round_table(self) -> str:
         single_state = {
             timing.batch: timing.seconds for timing in self.rounds if timing.states == 1
@@ -120,6 +169,10 @@ class Report:
             "its tokens a forward."
         )
         return f"{markdown_table(head, rows)}\n\n{_wrapped(note)}"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f}"
 
 
 def _wrapped(text: str) -> str:
@@ -183,11 +236,19 @@ def examine(options: DoctorOptions) -> Report:
             report.checks.append(check)
             print(f"{check.name}: {check.verdict.strip('*')}", file=sys.stderr, flush=True)
 
+    on_cuda = device.type == "cuda"
+    batches = CUDA_BATCHES if on_cuda else BATCHES
+    prefixes = CUDA_PREFIXES if on_cuda else PREFIXES
+    batches = batches if options.batch is None else options.batch
+    prefixes = prefixes if options.prefix is None else options.prefix
+
     def timed() -> Check:
-        for batch in options.batch:
+        if batches and options.states:
+            _time_parts(report, model, options, batches, prefixes)
+        for batch in batches:
             report.rounds += time_rounds(
                 model,
-                inputs_of(model, tokenizer, batch, options.prefix),
+                inputs_of(model, tokenizer, batch, prefixes[0]),
                 options.states,
                 options.turns,
             )
@@ -196,12 +257,37 @@ def examine(options: DoctorOptions) -> Report:
     gather(check_weights(model))
     gather(check_noise(device))
     gather(check_kernels(model))
-    gather(check_log_odds(model, options.prefix))
-    inputs = inputs_of(model, tokenizer, ROWS, options.prefix)
+    gather(check_log_odds(model, prefixes[0]))
+    inputs = inputs_of(model, tokenizer, ROWS, prefixes[0])
     gather(check_fast_paths(model, inputs, STATES))
     widened = device.type == "cpu" and model.num_parameters() <= WIDENED
     gather(check_drafts(copy.deepcopy(model).double() if widened else model, inputs, STATES))
     if not (times := checked("times", timed)).ok:  # checks are printed even if timing fails
         gather([times])
     report.proposed = proposed(report.rounds) if tokenizer is not None else {}
+    if on_cuda:
+        gibibytes = torch.cuda.max_memory_allocated(device) / 2**30
+        report.machine["peak memory"] = f"{gibibytes:.1f} GiB"
     return report
+
+
+def _time_parts(
+    report: Report,
+    model: MRPForCausalLM,
+    options: DoctorOptions,
+    batches: Sequence[int],
+    prefixes: Sequence[int],
+) -> None:
+    """Measure the device, and time replayed rounds and baselines; write them to the report."""
+    rates: Device = measure_device(model.device, model.dtype)
+    bandwidth = rates.bandwidth * model.dtype.itemsize / BYTES
+    report.machine["copies, products"] = (
+        f"{bandwidth / 1e9:.3g} GB/s, {rates.peak / 1e12:.3g} TFLOP/s"
+    )
+    for batch in batches:
+        for prefix in prefixes:
+            report.replays += replay_rounds(model, rates, batch, prefix, options.states)
+            if options.baselines:
+                compiled = model.device.type == "cuda"
+                for name, seconds in time_baselines(model, batch, prefix, compiled):
+                    report.baselines.append(Baseline(name, batch, prefix, seconds))

@@ -67,12 +67,13 @@ def time_rounds(
 def _timed_decode(
     model: MRPForCausalLM, inputs: dict[str, Tensor], **options: Any
 ) -> tuple[float, Any]:
-    start = _now(model.device)
+    start = now(model.device)
     out = decode(model, inputs, **options)
-    return _now(model.device) - start, out
+    return now(model.device) - start, out
 
 
-def _now(device: torch.device) -> float:
+def now(device: torch.device) -> float:
+    """Read the clock in seconds, once a device has finished."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     return time.perf_counter()

@@ -1,0 +1,89 @@
+"""What the same step takes in plain transformers, without this package's decoding: a forward of one
+block behind a prefix, and the pick of its likeliest tokens."""
+
+import statistics
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, StaticCache
+
+from modeling_mrp.model.compat import CACHE_NAME
+from modeling_mrp.modeling import MRPForCausalLM
+
+from .checks import inputs_of
+from .replays import CALLS, WARM_UPS
+from .rounds import now
+
+Step = Callable[[], Tensor]
+
+
+def baseline_steps(model: MRPForCausalLM, rows: int, prefix: int) -> dict[str, Step]:
+    """Make by name a step of each baseline behind a prefix of random ids, which returns the
+    likeliest tokens [rows, block] of a block of masks.
+
+    The one with a `StaticCache` is compiled by `torch.compile(mode="reduce-overhead")` when it is
+    first called.
+    """
+    config = model.config
+    block = config.block_size
+    prefix = max(1, prefix // block) * block
+    ids = inputs_of(model, None, rows, prefix)["input_ids"]
+    backbone: Any = model.model
+    masks = torch.full((rows, block), config.mask_token_id, device=model.device)
+    positions = torch.arange(prefix + block, device=model.device)
+    visible = (positions // block <= positions[:, None] // block)[None, None]
+
+    def forward(cache: Any, tokens: Tensor, begin: int, keys: int, network: Any = backbone) -> Any:
+        end = begin + tokens.shape[1]
+        return network(
+            input_ids=tokens,
+            position_ids=positions[None, begin:end],
+            attention_mask={"full_attention": visible[:, :, begin:end, :keys]},
+            use_cache=True,
+            **{CACHE_NAME: cache},
+        ).last_hidden_state
+
+    def likeliest(hidden: Tensor) -> Tensor:
+        logits = model.lm_head(hidden)
+        logits[..., config.mask_token_id] = -torch.inf
+        return logits.argmax(-1)
+
+    growing = DynamicCache()
+    forward(growing, ids, 0, prefix)
+
+    def dynamic() -> Tensor:
+        tokens = likeliest(forward(growing, masks, prefix, prefix + block))
+        growing.crop(-block)
+        return tokens
+
+    fixed = StaticCache(config=config, max_cache_len=prefix + block)
+    forward(fixed, ids, 0, prefix + block)
+    compiled = torch.compile(backbone.__call__, mode="reduce-overhead")
+
+    def static() -> Tensor:
+        for layer in fixed.layers:
+            layer.cumulative_length.fill_(prefix)
+        return likeliest(forward(fixed, masks, prefix, prefix + block, compiled))
+
+    return {"transformers, DynamicCache": dynamic, "transformers, compiled": static}
+
+
+@torch.inference_mode()
+def time_baselines(
+    model: MRPForCausalLM, rows: int, prefix: int, compiled: bool
+) -> Iterator[tuple[str, float]]:
+    """Yield the name of each baseline and the median seconds of its step, a read of the tokens
+    included; the compiled one only if asked for."""
+    for name, step in baseline_steps(model, rows, prefix).items():
+        if not compiled and name.endswith("compiled"):
+            continue
+        for _ in range(WARM_UPS):
+            step().tolist()
+        seconds = []
+        for _ in range(CALLS):
+            start = now(model.device)
+            step().tolist()
+            seconds.append(now(model.device) - start)
+        yield name, statistics.median(seconds)

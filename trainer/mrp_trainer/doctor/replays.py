@@ -1,0 +1,244 @@
+"""Times of the parts of a round by pure replays at one width, beside the least time that the
+measured memory bandwidth and product rate of the device allow.
+
+No text is decoded: the same states are scored again and again behind a prefix of random ids, and
+neither acceptance, drafting nor an ending row changes what is run.
+"""
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from modeling_mrp.kernels.dispatch import AUTOMATIC, PYTORCH
+from modeling_mrp.modeling import MRPForCausalLM
+from modeling_mrp.networks.networks import Networks, networks_for
+from modeling_mrp.networks.picker import SHORTLIST, Picker
+from modeling_mrp.rules.draft import Node
+from modeling_mrp.rules.state import Row, Scores, State
+
+from ..evaluate.roofline import (
+    BYTES,
+    Device,
+    Shape,
+    backbone_forward,
+    head_forward,
+    vocabulary_step,
+)
+from .checks import inputs_of
+from .rounds import now
+
+# The forward of the backbone, and the pick behind it; a pass of the head over all drafted states,
+# and its pick.
+PARTS = ("forward", "pick", "head", "head's pick")
+# Calls before the timed ones: warm-up, recording, and two replays that are compared.
+WARM_UPS, CALLS = 5, 10
+# Tokens of a vocabulary beyond which the head picks among a shortlist by default.
+_LISTED = 1024 * SHORTLIST
+# Numbers of the copy and sides of the product by which a device is measured.
+COPIED, SIDE = {"cuda": 1 << 28, "cpu": 1 << 24}, {"cuda": 8192, "cpu": 1024}
+
+
+@dataclass(frozen=True)
+class Part:
+    """The time of a part of a round, in seconds.
+
+    Attributes:
+        name: One of `PARTS`.
+        wall: By the clock, the wait for the device included; a median.
+        busy: The sum of what the device's kernels took; None where that is not known.
+        floor: The least time that its bytes and products take on the device; None for what is not
+            predicted.
+    """
+
+    name: str
+    wall: float
+    busy: float | None = None
+    floor: float | None = None
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """The parts of a round of `rows` rows of `states` states behind `prefix` tokens each."""
+
+    rows: int
+    prefix: int
+    states: int
+    parts: list[Part]
+
+    @property
+    def wall(self) -> float:
+        """Sum the seconds of all parts."""
+        return sum(part.wall for part in self.parts)
+
+    @property
+    def busy(self) -> float | None:
+        """Sum the seconds in which the device's kernels ran; None where that is not known."""
+        total = 0.0
+        for part in self.parts:
+            if part.busy is None:
+                return None
+            total += part.busy
+        return total
+
+    @property
+    def floor(self) -> float:
+        """Sum the least seconds of the parts."""
+        return sum(part.floor or 0.0 for part in self.parts)
+
+
+def measure_device(device: torch.device, dtype: torch.dtype) -> Device:
+    """Measure a device's memory bandwidth by a large copy, and its rate of large products in a
+    dtype; bytes are counted in numbers of `dtype`."""
+    kind = "cuda" if device.type != "cpu" else "cpu"
+    source = torch.zeros(COPIED[kind], dtype=dtype, device=device)
+    target = torch.empty_like(source)
+    bandwidth = 2 * source.nbytes / min(_seconds(device, partial(target.copy_, source), 3))
+    del source, target
+    side = SIDE[kind]
+    factor = torch.zeros(side, side, dtype=dtype, device=device)
+    product = min(_seconds(device, partial(torch.mm, factor, factor), 3))
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    # `roofline` counts bytes as if all numbers had two
+    return Device(name, bandwidth * BYTES / dtype.itemsize, 2 * side**3 / product, 1.0)
+
+
+def _seconds(device: torch.device, call: Callable[[], Any], count: int) -> list[float]:
+    """Time a call `count` times by the clock, the wait for the device included."""
+    seconds = []
+    for _ in range(count):
+        start = now(device)
+        call()
+        seconds.append(now(device) - start)
+    return seconds
+
+
+def floors_of(
+    shape: Shape, device: Device, rows: int, states: int, prefix: int, masks: int
+) -> dict[str, float]:
+    """Compute the least seconds of parts of a round with `masks` picked positions, by name; the
+    head reads one state less than are scored."""
+    floors = {
+        "forward": sum(map(device.seconds, backbone_forward(shape, rows, states, prefix))),
+        "pick": device.seconds(vocabulary_step(shape, masks)),
+    }
+    if shape.head_layers and states > 1:
+        head = head_forward(shape, rows, states - 1, prefix)
+        floors["head"] = sum(map(device.seconds, head))
+    return floors
+
+
+@torch.inference_mode()
+def replay_rounds(
+    model: MRPForCausalLM, device: Device, rows: int, prefix: int, widths: Sequence[int]
+) -> Iterator[Replayed]:
+    """Time the parts of rounds with each number of states in `widths`; `device` has the rates for
+    the floors."""
+    config = model.config
+    block = config.block_size
+    shape = Shape.of("model", config)
+    prefix = max(1, prefix // block) * block
+    with_head = config.has_head
+    length = prefix + 2 * block
+    ids = inputs_of(model, None, rows, prefix)["input_ids"].tolist()
+    weight = model.lm_head.weight
+    for states in widths:
+        drafts_with_head = with_head and states > 1
+        picker = Picker(
+            weight,
+            config.mask_token_id,
+            shortlist=SHORTLIST if drafts_with_head and config.vocab_size > _LISTED else 0,
+            dispatch=AUTOMATIC if AUTOMATIC.allows("those of the pick", weight) else PYTORCH,
+        )
+        batch = []
+        for index, prompt in enumerate(ids):
+            text = [*prompt, *[config.mask_token_id] * (2 * block)]
+            ends = (prefix, prefix, length, length, 0)
+            row = Row(index, text, block, config.mask_token_id, frozenset(), *ends, 0)
+            batch.append(row)
+        size = (rows, length, max(widths) * block)
+        with networks_for(model, picker, None, None, *size, drafts_with_head) as networks:
+            networks.cache.empty()
+            networks.prefill(batch, [0] * rows)
+            drafts = [_nodes_of(row, states) for row in batch]
+            masks = sum(len(node.state.free) for node in chain.from_iterable(drafts))
+            floors = floors_of(shape, device, rows, states, prefix, masks)
+            yield Replayed(rows, prefix, states, _parts(networks, batch, drafts, floors))
+    model.release_graphs()
+
+
+def _parts(
+    networks: Networks,
+    rows: Sequence[Row],
+    drafts: Sequence[Sequence[Node]],
+    floors: dict[str, float],
+) -> list[Part]:
+    """Time each part of a round of the same states."""
+    score = partial(networks.score, rows, drafts)
+    scores = score()
+    owners = []
+    hidden: list[Any] = []
+    drafted = []
+    shortlists = []
+    queries: list[list[tuple[State, Any]]] = []
+    for row, nodes, row_scores in zip(rows, drafts, scores, strict=True):
+        queries.append([])
+        source: Scores | None = None
+        for node, node_scores in zip(nodes, row_scores, strict=True):
+            owners.append((row, node.state))
+            hidden.append(node_scores.hidden)
+            if source is not None:
+                drafted.append(owners[-1])
+                queries[-1].append((node.state, source.hidden))
+                shortlists.append(source.shortlist)
+            source = node_scores
+    scored, busy = _time(networks.device, score)
+    picked, busy_pick = _time(
+        networks.device, partial(networks.pick, networks.picker, owners, hidden)
+    )
+    forward_busy = None if busy is None or busy_pick is None else busy - busy_pick
+    parts = [
+        Part("forward", max(0.0, scored - picked), forward_busy, floors["forward"]),
+        Part("pick", picked, busy_pick, floors["pick"]),
+    ]
+    if networks.with_head:
+        head = partial(networks.head, rows, queries)
+        outputs = list(chain.from_iterable(head()))
+        pick = partial(networks.pick, networks.drafter, drafted, outputs, shortlists=shortlists)
+        for name, call in (("head", head), ("head's pick", pick)):
+            parts.append(Part(name, *_time(networks.device, call), floors.get(name)))
+    return parts
+
+
+def _nodes_of(row: Row, count: int) -> list[Node]:
+    """Make nodes of the row's next block, one token more revealed in each, and again from the first
+    when the block is nearly full."""
+    nodes = [Node(row.state, -1, None)]
+    for index in range(1, count):
+        column = index % row.block_size
+        state = row.state if column == 0 else nodes[-1].state
+        revealed = row.after(state, [state.free[0]], [1] * row.block_size)
+        nodes.append(Node(revealed, -1, None))
+    return nodes
+
+
+def _time(device: torch.device, call: Callable[[], Any]) -> tuple[float, float | None]:
+    """Time a call by the clock (a median, the wait for the device included), and what the device's
+    kernels took in one, by torch's profiler."""
+    for _ in range(WARM_UPS):
+        call()
+    wall = statistics.median(_seconds(device, call, CALLS))
+    if device.type != "cuda":
+        return wall, None
+    activities = [ProfilerActivity.CUDA]
+    with profile(activities=activities) as profiler:
+        for _ in range(CALLS):
+            call()
+        torch.cuda.synchronize(device)
+    total = sum(event.self_device_time_total for event in profiler.key_averages())
+    return wall, total * 1e-6 / CALLS if total else None
