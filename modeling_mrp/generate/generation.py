@@ -1,6 +1,6 @@
 """`generate` for MRP models: arguments in, text and counts out."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,8 +19,9 @@ from transformers.generation.streamers import BaseStreamer
 from ..kernels.dispatch import PYTORCH, Dispatch
 from ..model.compat import CACHE_NAME, chosen_cache
 from ..model.loading import check_lm_head, device_of, dynamically_quantized, weights_on_device
-from ..networks.cache import BlockCache, adapters_of_rows, devices_of_layers, weight_versions
+from ..networks.cache import BlockCache, devices_of_layers
 from ..networks.graphs import release_graphs
+from ..networks.inspection import adapters_of_rows, decide, fingerprint, weight_versions
 from ..networks.networks import networks_for
 from ..networks.picker import TRUNCATIONS, Picker
 from ..rules.bans import Bans
@@ -155,7 +156,11 @@ class MRPGenerationMixin(GenerationMixin):
                 "call model.eval()"
             )
         copies = config.num_return_sequences or 1
-        check_weights(self)
+        known = fingerprint(self)
+        if prompt_adapter(self) is None:
+            decide(self, known, "readable", partial(check_weights, self))
+        else:
+            check_weights(self)
         names = adapters_of_rows(self)
         if names is not None and len(names) != len(prompt) * copies:
             raise ValueError(
@@ -163,14 +168,14 @@ class MRPGenerationMixin(GenerationMixin):
                 "per row (after num_return_sequences)"
             )
         if cache is not None:
-            check_past(cache, self, len(prompt))
+            check_past(cache, self, len(prompt), known)
         if infill_ids is not None:
             check_ids(infill_ids, None, self.config, len(prompt))
             infill_ids = infill_ids.repeat_interleave(copies, 0)
             if config.max_new_tokens is None and config.max_length is None:
                 config.max_new_tokens = infill_ids.shape[1]
         decode = partial(
-            _decode, streamer, real.repeat_interleave(copies, 0), infill_ids, cache, sources
+            _decode, streamer, real.repeat_interleave(copies, 0), infill_ids, cache, sources, known
         )
         with weights_on_device(self.lm_head):
             return super().generate(
@@ -233,6 +238,7 @@ def _decode(
     infill_ids: Tensor | None,
     past: BlockCache | None,
     sources: Sequence[DraftSource],
+    known: Hashable,
     model: Any,
     input_ids: Tensor,
     logits_processor: kinds.LogitsProcessorList,
@@ -240,7 +246,7 @@ def _decode(
     generation_config: MRPGenerationConfig,
     **others: Any,
 ) -> Tensor | MRPGenerateOutput:
-    """Decode prompts; `generate` binds the first five arguments, `GenerationMixin.generate`
+    """Decode prompts; `generate` binds the first six arguments, `GenerationMixin.generate`
     prepares the others."""
     config, block, device = generation_config, model.config.block_size, model.lm_head.weight.device
     width = input_ids.shape[1]
@@ -291,8 +297,9 @@ def _decode(
         for one in stopping_criteria
         if not isinstance(one, MaxLengthCriteria | EosTokenCriteria)
     ]
-    size = (len(rows), max(len(row.text) for row in rows), mode.width * block)
-    with networks_for(model, picker, config.graphs, past, *size, mode.uses_head) as networks:
+    length = max(len(row.text) for row in rows)
+    size = (len(rows), length, mode.width * block, mode.uses_head)
+    with networks_for(model, picker, config.graphs, past, *size, known) as networks:
         cache = networks.cache
         reused = cache.cut(
             [row.text for row in rows], [row.state.start for row in rows], block, mode.uses_head
@@ -301,7 +308,7 @@ def _decode(
             row.head_held = of_head if mode.uses_head else 0
         if progress is not None:  # the cache is handed out
             parts = ("model", "mrp_head") if cache.head_layers else ("model",)
-            cache.weights = {name: weight_versions(getattr(model, name)) for name in parts}
+            cache.weights = {name: weight_versions(getattr(model, name), known) for name in parts}
         watches: list[Any] = (
             [Stopping(criteria, rows, input_ids, config.pad_token_id)] if criteria else []
         )
@@ -469,6 +476,14 @@ def _picker(
     )
 
 
+def prompt_adapter(model: Any) -> Any:
+    """Return the config of peft's active adapter if it is one that learns prompts; else None."""
+    # a peft model puts its own there
+    wrapper: Any = getattr(model.prepare_inputs_for_generation, "__self__", None)
+    config: Any = getattr(wrapper, "active_peft_config", None)
+    return config if getattr(config, "is_prompt_learning", False) else None
+
+
 def check_weights(model: Any) -> None:
     """Raise `ValueError` for an active adapter that does more than change weights of layers, and
     for an `lm_head` whose weight cannot be read directly: divided among processes, packed, adapted,
@@ -488,10 +503,8 @@ def check_weights(model: Any) -> None:
         for one in configs
         if getattr(one, "alora_invocation_tokens", None) or one.peft_type == "SHADOW"
     ]
-    # a peft model puts its own there
-    wrapper: Any = getattr(model.prepare_inputs_for_generation, "__self__", None)
-    if getattr(config := getattr(wrapper, "active_peft_config", None), "is_prompt_learning", False):
-        refused.append(config)
+    if (prompts := prompt_adapter(model)) is not None:
+        refused.append(prompts)
     for config in refused:
         kind = (
             "aLoRA (alora_invocation_tokens)"
@@ -530,8 +543,9 @@ def check_weights(model: Any) -> None:
         raise ValueError(f"rows of lm_head's own weight are read, and lm_head {why}")
 
 
-def check_past(past: Any, model: Any, rows: int) -> None:
-    """Raise `ValueError` if a call with `rows` prompts cannot continue from a cache."""
+def check_past(past: Any, model: Any, rows: int, known: Hashable = None) -> None:
+    """Raise `ValueError` if a call with `rows` prompts cannot continue from a cache; `known` is the
+    model's `fingerprint`, if the caller has it."""
     why, owner = None, getattr(past, "owner", None)
     if owner is None or owner() is not model:
         why = (
@@ -546,7 +560,7 @@ def check_past(past: Any, model: Any, rows: int) -> None:
     elif changed := [
         name
         for name, seen in past.weights.items()
-        if seen != weight_versions(getattr(model, name) or nn.Module())
+        if seen != weight_versions(getattr(model, name) or nn.Module(), known)
     ]:
         why = f"are older than the weights of {changed[0]}, which have changed"
     elif (was := (past.dtype, past.layer_devices)) != (

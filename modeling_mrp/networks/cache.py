@@ -1,76 +1,21 @@
 """The KV cache: committed blocks by absolute position and, beyond the longest text, the states
 being scored."""
 
-import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.cache_utils import Cache
 
 from ..model.loading import device_of
+from .inspection import PassingReference
 
 # Where shapes have to stay the same, attention reads the texts' slots rounded up to a power of two,
 # at least this one.
 LEAST_BUCKET = 256
-
-
-class PassingReference(weakref.ref[Any]):
-    """A weak reference that can be copied and pickled; two are equal if they refer to one object
-    that is alive."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # nothing else refers to this set, so an unpickled reference is dead
-        return type(self), (set(),)
-
-    def __deepcopy__(self, memo: Any) -> "PassingReference":
-        return self
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, PassingReference) and self() is not None and self() is other()
-
-
-def weight_versions(module: nn.Module) -> list[Any]:
-    """Record a module's parameters and active adapters; a later record is equal if none was
-    replaced, moved or written to since (except through `.data`, whose writes autograd does not
-    count)."""
-    weights = []
-    for weight in module.parameters():
-        if not weight.is_meta:  # offloaded weights are loaded anew each time
-            address = weight.data_ptr() if type(weight) in (Tensor, nn.Parameter) else 0
-            # the version counter has no public name
-            writes = 0 if weight.is_inference() else weight._version
-            weights.append((PassingReference(weight), address, writes))
-    # adapters of peft
-    adapters = []
-    layer: Any
-    for layer in module.modules():
-        if not hasattr(layer, "merged_adapters"):
-            continue
-        scaling = dict(getattr(layer, "scaling", {}))
-        adapters.append(
-            (
-                list(layer.active_adapters),
-                layer.disable_adapters,
-                layer.merged_adapters[:],
-                scaling,
-            )
-        )
-    return [weights, adapters, adapters_of_rows(module)]
-
-
-def adapters_of_rows(module: nn.Module) -> list[str] | None:
-    """Return peft's `adapter_names`, one per row of a batch, or None; from the newest hooks, as
-    failed calls leave theirs."""
-    for submodule in module.modules():
-        for hook in reversed(submodule._forward_pre_hooks.values()):
-            adapter_names = getattr(hook, "keywords", {}).get("adapter_names")
-            if adapter_names is not None:
-                return list(adapter_names)
-    return None
 
 
 def devices_of_layers(model: Any, with_head: bool) -> tuple[torch.device, ...]:

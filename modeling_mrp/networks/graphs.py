@@ -17,14 +17,15 @@ import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..kernels.dispatch import CHECKED_ON, check_close
-from .cache import BlockCache, adapters_of_rows
+from .cache import BlockCache
+from .inspection import decide
 
 # PyTorch allows one capture at a time in a process, and begins it with a wait that is illegal while
 # another one goes on.
@@ -207,6 +208,7 @@ def recording_report(model: nn.Module) -> dict[str, int]:
 @contextmanager
 def cache_for(
     model: Any,
+    weights: Hashable,
     graphs: bool | None,
     past: BlockCache | None,
     rows: int,
@@ -215,7 +217,7 @@ def cache_for(
     with_head: bool,
 ) -> Iterator[tuple[BlockCache, Graphs | None]]:
     """Yield the cache of a call and the recordings of its forwards, or None: kept from earlier
-    calls, or new.
+    calls, or new; `weights` is the model's `fingerprint`.
 
     The cache continues `past`, if that is given and has the head's layers where needed. With
     `graphs` None, forwards are recorded if possible; with True, `ValueError` is raised if not; with
@@ -223,7 +225,7 @@ def cache_for(
     """
     if past is not None and with_head and not past.head_layers:
         past = None
-    reason = "graphs is False" if graphs is False else obstacle(model)
+    reason = "graphs is False" if graphs is False else obstacle(model, weights)
     if graphs and reason is not None:
         raise ValueError(f"graphs is True, but {reason}, or leave graphs unset")
     # a Cache of transformers is false where it is empty
@@ -231,7 +233,7 @@ def cache_for(
     with _in_use(past):
         loan = None
         if reason is None:
-            loan = _lend(model, past, rows, capacity, scratch, keeps_head)
+            loan = _lend(model, weights, past, rows, capacity, scratch, keeps_head)
         if loan is not None:
             cache, recordings = loan
             try:
@@ -278,14 +280,19 @@ def _in_use(past: BlockCache | None) -> Iterator[None]:
 
 
 def _lend(
-    model: Any, past: BlockCache | None, rows: int, capacity: int, scratch: int, with_head: bool
+    model: Any,
+    weights: Hashable,
+    past: BlockCache | None,
+    rows: int,
+    capacity: int,
+    scratch: int,
+    with_head: bool,
 ) -> tuple[BlockCache, Graphs] | None:
     """Find or make the kept `Graphs` of a model, large enough for a call, and mark them busy.
 
     Return their cache, with the content of `past`, and the `Graphs`; None if another call uses
     them.
     """
-    weights = fingerprint(model)
     with _LOCK:
         recordings = _KEPT.get(model)
         if recordings is not None and recordings.busy:
@@ -319,38 +326,24 @@ def _separate(model: Any, past: BlockCache) -> None:
             recordings.borrower = lambda: None
 
 
-def fingerprint(model: Any) -> Hashable:
-    """Collect all that recordings of a model depend on: addresses of weights, modules' settings and
-    hooks, the attention."""
-    tensors = (*model.parameters(), *model.buffers())
-    storages = tuple(
-        (tensor.data_ptr(), tensor.dtype, tensor.shape) for tensor in tensors if not tensor.is_meta
-    )
-    settings: list[Hashable] = []
-    for module in model.modules():
-        settings.append((type(module), len(module._forward_hooks), len(module._forward_pre_hooks)))
-        for name, value in vars(
-            module
-        ).items():  # adapters are switched by plain attributes, and by lists and dicts of such
-            if isinstance(value, bool | int | float | str | list | tuple | None) or (
-                type(value) is dict and name[0] != "_"
-            ):
-                settings.append((name, repr(value)))
-    attention = model.config._attn_implementation
-    return (
-        storages,
-        *settings,
-        *(adapters_of_rows(model) or ()),
-        attention,
-        ALL_ATTENTION_FUNCTIONS.get(attention),
-    )
-
-
-def obstacle(model: Any) -> str | None:
-    """Explain why forwards of this model cannot be recorded, with the remedy; None if they can."""
+def obstacle(model: Any, weights: Hashable = None) -> str | None:
+    """Explain why forwards of this model cannot be recorded, with the remedy; None if they can.
+    With its `fingerprint`, `weights`, tensors are looked at only if that has changed."""
     device = model.device  # before anything that reads all weights: elsewhere no call has to
     if device.type not in RECORDERS:
         return f"the model is on {device}: move it to a CUDA device"
+    look = partial(_obstacle_of_tensors, model)
+    reason = look() if weights is None else decide(model, weights, "recordable", look)
+    if reason is None and torch.is_autocast_enabled(device.type):
+        return (
+            "autocast is on, and what it casts does not stay in place: load the model in that "
+            "dtype instead"
+        )
+    return reason
+
+
+def _obstacle_of_tensors(model: Any) -> str | None:
+    """Explain why forwards of a model with such tensors cannot be recorded; None if they can."""
     tensors = (*model.parameters(), *model.buffers())
     if kinds := {type(tensor).__name__ for tensor in tensors} - {"Tensor", "Parameter", "Buffer"}:
         return (
@@ -361,10 +354,5 @@ def obstacle(model: Any) -> str | None:
         return (
             f"the model lies on several devices ({', '.join(sorted(map(str, devices)))}): load it "
             "on one"
-        )
-    if torch.is_autocast_enabled(device.type):
-        return (
-            "autocast is on, and what it casts does not stay in place: load the model in that "
-            "dtype instead"
         )
     return None

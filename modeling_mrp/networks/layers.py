@@ -7,7 +7,8 @@ than its class, all layers are called as modules, under a dense mask.
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from ..kernels.dispatch import Dispatch
 from ..kernels.round_layers import Plans, product
 from ..model.families.sdar import MRPBackbone
 from ..model.head import MRPHead
+from .inspection import decide
 
 # The module whose hooks only record outputs that a model was asked for, such as hidden states.
 _NOTES_ONLY = "transformers.utils.output_capturing"
@@ -31,42 +33,66 @@ _PACKING = threading.Lock()
 _OWN = ("torch.nn.", "transformers.", __name__.partition(".networks.")[0])
 
 
-def plan_layers(model: Any, with_head: bool, dispatch: Dispatch) -> Plans | None:
+def plan_layers(
+    model: Any, with_head: bool, dispatch: Dispatch, known: Hashable = None
+) -> Plans | None:
     """Plan the fused layers of the backbone, and of the head if `with_head`; return None if layers
-    must be called as modules, or raise `ValueError` in that case if kernels are forced."""
+    must be called as modules, or raise `ValueError` in that case if kernels are forced.
+
+    With the model's `fingerprint`, `known`, modules are looked at only if that has changed.
+    """
     layers: dict[Any, list[Any]] = {
         model.model: list(model.model.layers)[: model.config.num_hidden_layers]
     }
     if with_head:
         layers[model.mrp_head] = list(model.mrp_head.layers)
-    if (attention := model.config._attn_implementation) != "sdpa":
-        obstacle: str | None = f"the model attends by {attention!r}: use attn_implementation='sdpa'"
-    elif any(module._compiled_call_impl is not None for module in model.modules()):
-        obstacle = "the model has parts that were compiled: leave it uncompiled"
-    else:
-        obstacle = None
-        for module, kind in _replaced_modules(model, layers):
-            obstacle = deviation(module, kind)
-            if obstacle is not None:
-                break
+    look = partial(_obstacle_of_layers, model, layers)
+    obstacle = look() if known is None else decide(model, known, ("fused", with_head), look)
     pytorch_only = obstacle is None and dispatch.forced is False
     if not pytorch_only and not dispatch.allows(
         "the kernels of its layers", next(model.model.parameters()), obstacle=obstacle
     ):
         return None
+    look_at_groups = partial(_adjacent_groups, layers)
+    if known is None:
+        adjacent = look_at_groups()
+    else:
+        adjacent = decide(model, known, ("adjacent", with_head), look_at_groups)
+    are_adjacent = iter(adjacent)
     plans: Plans = {}
     for owner, network_layers in layers.items():
         plans[owner] = []
         for layer in network_layers:
-            projections, gate_up = _linear_groups(layer)
-            plans[owner].append(
-                (
-                    layer,
-                    product(projections, packed_weight(projections)),
-                    product(gate_up, packed_weight(gate_up)),
-                )
-            )
+            products = []
+            for linears in _linear_groups(layer):
+                weight = _joined_weight(linears) if next(are_adjacent) else None
+                products.append(product(linears, weight))
+            plans[owner].append((layer, *products))
     return plans
+
+
+def _obstacle_of_layers(model: Any, layers: dict[Any, list[Any]]) -> str | None:
+    """Explain why layers must be called as modules, with the remedy; None if they need not."""
+    if (attention := model.config._attn_implementation) != "sdpa":
+        return f"the model attends by {attention!r}: use attn_implementation='sdpa'"
+    if any(module._compiled_call_impl is not None for module in model.modules()):
+        return "the model has parts that were compiled: leave it uncompiled"
+    for module, kind in _replaced_modules(model, layers):
+        reason = deviation(module, kind)
+        if reason is not None:
+            return reason
+    return None
+
+
+def _adjacent_groups(layers: dict[Any, list[Any]]) -> list[bool]:
+    """Tell for each group of linear layers that share an input whether their weights are
+    adjacent."""
+    adjacent = []
+    for network_layers in layers.values():
+        for layer in network_layers:
+            for linears in _linear_groups(layer):
+                adjacent.append(packed_weight(linears) is not None)
+    return adjacent
 
 
 def deviation(module: nn.Module, kind: type[nn.Module]) -> str | None:
@@ -125,8 +151,9 @@ def _linear_groups(layer: Any) -> tuple[list[Any], list[Any]]:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def pack(model: nn.Module) -> None:
-    """Make the weights of linear layers that share an input adjacent in memory.
+def pack(model: nn.Module) -> bool:
+    """Make the weights of linear layers that share an input adjacent in memory; return whether any
+    were moved.
 
     The parameters stay the same objects, now parts of a larger storage: nothing is held twice.
     Layers are left as they are if one is more than a plain `nn.Linear` (adapters, quantised
@@ -151,6 +178,7 @@ def pack(model: nn.Module) -> None:
                         linear.weight.data = view
     if packed is not None and packed.is_cuda:
         torch.cuda.empty_cache()  # where the weights lay, in pieces that little else fits
+    return packed is not None
 
 
 def packed_weight(linears: Sequence[Any]) -> Tensor | None:
@@ -161,7 +189,6 @@ def packed_weight(linears: Sequence[Any]) -> Tensor | None:
     first = linears[0].weight
     storage = first.untyped_storage().data_ptr()
     address = first.data_ptr()
-    rows = 0
     for linear in linears:
         if (
             linear.weight.data_ptr() != address
@@ -169,8 +196,15 @@ def packed_weight(linears: Sequence[Any]) -> Tensor | None:
         ):
             return None
         address += linear.weight.nbytes
-        rows += len(linear.weight)
-    return first.as_strided((rows, first.shape[1]), first.stride())
+    return _joined_weight(linears)
+
+
+def _joined_weight(linears: Sequence[Any]) -> Tensor:
+    """View adjacent weights as one matrix."""
+    first = linears[0].weight
+    rows = sum(len(linear.weight) for linear in linears)
+    view: Tensor = first.as_strided((rows, first.shape[1]), first.stride())
+    return view
 
 
 def _plain(linear: Any) -> bool:

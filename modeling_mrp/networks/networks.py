@@ -8,7 +8,7 @@ come back in one. The keys and values of scored states lie beyond the texts unti
 """
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -26,6 +26,7 @@ from ..rules.draft import Node
 from ..rules.state import Row, Scores, State
 from .cache import BlockCache
 from .graphs import cache_for
+from .inspection import decide, fingerprint
 from .layers import pack, plan_layers
 from .picker import Picker, Picks, Spots, token_logits
 
@@ -540,6 +541,7 @@ def networks_for(
     capacity: int,
     scratch: int,
     with_head: bool,
+    known: Hashable = None,
 ) -> Iterator[Networks]:
     """Yield the networks of a call, by kernels and recordings where these can be used, on a cache
     that continues `past`.
@@ -551,13 +553,17 @@ def networks_for(
         past: The cache of an earlier call, or None.
         rows, capacity, scratch: The sizes that the cache must have at least.
         with_head: Whether the head takes part.
+        known: The model's `fingerprint`, if the caller has it.
     """
+    known = fingerprint(model) if known is None else known
     # Also with kernels=False: packing in a later call would move the weights, and so invalidate
     # caches of earlier calls.
     if picker.dispatch.forced or unusable(model.device, model.dtype) is None:
-        pack(model)
-    with cache_for(model, graphs, past, rows, capacity, scratch, with_head) as (cache, recordings):
-        plans = plan_layers(model, with_head, picker.dispatch)
+        moved = decide(model, known, "packed", partial(pack, model))
+        known = fingerprint(model) if moved else known
+    size = (rows, capacity, scratch, with_head)
+    with cache_for(model, known, graphs, past, *size) as (cache, recordings):
+        plans = plan_layers(model, with_head, picker.dispatch, known)
         call = None if recordings is None else recordings.call
         yield Networks(model, cache, with_head, picker, plans, call)
 

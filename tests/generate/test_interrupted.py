@@ -13,7 +13,8 @@ from transformers.generation import StoppingCriteria
 
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.networks import graphs
-from modeling_mrp.networks.cache import BlockCache, weight_versions
+from modeling_mrp.networks.cache import BlockCache
+from modeling_mrp.networks.inspection import weight_versions
 from tests.random_cases import dampened, make_model
 
 __all__ = ["tapes"]  # a fixture

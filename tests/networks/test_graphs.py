@@ -20,7 +20,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.networks import graphs as graphs_file
 from modeling_mrp.networks import networks
-from modeling_mrp.networks.graphs import fingerprint, obstacle, recording_report, release_graphs
+from modeling_mrp.networks.graphs import obstacle, recording_report, release_graphs
+from modeling_mrp.networks.inspection import fingerprint
 from modeling_mrp.networks.networks import Networks
 from tests.random_cases import dampened, make_model
 

@@ -130,5 +130,6 @@ def test_files_from_generate_to_a_kernel(
 
     monkeypatch.setattr(Decoder, "round", traced)
     random_model.generate(ids, **options)
-    assert len(whole) <= 25, sorted(whole)
+    # what is looked at of a model's modules is one file, for cache, layers and recordings
+    assert len(whole) <= 26, sorted(whole)
     assert len(one) <= 12, sorted(one)  # the backbone has a file of its own, as each family has one

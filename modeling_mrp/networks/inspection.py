@@ -1,0 +1,196 @@
+"""What a call of `generate` has to know of a model's modules and weights.
+
+A model may change between two calls: adapters are switched, hooks added, modules replaced, weights
+moved or written to. `fingerprint` reads in one pass all that decisions about a model depend on, and
+`decide` repeats a decision only if that has changed.
+"""
+
+import weakref
+from collections.abc import Callable, Hashable, Iterator
+from operator import is_, itemgetter
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+Decision = TypeVar("Decision")
+
+# Attributes that every module has; what counts of these is read by name.
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+# By all names of a module's attributes, a reader of those that are not of every module.
+_SETTINGS_READERS: dict[tuple[str, ...], Callable[[dict[str, Any]], Any]] = {}
+_PLAIN_VALUES = frozenset({bool, int, float, str, type(None)})
+_PLAIN_TENSORS = frozenset({Tensor, nn.Parameter, nn.Buffer})
+# By model, the fingerprint of which decisions are known, and these by name.
+_DECISIONS: "weakref.WeakKeyDictionary[nn.Module, tuple[Hashable, dict[Hashable, Any]]]" = (
+    weakref.WeakKeyDictionary()
+)
+
+
+class PassingReference(weakref.ref[Any]):
+    """A weak reference that can be copied and pickled; two are equal if they refer to one object
+    that is alive."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # nothing else refers to this set, so an unpickled reference is dead
+        return type(self), (set(),)
+
+    def __deepcopy__(self, memo: Any) -> "PassingReference":
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PassingReference) and self() is not None and self() is other()
+
+
+def decide(
+    model: nn.Module, known: Hashable, name: Hashable, compute: Callable[[], Decision]
+) -> Decision:
+    """Return `compute()`, or what it returned before for the same model, `fingerprint` (`known`)
+    and name; it must depend on nothing else, and its result must hold no tensors."""
+    fingerprint_of_decisions, decisions = _DECISIONS.get(model, (None, {}))
+    if fingerprint_of_decisions != known:
+        decisions = {}
+        _DECISIONS[model] = (known, decisions)
+    if name not in decisions:
+        decisions[name] = compute()
+    decision: Decision = decisions[name]
+    return decision
+
+
+def fingerprint(model: Any) -> Hashable:
+    """Collect all that recordings of a model and decisions about it depend on: addresses of
+    weights, modules' classes, settings and hooks, the attention."""
+    weights: list[Hashable] = []
+    settings: list[Hashable] = []
+    classes: dict[type, Any] = {}
+    for module in walk(model):
+        classes[type(module)] = type(module).forward
+        settings.append(_settings_of(module))
+        for tensors in (module._parameters, module._buffers):
+            for tensor in tensors.values():
+                if tensor is not None:
+                    weights.append(_place_of(tensor))
+    attention = model.config._attn_implementation
+    return (
+        tuple(weights),
+        tuple(settings),
+        tuple(classes.items()),
+        attention,
+        ALL_ATTENTION_FUNCTIONS.get(attention),
+    )
+
+
+def _place_of(tensor: Tensor) -> Hashable:
+    """Return what tells where a weight lies; for an offloaded one only that it does not."""
+    if tensor.is_meta:
+        return tensor.device
+    address = tensor.data_ptr() if type(tensor) in _PLAIN_TENSORS else id(tensor)
+    return address, type(tensor), tensor.dtype, tensor.shape, tensor.device
+
+
+def walk(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield a module and all modules in it, a shared one as often as it is met; many times faster
+    than `modules`."""
+    pending = [module]
+    while pending:
+        module = pending.pop()
+        yield module
+        for child in module._modules.values():
+            if child is not None:
+                pending.append(child)
+
+
+def _settings_of(module: nn.Module) -> Hashable:
+    """Collect a module's class, names of attributes, plain values among them and hooks."""
+    attributes = module.__dict__
+    names = tuple(attributes)
+    read = _SETTINGS_READERS.get(names)
+    if read is None:
+        own_names = [name for name in names if name not in _OF_EVERY_MODULE]
+        read = _SETTINGS_READERS[names] = itemgetter(*own_names, "training", "training")
+    values: tuple[Any, ...] = read(attributes)
+    if not _PLAIN_VALUES.issuperset(map(type, values)):
+        values = tuple(_plain_values(attributes))
+    hooks = attributes["_forward_hooks"]
+    pre_hooks = attributes["_forward_pre_hooks"]
+    if hooks or pre_hooks:
+        values += (*map(_hook_key, hooks.items()), None, *map(_hook_key, pre_hooks.items()))
+    return type(module), names, values
+
+
+def _plain_values(attributes: dict[str, Any]) -> Iterator[Hashable]:
+    """Yield a module's own plain values, by which adapters are switched, and texts of lists and of
+    dicts of such."""
+    for name, value in attributes.items():
+        if name in _OF_EVERY_MODULE:
+            continue
+        if type(value) in _PLAIN_VALUES:
+            yield value
+        elif isinstance(value, bool | int | float | str | list | tuple) or (
+            type(value) is dict and name[0] != "_"
+        ):
+            yield repr(value)
+
+
+def _hook_key(item: tuple[int, Any]) -> Hashable:
+    """Return what tells a hook from others: the number under which it was registered; of the hooks
+    that peft registers for each call with `adapter_names`, these."""
+    number, hook = item
+    adapter_names = getattr(hook, "keywords", {}).get("adapter_names")
+    return number if adapter_names is None else tuple(adapter_names)
+
+
+def weight_versions(module: nn.Module, known: Hashable = None) -> list[Any]:
+    """Record a module's parameters and active adapters; a later record is equal if none was
+    replaced, moved or written to since (except through `.data`, whose writes autograd does not
+    count).
+
+    With a `fingerprint`, `known`, references to parameters are made only if that has changed.
+    """
+    weights: list[Tensor] = []
+    # adapters of peft
+    adapters = []
+    layer: Any
+    for layer in walk(module):
+        for weight in layer._parameters.values():
+            if weight is not None and not weight.is_meta:
+                weights.append(weight)  # offloaded ones are loaded anew each time
+        if not hasattr(layer, "merged_adapters"):
+            continue
+        scaling = dict(getattr(layer, "scaling", {}))
+        adapters.append(
+            (
+                list(layer.active_adapters),
+                layer.disable_adapters,
+                layer.merged_adapters[:],
+                scaling,
+            )
+        )
+
+    def refer() -> list[PassingReference]:
+        return list(map(PassingReference, weights))
+
+    references = refer() if known is None else decide(module, known, "references", refer)
+    referred = [reference() for reference in references]
+    if len(referred) != len(weights) or not all(map(is_, referred, weights)):
+        references = refer()
+    return [references, list(map(_version_of, weights)), adapters, adapters_of_rows(module)]
+
+
+def _version_of(weight: Any) -> tuple[int, int]:
+    """Return a weight's address, and the number of writes to it."""
+    address = weight.data_ptr() if type(weight) in _PLAIN_TENSORS else 0
+    # the version counter has no public name
+    return address, 0 if weight.is_inference() else weight._version
+
+
+def adapters_of_rows(module: nn.Module) -> list[str] | None:
+    """Return peft's `adapter_names`, one per row of a batch, or None; from the newest hooks, as
+    failed calls leave theirs."""
+    for submodule in walk(module):
+        hooks = submodule._forward_pre_hooks
+        for hook in reversed(hooks.values()) if hooks else ():
+            adapter_names = getattr(hook, "keywords", {}).get("adapter_names")
+            if adapter_names is not None:
+                return list(adapter_names)
+    return None
