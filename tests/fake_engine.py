@@ -105,6 +105,7 @@ _ABSENT = (
         "out_cache_loc_virtual",
         "out_cache_loc_is_physical",
         "forward_metadata_ready",
+        "next_token_logits_buffer",
     ),
 )
 # The fields of a `ForwardBatch` that the plugin replaces.
@@ -119,10 +120,30 @@ class FakeModel(torch.nn.Module):
         self.inner, self.lm_head = model, model.lm_head
 
     def unembed(self, batch: FakeBatch, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.lm_head.weight)
+        logits = F.linear(hidden, self.lm_head.weight)
+        buffer = batch.next_token_logits_buffer
+        if buffer is None or buffer.shape != logits.shape:
+            return logits
+        return buffer.copy_(logits)
 
     def run_head(self, engine: "FakeEngine", batch: FakeBatch, hidden: Tensor) -> Tensor:
         return engine.recompute(batch, engine.head_ids, hidden)
+
+
+class SharedLogits:
+    """The engine's buffer for logits, of some rows; `used` has the rows of each use."""
+
+    def __init__(self, max_rows: int) -> None:
+        self.max_rows = max_rows
+        self.buffer = torch.empty(0)
+        self.used: list[int] = []
+
+    def get_logits_buffer(self, vocab_size: int, *, rows: int) -> Tensor:
+        assert rows <= self.max_rows
+        if not len(self.buffer):
+            self.buffer = torch.full((self.max_rows, vocab_size), torch.nan, dtype=torch.double)
+        self.used.append(rows)
+        return self.buffer[:rows]
 
 
 class FakeEngine:
@@ -130,6 +151,7 @@ class FakeEngine:
     forward overwrites."""
 
     prefill_attention_backend_str = "torch_native"
+    graph_shared_output: SharedLogits | None = None
 
     def __init__(
         self, model: Any, rows: int, pages: int, context: int = 256, graphs: bool = False

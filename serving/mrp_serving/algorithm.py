@@ -19,15 +19,14 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from sglang.srt.models.utils import enable_fused_set_kv_buffer
 from sglang.srt.runtime_context import get_observability, get_parallel
 
+from .backends import SUPPORTED, WRITES_FIRST, backend_obstacle
 from .pace import share_in
 from .requests import GREEDY, refusal
 from .rounds import Rounds
 
 log = logging.getLogger(__name__)
 
-# Attention backends that write a layer's keys and values to the pool and then read all of them from
-# there.
-_WRITES_FIRST = ("torch_native", "triton", "fa3", "fa4")
+_BACKEND_ARGUMENTS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 
 
 class MRP(DllmAlgorithm):
@@ -39,7 +38,7 @@ class MRP(DllmAlgorithm):
     them costs no forward of its own.
     """
 
-    supported_attention_backends = (*_WRITES_FIRST, "flashinfer")
+    supported_attention_backends = SUPPORTED
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -55,9 +54,18 @@ class MRP(DllmAlgorithm):
     @classmethod
     def configure_server_args(cls, server_args: Any) -> None:
         """Set the engine's limit on rows to requests times states per request, and make greedy
-        decoding the default."""
+        decoding the default.
+
+        Raises:
+            ValueError: for an attention backend under which steps cannot be recorded.
+        """
+        view = resolving_view(server_args)
+        backends = {name: getattr(view, name, None) for name in _BACKEND_ARGUMENTS}
+        records = view.cuda_graph_config.decode.backend != Backend.DISABLED
+        if (obstacle := backend_obstacle(backends, records)) is not None:
+            raise ValueError(obstacle)
         rows = rows_of(server_args)
-        if resolving_view(server_args).preferred_sampling_params is None:
+        if view.preferred_sampling_params is None:
             declare_resolution(server_args, cls.__name__, preferred_sampling_params=dict(GREEDY))
         declare_resolution(server_args, cls.__name__, max_running_requests=rows)
 
@@ -105,7 +113,7 @@ def abort(req: Any, message: str) -> None:
 
 def writes_first(engine: Any, batch: Any) -> bool:
     """Tell if each layer writes the keys and values of all rows before its attention reads any."""
-    if engine.prefill_attention_backend_str in _WRITES_FIRST:
+    if engine.prefill_attention_backend_str in WRITES_FIRST:
         return True
     with forward_context(ForwardContext(attn_backend=engine.attn_backend)):
         return enable_fused_set_kv_buffer(batch)  # the rotary kernel writes them

@@ -2,24 +2,20 @@
 metadata apart from the backbone's.
 
 This has never run on a GPU, so the first replays of each graph are compared with the head's result
-without a graph: if they differ, or recording fails, one warning is logged, and the head runs
-without graphs from then on.
+without a graph: if they differ in any process, or recording fails in one, one warning is logged,
+and the head runs without graphs from then on, in all of them.
 """
 
 import logging
-from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from torch import Tensor
 
-from modeling_mrp.kernels.dispatch import CHECKED_ON, check_close
+from .agreement import Agree, CheckedReplays
 
 log = logging.getLogger(__name__)
-
-_COMPARED = 2  # replays of each graph
 
 
 class HeadGraphs(DecodeCudaGraphRunner):
@@ -32,10 +28,14 @@ class HeadGraphs(DecodeCudaGraphRunner):
 
     Args:
         engine: The engine's `ModelRunner`, which has already recorded the backbone's graphs.
+        agree: The agreement of all processes.
+
+    Attributes:
+        checked: Decides between replays and the head itself.
     """
 
-    def __init__(self, engine: Any) -> None:
-        self.compared: Counter[Any] = Counter()
+    def __init__(self, engine: Any, agree: Agree) -> None:
+        self.checked = CheckedReplays(agree, give_up)
         backend = engine._get_attention_backend()
         engine.kv_index_translator.bind_and_verify_backends([backend])
         super().__init__(engine, attn_backend=backend)
@@ -53,33 +53,29 @@ class HeadGraphs(DecodeCudaGraphRunner):
         """Tell if a recorded graph fits a batch."""
         return bool(batch.forward_mode.is_cuda_graph() and self.can_run_graph(batch))
 
-    def replay(self, batch: Any, hidden: Tensor, eagerly: Callable[[], Tensor]) -> Tensor:
-        """Replay the graph of a batch; return the head's output h_C [tokens, hidden_size] for
-        hidden states of the same shape.
-
-        Raises:
-            ArithmeticError: if one of a graph's first replays differs from the result of `eagerly`.
-        """
+    def replay(self, batch: Any, hidden: Tensor) -> tuple[int, Tensor]:
+        """Replay the graph of a batch; return its number of rows, and the head's output h_C
+        [tokens, hidden_size] for hidden states of the same shape."""
         self.buffers.input_embeds[: len(hidden)].copy_(hidden)
-        output: Tensor = self.execute(
-            batch
-        ).hidden_states.clone()  # the next replay of any graph overwrites it
-        if output.device.type in CHECKED_ON and self.compared[self.bs] < _COMPARED:
-            check_close("a replay of the head and the head differ", output, eagerly())
-            self.compared[self.bs] += 1
-        return output
+        output: Tensor = self.execute(batch).hidden_states
+        return self.bs, output.clone()  # the next replay of any graph overwrites it
 
 
-def record_head(engine: Any) -> HeadGraphs | None:
+def record_head(engine: Any, agree: Agree) -> HeadGraphs | None:
     """Record CUDA graphs of the head if the engine has some of the backbone; return None if it has
-    none or recording fails."""
+    none, or recording fails in any process."""
     if type(engine.decode_cuda_graph_runner) is not DecodeCudaGraphRunner:
         return None
+    graphs: HeadGraphs | None = None
+    failure: Exception | None = None
     try:
-        return HeadGraphs(engine)
+        graphs = HeadGraphs(engine, agree)
     except Exception as error:
-        give_up("cannot be recorded", error)
-        return None
+        failure = error
+    if agree(failure is None):
+        return graphs
+    give_up("cannot be recorded", failure or RuntimeError("so another process found"))
+    return None
 
 
 def give_up(failure: str, error: Exception) -> None:

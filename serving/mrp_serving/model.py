@@ -2,6 +2,7 @@
 `SDARForCausalLM`."""
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from . import ALGORITHM
 from .checkpoint import backbone_weights, head_weight
-from .head_graphs import HeadGraphs, give_up
+from .head_graphs import HeadGraphs
 
 # For each projection of a checkpoint that the engine stacks: the name of the stacked projection,
 # and the part within it.
@@ -118,13 +119,10 @@ class MRPForCausalLM(SDARForCausalLM):
                 engine.attn_backend.init_forward_metadata(batch)
                 return self.residual(batch.input_ids, batch.positions, batch, hidden)
 
-        if self.head_graphs is not None and self.head_graphs.takes(batch):
-            try:
-                return self.head_graphs.replay(batch, hidden, eagerly)
-            except Exception as error:
-                self.head_graphs = None
-                give_up("does not run rightly", error)
-        return eagerly()
+        graphs = self.head_graphs
+        if graphs is None or not graphs.takes(batch):
+            return eagerly()
+        return graphs.checked.run(partial(graphs.replay, batch, hidden), eagerly)
 
     def residual(self, ids: Tensor, positions: Tensor, batch: Any, hidden: Tensor) -> Tensor:
         """Compute h_C from ids and positions [tokens] and hidden states; h_C and hidden states are

@@ -7,6 +7,7 @@ import yaml
 from fastapi import HTTPException
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.distributed import get_tp_group
 from sglang.srt.dllm.algorithm import algo_name_to_cls
 from sglang.srt.dllm.config import DllmConfig
 from sglang.srt.models.registry import ModelRegistry
@@ -17,6 +18,7 @@ from transformers import AutoConfig
 from modeling_mrp import MRPConfig
 
 from . import ALGORITHM
+from .agreement import agree_in
 from .algorithm import MRP
 from .checkpoint import ARCHITECTURES, open_checkpoint
 from .head_graphs import record_head
@@ -163,7 +165,7 @@ def record_graphs(original: Callable[..., None], engine: Any, *args: Any, **more
         get_exec().dllm.dllm_algorithm == ALGORITHM
         and DllmConfig.from_server_args(engine.server_args).mrp_settings.mode.uses_head
     ):
-        engine.model.head_graphs = record_head(engine)
+        engine.model.head_graphs = record_head(engine, agree_in(get_tp_group().cpu_group))
 
 
 def hold_batch(

@@ -8,6 +8,7 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from modeling_mrp.generate.budget import Amount, Budget
 from modeling_mrp.generate.loop import Decoder
@@ -338,7 +339,7 @@ class Rounds:
                 "mask_token_id": self.mask_id,
                 "dispatch": self.settings.dispatch,
             }
-            unembed = partial(engine.model.unembed, batch)
+            unembed = partial(unembed_in_place, engine, batch)
 
             def make_picker(sampling: Sampling) -> Picker:
                 shortlist = 0
@@ -356,6 +357,21 @@ class Rounds:
             )
             budget.learn(amount, rows, steps, perf_counter() - start_time)
         return networks.graph_ran
+
+
+def unembed_in_place(engine: Any, batch: Any, hidden: Tensor) -> Tensor:
+    """Compute logits [n, vocab] of hidden states [n, hidden_size], in the buffer for logits that
+    the engine keeps beside its CUDA graphs, if they fit: no graph of ours writes to it.
+
+    The next call overwrites them.
+    """
+    shared = engine.graph_shared_output
+    if shared is not None and len(hidden) <= shared.max_rows:
+        vocab_size = engine.model_config.vocab_size
+        buffer = shared.get_logits_buffer(vocab_size, rows=len(hidden))
+        batch = replace(batch, next_token_logits_buffer=buffer)
+    logits: Tensor = engine.model.unembed(batch, hidden)
+    return logits
 
 
 def fresh_row(

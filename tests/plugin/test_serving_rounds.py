@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import TINY
 from engine_reference import low_confidence
-from fake_engine import FakeEngine, FakeRequest, FakeScheduler, rounds_of
+from fake_engine import FakeEngine, FakeRequest, FakeScheduler, SharedLogits, rounds_of
 from mrp_serving.options import Settings
 from mrp_serving.requests import parse_options, seed_of
 from mrp_serving.usage import report_of
@@ -116,6 +116,7 @@ def test_requests_of_all_kinds_come_and_go(name: str, model: Any, prompts: list[
     server, draw = SERVERS[name], random.Random(name)
     rows, pages, sees_new = ROOM[list(SERVERS).index(name) % len(ROOM)]
     engine, rounds = FakeEngine(model, rows, pages), rounds_of(model, server)
+    engine.graph_shared_output = SharedLogits(50)  # of the engine, for logits that fit
     scheduler = FakeScheduler(engine, rounds, sees_new)
     theirs = kinds_of(rounds.settings)
     kinds = [PLAIN, PLAIN, *draw.sample(theirs, 4)]

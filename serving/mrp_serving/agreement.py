@@ -1,0 +1,93 @@
+"""Decisions of several processes that share a model: all of them use a graph, or none does.
+
+Under tensor parallelism each forward is a collective operation. If one process replayed a graph
+and another ran the same step without it, they would wait for each other.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from modeling_mrp.kernels.dispatch import CHECKED_ON, check_close
+
+# Called by every process; tells each whether the answer is True in all of them.
+Agree = Callable[[bool], bool]
+
+COMPARED = 2  # replays of each graph
+
+
+def alone(answer: bool) -> bool:
+    """Agree with no other process."""
+    return answer
+
+
+def agree_in(group: Any) -> Agree:
+    """Make the agreement of a group's processes, by way of the host; `alone` if it has one."""
+    if dist.get_world_size(group) == 1:
+        return alone
+
+    def agree(answer: bool) -> bool:
+        answers = torch.tensor(int(answer))
+        dist.all_reduce(answers, op=dist.ReduceOp.MIN, group=group)
+        return bool(answers)
+
+    return agree
+
+
+class CheckedReplays:
+    """Replays of graphs, the first of each compared with the step that it stands for.
+
+    Args:
+        agree: The agreement of all processes.
+        give_up: Called with a failure in words and its error, when graphs are used no more.
+
+    Attributes:
+        given_up: Whether graphs are used no more, in any process.
+        compared: By graph, how many replays were compared.
+    """
+
+    def __init__(self, agree: Agree, give_up: Callable[[str, Exception], None]) -> None:
+        self.agree = agree
+        self.give_up = give_up
+        self.given_up = False
+        self.compared: Counter[Hashable] = Counter()
+
+    def run(
+        self, replay: Callable[[], tuple[Hashable, Tensor]], eagerly: Callable[[], Tensor]
+    ) -> Tensor:
+        """Return the output of `replay`, which also names the graph, or of `eagerly`, the same step
+        without graphs.
+
+        Raises:
+            Exception: that of a replay, if other processes wait within theirs.
+        """
+        if self.given_up:
+            return eagerly()
+        try:
+            graph, output = replay()
+        except Exception as error:
+            if self.agree is not alone:
+                raise
+            self._stop(error)
+            return eagerly()
+        if output.device.type not in CHECKED_ON or self.compared[graph] >= COMPARED:
+            return output
+        expected = eagerly()
+        failure: Exception | None = None
+        try:
+            check_close("a replay of the head and the head differ", output, expected)
+        except ArithmeticError as error:
+            failure = error
+        if self.agree(failure is None):
+            self.compared[graph] += 1
+            return output
+        self._stop(failure or ArithmeticError("so another process found"))
+        return expected
+
+    def _stop(self, error: Exception) -> None:
+        self.given_up = True
+        self.give_up("does not run rightly", error)
