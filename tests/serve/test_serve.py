@@ -81,7 +81,7 @@ def test_a_chat_and_its_stream_are_what_generate_answers(client: Any, answer: An
         ({"temperature": 1.5, "seed": 7}, {"do_sample": True, "temperature": 1.5, "seed": 7}),
         (
             {"logit_bias": {"0": -100, "2": -100}, "max_tokens": 40},
-            {"sequence_bias": [[[0], -100.0], [[2], -100.0]]},
+            {"sequence_bias": {(0,): -100.0, (2,): -100.0}},
         ),
     ],
 )
