@@ -733,6 +733,11 @@ SAME = [
     argument("draft_shortlist", 1, 9, 99),
     *map(in_way, ("dict", "theirs", "ours", "own")),
     Capability("max_length", arguments=by_length),
+    Capability(
+        "max_batch_size",
+        arguments=lambda trial, *_: {"max_batch_size": 1 + trial.seeds[0] % 2},
+        apart=("cache", "a LoRA for each row"),
+    ),
     Capability("one seed", begin=one_seed, arguments=lambda trial, *_: {"seed": trial.seeds[0]}),
     Capability(
         "int32 ids",

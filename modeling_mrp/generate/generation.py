@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 from transformers.generation import (
     EosTokenCriteria,
     GenerationConfig,
@@ -14,6 +15,7 @@ from transformers.generation import (
     StoppingCriteriaList,
 )
 from transformers.generation import logits_process as kinds
+from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 from transformers.generation.streamers import BaseStreamer
 
 from ..kernels.dispatch import PYTORCH, Dispatch
@@ -198,11 +200,79 @@ class MRPGenerationMixin(GenerationMixin):
         generation_config.stop_strings = None
         return super()._get_stopping_criteria(generation_config, *args, **kwargs)
 
+    def generate_batch(
+        self,
+        inputs: Sequence[Sequence[int]],
+        generation_config: GenerationConfig | dict[str, Any] | None = None,
+        max_batch_size: int = 16,
+        progress_bar: bool = False,
+        **kwargs: Any,
+    ) -> dict[str, GenerationOutput]:
+        """Decode prompts in a batch that each joins as soon as a place is free.
+
+        A text is the same as that of `generate` for its prompt alone (with `do_sample`: with its
+        seed, as in a batch of all prompts).
+
+        Args:
+            inputs: The ids of each prompt, without padding.
+            generation_config: As for `generate`.
+            max_batch_size: Prompts that are decoded at once.
+            progress_bar: Whether to show how many texts are whole.
+            **kwargs: Further options and arguments of `generate`.
+
+        Returns:
+            By "req_0", "req_1" and so on, in the order of the prompts, transformers'
+            `GenerationOutput`: `prompt_ids`, `generated_tokens` with the eos, and their `logprobs`
+            when committed. Of a prompt's further texts (`num_return_sequences`) the name ends in
+            "__child#1" and so on.
+
+        Raises:
+            ValueError: as `generate`, before any forward.
+        """
+        prompts = [list(ids) for ids in inputs]
+        if not prompts:
+            return {}
+        for index, ids in enumerate(prompts):
+            if not ids:
+                raise ValueError(f"inputs hold no id in prompt {index}: leave it out")
+        width = max(map(len, prompts))
+        padded = [[ids[0]] * (width - len(ids)) + ids for ids in prompts]
+        mask = [[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts]
+        config, _ = resolved(self, generation_config, dict(kwargs))
+        copies = config.num_return_sequences or 1
+        with tqdm(total=len(prompts) * copies, disable=not progress_bar, unit="text") as bar:
+            streamers = [_Ended(bar) for _ in range(len(prompts) * copies)]
+            output: Any = self.generate(
+                torch.tensor(padded, device=self.device),
+                generation_config,
+                streamer=streamers if progress_bar else None,
+                attention_mask=torch.tensor(mask, device=self.device),
+                max_batch_size=max_batch_size,
+                return_dict_in_generate=True,
+                **kwargs,
+            )
+        results = {}
+        lengths = (output.reveal_step >= 0).sum(1).tolist()
+        tokens = output.sequences[:, width:].tolist()
+        logprobs = output.token_logprobs.tolist()
+        for row, length in enumerate(lengths):
+            prompt, child = divmod(row, copies)
+            name = f"req_{prompt}" + (f"__child#{child}" if child else "")
+            results[name] = GenerationOutput(
+                name,
+                prompts[prompt],
+                tokens[row][:length],
+                logprobs[row][:length],
+                status=RequestStatus.FINISHED,
+            )
+        return results
+
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise `ValueError`: `generate_batch` decodes one token at a time with a causal cache."""
+        """Raise `ValueError`: transformers' manager decodes one token at a time with a causal
+        cache."""
         raise ValueError(
-            "generate_batch makes one token a step: pass all prompts to generate as one padded "
-            "batch"
+            "init_continuous_batching makes one token a step: pass the prompts to generate_batch, "
+            "which they join as others end"
         )
 
     def block_cache(
@@ -232,6 +302,20 @@ class MRPGenerationMixin(GenerationMixin):
         release_graphs(self)
 
 
+class _Ended(BaseStreamer):
+    """Counts its row in a progress bar when the row has ended."""
+
+    def __init__(self, bar: Any) -> None:
+        self.bar = bar
+
+    def put(self, value: Tensor) -> None:
+        """See `BaseStreamer`."""
+
+    def end(self) -> None:
+        """See `BaseStreamer`."""
+        self.bar.update()
+
+
 def _decode(
     streamer: Any,
     real: Tensor,
@@ -250,9 +334,12 @@ def _decode(
     prepares the others."""
     config, block, device = generation_config, model.config.block_size, model.lm_head.weight.device
     width = input_ids.shape[1]
+    at_once = min(config.max_batch_size or len(input_ids), len(input_ids))
+    if at_once < len(input_ids):
+        _check_waiting(past, adapters_of_rows(model))
     input_ids, mode, new = (
         input_ids.to(device),
-        config.mode(block, len(input_ids)),
+        config.mode(block, at_once),
         config.max_length - width,
     )
     picker, real = _picker(model, logits_processor, config, mode), real.to(device)
@@ -288,7 +375,7 @@ def _decode(
     for row in rows:
         row.counts = Counts(mode.width, mode.drafting is not None)
     progress = (
-        Progress(rows, config.output_logits, config.output_scores)
+        Progress(rows, config.output_logits, config.output_scores, at_once < len(rows))
         if config.return_dict_in_generate
         else None
     )
@@ -298,13 +385,14 @@ def _decode(
         if not isinstance(one, MaxLengthCriteria | EosTokenCriteria)
     ]
     length = max(len(row.text) for row in rows)
-    size = (len(rows), length, mode.width * block, mode.uses_head)
+    batch = rows[:at_once]
+    size = (at_once, length, mode.width * block, mode.uses_head)
     with networks_for(model, picker, config.graphs, past, *size, known) as networks:
         cache = networks.cache
         reused = cache.cut(
-            [row.text for row in rows], [row.state.start for row in rows], block, mode.uses_head
+            [row.text for row in batch], [row.state.start for row in batch], block, mode.uses_head
         )
-        for row, of_head in zip(rows, cache.head_held, strict=True):
+        for row, of_head in zip(batch, cache.head_held, strict=True):
             row.head_held = of_head if mode.uses_head else 0
         if progress is not None:  # the cache is handed out
             parts = ("model", "mrp_head") if cache.head_layers else ("model",)
@@ -316,12 +404,12 @@ def _decode(
         watches += [] if streamer is None else [Streams(streamer, prompts)]
         # The batch keeps all rows if adapters go by row; recorded, a round of under 4 rows takes no
         # less time than one of 4.
-        fewest = len(rows) if adapters_of_rows(model) else 1 if networks.recorded is None else 4
+        fewest = at_once if adapters_of_rows(model) else 1 if networks.recorded is None else 4
         if mode.drafting is not None:
             sources = [*sources, *mode.drafting.sources()]
         decoder = Decoder(mode, networks, budget_of(model, mode), watches, fewest, sources)
         try:
-            decoder.decode(rows, reused)
+            decoder.decode(batch, reused, rows[at_once:])
         except UnscoredError as error:
             cache.empty()  # what is not finite there is not gone on from
             raise ValueError(
@@ -333,6 +421,10 @@ def _decode(
             ) from None
         finally:  # also where a watch, a processor or the user ended the call
             networks.widen(max(row.held for row in rows))
+            if at_once < len(rows):  # its rows are those that joined last
+                cache.empty()
+        if at_once < len(rows):
+            return output_of(input_ids, rows, decoder, progress, None, config.pad_token_id)
         held = [row.held for row in rows]
         with_head = (
             ([row.head_held for row in rows], held)
@@ -341,6 +433,17 @@ def _decode(
         )
         cache.hold([row.text for row in rows], held, *with_head)
     return output_of(input_ids, rows, decoder, progress, cache, config.pad_token_id)
+
+
+def _check_waiting(past: BlockCache | None, adapter_names: Sequence[str] | None) -> None:
+    """Raise `ValueError` for arguments that go by the row of the batch, where rows wait for
+    others."""
+    if past is not None or adapter_names is not None:
+        name = "adapter_names" if past is None else "past_key_values"
+        raise ValueError(
+            f"{name} hold an entry for each row of the batch, and with max_batch_size rows join it "
+            "as others end: leave out the one or the other"
+        )
 
 
 def _least_new(

@@ -17,9 +17,12 @@ from the reveal at the last accepted state. A round (`Decoder.round`) has four s
 
 A mode that drafts nothing submits one state a round (two where a block ends) and otherwise runs the
 same code.
+
+Between rounds, rows that wait take the places of rows that have ended (`Decoder.join`); once none
+waits, the batch shrinks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -120,14 +123,13 @@ class Decoder:
         mode: What is revealed, refined and drafted.
         networks: Backbone, head and picks on the device.
         budget: Chooses how much each round drafts.
-        watches: Callbacks that get the batch's rows after the prefill and after every round; they
-            may end rows (stopping criteria).
+        watches: Callbacks that get the batch's rows after every prefill and every round; they may
+            end rows (stopping criteria).
         least_rows: The batch is halved as its rows end, but keeps at least this many rows.
         sources: Sources of drafts that are asked beside scores.
 
     Attributes:
         verified: Forwards that scored drafts.
-        slots: Rows of the batch summed over all rounds, including rows that had ended but not left.
     """
 
     def __init__(
@@ -147,34 +149,72 @@ class Decoder:
             least_rows,
         )
         self.sources = sources
-        self.verified = self.slots = 0
+        self.verified = 0
 
-    def decode(self, rows: list[Row], reused: Sequence[int]) -> None:
-        """Decode every row to its end; `reused` is, by row, the number of first tokens with keys
-        and values in the cache.
+    def decode(
+        self, rows: Sequence[Row], reused: Sequence[int], waiting: Iterable[Row] = ()
+    ) -> None:
+        """Decode every row to its end.
+
+        Args:
+            rows: The batch at first.
+            reused: By row, the number of first tokens with keys and values in the cache.
+            waiting: Rows that take the places of those that end.
 
         Raises:
             UnscoredError: for a position at which no token has a finite score.
         """
-        scores = self.networks.prefill(rows, reused)
-        self.write(
-            rows,
-            [
-                first_frontier(row, self.mode.rule, row_scores)
-                for row, row_scores in zip(rows, scores, strict=True)
-            ],
-        )
-        self.watch(rows)
-        batch = rows
-        while active := sum(row.stop is None for row in batch):
-            if (size := self.smaller(len(batch), active)) < len(batch):
+        batch = list(rows)
+        waiting = iter(waiting)
+        self.write(batch, self.prefill(batch, reused))
+        self.watch(batch)
+        while True:
+            joined = self.join(batch, waiting)
+            if joined:
+                self.watch(batch)
+            active = sum(row.stop is None for row in batch)
+            if not active and not joined:
+                break
+            if not joined and (size := self.smaller(len(batch), active)) < len(batch):
                 batch = self.networks.narrow(batch, size)
+            if not active:  # the texts of all that joined were whole with their first token
+                continue
             start = perf_counter()
             amount = self.budget.choose(batch)
             steps = self.round(batch, amount)
             self.budget.learn(amount, batch, steps, perf_counter() - start)
             self.watch(batch)
-        self.networks.widen(max(row.held for row in rows))
+        self.networks.widen(max(row.held for row in batch))
+
+    def prefill(
+        self, rows: Sequence[Row], reused: Sequence[int], first: int = 0
+    ) -> list[Frontier | None]:
+        """Compute the prompts of rows of the batch, from its row `first` on; return the frontiers
+        at their first states."""
+        scores = self.networks.prefill(rows, reused, first)
+        frontiers: list[Frontier | None] = []
+        for row, row_scores in zip(rows, scores, strict=True):
+            frontiers.append(first_frontier(row, self.rule_of(row), row_scores))
+        return frontiers
+
+    def join(self, batch: list[Row], waiting: Iterator[Row]) -> bool:
+        """Put waiting rows in the places of rows that have ended, as far as there are any, and
+        reveal at their first states; return whether one joined."""
+        frontiers: list[Frontier | None] = [None] * len(batch)
+        joined = False
+        for index, ended in enumerate(batch):
+            if ended.stop is None:
+                continue
+            row = next(waiting, None)
+            if row is None:
+                break
+            ended.forget()
+            batch[index] = row
+            (frontiers[index],) = self.prefill([row], [0], index)
+            joined = True
+        if joined:
+            self.write(batch, frontiers)
+        return joined
 
     def watch(self, rows: Sequence[Row]) -> None:
         """Call all `watches` with the rows."""
@@ -192,7 +232,6 @@ class Decoder:
         steps_before = [row.steps for row in rows]
         drafts = self.draft(rows, amount)
         scores = self.networks.score(rows, drafts)
-        self.slots += len(rows)
         self.verified += any(not node.opens for nodes in drafts for node in nodes[1:])
         self.write(rows, self.accept(rows, drafts, scores, amount.states > 1))
         return [row.steps - steps for row, steps in zip(rows, steps_before, strict=True)]

@@ -89,6 +89,8 @@ class DecodingOptions:
             match counts
         remask_rule: `reread`, `threshold` or `residual`
         residual_delta: for the rule `residual`, in logits
+        max_batch_size: rows that are decoded at once; the others wait, and each takes the place of
+            one that has ended; None: all
         seed: with `do_sample`: an int s seeds row i with s + i, a list each row, None draws by
             torch
         kernels: Triton kernels: None: if possible; True: required; False: never
@@ -106,6 +108,7 @@ class DecodingOptions:
     max_matching_ngram_size: Annotated[int | None, 2, COUNT, DRAFTING] = None
     remask_rule: Annotated[str | None, "reread", _one_of(REMASK_RULES), ("mrp_remask",)] = None
     residual_delta: Annotated[float | None, 1.0, POSITIVE, ("mrp_remask",)] = None
+    max_batch_size: Annotated[int | None, None, COUNT] = None
     seed: Annotated[int | list[int] | None, None, _SEED] = None
     kernels: Annotated[bool | None, None, _SWITCH] = None
     graphs: Annotated[bool | None, None, _SWITCH] = None

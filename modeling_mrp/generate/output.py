@@ -43,7 +43,8 @@ class MRPGenerateStats(ModelOutput):
             beyond the end) and token of each reveal that `mrp_remask` re-masked, in order.
         rounds: [1 + rounds, rows] by name, each row's counts after the prefill and each round:
             `row_forwards`, `drafted`, `accepted`, `steps` of denoising and `column`, its block's
-            start in the generated text (below 0 in the prompt).
+            start in the generated text (below 0 in the prompt). None if rows had to wait for others
+            (`max_batch_size`).
     """
 
     forwards: dict[str, int] | None = None
@@ -79,7 +80,7 @@ class MRPGenerateOutput(CacheOutput):
         logits: With `output_logits=True`, the same before processors, temperature and truncation.
         stats: `MRPGenerateStats`.
         cache: The `BlockCache` to go on from in the next call; `past_key_values` is another name of
-            it.
+            it. None if rows had to wait for others (`max_batch_size`).
     """
 
     sequences: Tensor | None = None
@@ -93,11 +94,12 @@ class MRPGenerateOutput(CacheOutput):
 
 
 class Progress:
-    """Records each row's counts after the prefill and after each round, and hidden states for
-    `logits` and `scores`."""
+    """Records each row's counts after the prefill and each round, unless rows wait for others, and
+    hidden states for `logits` and `scores`."""
 
-    def __init__(self, rows: Sequence[Row], logits: bool, scores: bool) -> None:
+    def __init__(self, rows: Sequence[Row], logits: bool, scores: bool, waiting: bool) -> None:
         self.rows = rows
+        self.waiting = waiting
         self.requested = {"logits": logits, "scores": scores}
         self.rounds: list[list[tuple[int, ...]]] = []
         self.revocations: list[tuple[int, int, int]] = []
@@ -112,6 +114,8 @@ class Progress:
             for frontier in row.written or ():
                 self._record(row, frontier)
             row.written = []
+        if self.waiting:  # each round would take a line for every row
+            return
         table: list[tuple[int, ...]] = []
         for row in self.rows:
             counts = row.counts
@@ -286,7 +290,7 @@ def output_of(
     rows: Sequence[Row],
     decoder: Decoder,
     progress: Progress | None,
-    cache: BlockCache,
+    cache: BlockCache | None,
     pad: int,
 ) -> Tensor | MRPGenerateOutput:
     """Make the output of `generate` from ended rows: their texts, padded with `pad`, behind
@@ -319,14 +323,17 @@ def output_of(
         "head": networks.forwards["head"],
     }
     row_forwards = counts("forwards")
-    rounds = torch.tensor(progress.rounds, device=device).unbind(2)
+    rounds = None
     round_names = ("row_forwards", "steps", "drafted", "accepted", "column")
+    if progress.rounds:
+        counted = torch.tensor(progress.rounds, device=device).unbind(2)
+        rounds = dict(zip(round_names, counted, strict=True))
     revocations = torch.tensor(progress.revocations, dtype=torch.long, device=device)
     stats = MRPGenerateStats(
         forwards=forwards,
         row_forwards=row_forwards,
         row_head_forwards=counts("head_forwards"),
-        slot_forwards=len(rows) * forwards["prefill"] + decoder.slots,
+        slot_forwards=networks.slots,
         drafted=counts("drafted"),
         accepted=counts("accepted"),
         revoked=counts("revoked"),
@@ -334,7 +341,7 @@ def output_of(
         offered_at_depth=counts("offered_at_depth"),
         accepted_at_depth=counts("accepted_at_depth"),
         revocations=revocations.view(-1, 3),
-        rounds=dict(zip(round_names, rounds, strict=True)),
+        rounds=rounds,
     )
     return MRPGenerateOutput(
         sequences=sequences,

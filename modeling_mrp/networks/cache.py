@@ -56,7 +56,7 @@ class BlockCache(Cache):
             from `hidden`.
         owner, weights: A weak reference to the model that filled the cache, and `weight_versions`
             of its parts then, by name.
-        active: The number of rows that take part in forwards: the first ones.
+        first, active: The rows that take part in forwards: `active` of them, from `first` on.
         begin, end: The target, the slots that the next forward writes.
         written: By layer, keys and values of the target, [rows, heads, new, head_dim] each.
         read: By layer, the keys and values that attention reads, including the target, [rows,
@@ -94,13 +94,11 @@ class BlockCache(Cache):
         for layer, device in enumerate(self.layer_devices):
             self._index.append(self.layer_devices[:layer].count(device))
         slots = scratch + (bucket(capacity) if fixed else capacity)
-        # Unless `fixed`, no slot is read that was not written before: rows are prefilled and scored
-        # together.
-        allocate = torch.zeros if fixed else torch.empty
+        # attention multiplies what is masked by 0, and memory that was never written may be NaN
         self._buffers: dict[torch.device, Tensor] = {}
         for device, layers in Counter(self.layer_devices).items():
             shape = (rows, slots, layers, 2, heads, width)
-            self._buffers[device] = allocate(shape, dtype=self.dtype, device=device)
+            self._buffers[device] = torch.zeros(shape, dtype=self.dtype, device=device)
         size = (
             rows,
             capacity + scratch * self.shifted,
@@ -108,6 +106,7 @@ class BlockCache(Cache):
         )
         self.hidden = torch.empty(size, dtype=self.dtype, device=self.layer_devices[-1])
         self.hidden[:, :1] = 0  # before the first token
+        self.first = 0
         self.active = rows
         self.begin = 0
         self.end = 0
@@ -126,12 +125,23 @@ class BlockCache(Cache):
         self.written = self._views(self.begin)
         self.read = self._views(0)
 
+    @contextmanager
+    def of_rows(self, first: int, count: int) -> Iterator[None]:
+        """Let `count` rows from `first` on take part in forwards while the context is open."""
+        before = self.first, self.active
+        self.first, self.active = first, count
+        try:
+            yield
+        finally:
+            self.first, self.active = before
+
     def _views(self, begin: int) -> list[tuple[Tensor, Tensor]]:
         """View each layer's keys and values, [rows, heads, slots, head_dim], from slot `begin` to
         the end of the target."""
         views = {}
         for device, buffer in self._buffers.items():
-            target = buffer[: self.active, begin : self.end].permute(2, 3, 0, 4, 1, 5)
+            rows = buffer[self.first : self.first + self.active]
+            target = rows[:, begin : self.end].permute(2, 3, 0, 4, 1, 5)
             views[device] = target.flatten(0, 1).unbind(0)
         layers = []
         for device, index in zip(self.layer_devices, self._index, strict=True):

@@ -60,6 +60,8 @@ class Networks:
         drafter: Picks tokens from the head's estimates of hidden states.
         forwards: Number of forwards of the whole batch by role: `prefill`, `denoise` (over states
             of rounds) and `head`.
+        slots: Rows of the batch summed over forwards of the backbone, including rows that had ended
+            but not left.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Networks:
             len(self.backbone_layers), len(self.backbone_layers) + config.num_nextn_predict_layers
         )
         self.forwards = {"prefill": 0, "denoise": 0, "head": 0}
+        self.slots = 0
         self._swaps: list[list[tuple[int, int]]] = []
         # whether the backbone's hidden state at a position is for the next token
         self.shifted = cache.shifted
@@ -94,26 +97,35 @@ class Networks:
         self._scored: Tensor | None = None
         cache.active = cache.rows
 
-    def prefill(self, rows: Sequence[Row], reused: Sequence[int]) -> list[Scores]:
+    def prefill(self, rows: Sequence[Row], reused: Sequence[int], first: int = 0) -> list[Scores]:
         """Run the backbone over each row's text through the block of its first mask; return the
         scores of that block's state.
 
-        `reused` is, by row, the number of first tokens with cached keys and values; prefill starts
-        at the least of these.
+        Args:
+            rows: Rows of the batch, side by side.
+            reused: By row, the number of first tokens with cached keys and values; prefill starts
+                at the least of these.
+            first: The index of the first row in the batch.
         """
+        with self.cache.of_rows(first, len(rows)):
+            return self._prefill(rows, reused, first)
+
+    def _prefill(self, rows: Sequence[Row], reused: Sequence[int], first: int) -> list[Scores]:
         length = max(row.state.start for row in rows) + self.block
         head_length = max(row.head_held for row in rows)
-        for index, row in enumerate(rows):
+        for index, row in enumerate(rows, first):
             if row.head_held < head_length:  # possible only if an earlier call filled the cache
                 self.cache.blank(self.head_layers, index, row.head_held, head_length)
+        cached_hidden = self.cache.hidden[first : first + len(rows)]
         first_blocks: dict[int, Hidden] = {}
         for begin, end, *inputs in self._chunks(rows, min(reused), length):
             hidden = self.model.backbone(*inputs, self.cache).to(self.device)
             self.forwards["prefill"] += 1
+            self.slots += len(rows)
             if self.with_head or self.shifted:
-                self.cache.hidden[: len(rows), begin + self.shifted : end + self.shifted] = hidden
+                cached_hidden[:, begin + self.shifted : end + self.shifted] = hidden
             if self.shifted:
-                hidden = self.cache.hidden[: len(rows), begin:end].to(self.device, copy=True)
+                hidden = cached_hidden[:, begin:end].to(self.device, copy=True)
             blocks = hidden.unflatten(1, (-1, self.block)).flatten(0, 1)
             for index, row in enumerate(rows):
                 row.counts.forwards += row.state.start >= begin and reused[index] < end
@@ -126,12 +138,28 @@ class Networks:
             states.append((row, row.state))
         return self.pick(self.picker, states, [first_blocks[index] for index in range(len(rows))])
 
-    def _catch_up(self, rows: Sequence[Row], lagging: Sequence[Row]) -> None:
-        """Run the head over the committed text of the rows `lagging` that it has not read yet."""
-        first = min(row.head_held for row in lagging)
+    def _catch_up(self, rows: Sequence[Row], lagging: Sequence[int]) -> None:
+        """Run the head over the committed text that rows have not read yet, given the indices of
+        these rows: in one pass, but for rows between them that have read theirs."""
+        spans: list[list[int]] = []
+        for index in lagging:
+            if spans and not any(row.head_held for row in rows[spans[-1][-1] + 1 : index]):
+                spans[-1].append(index)
+            else:
+                spans.append([index])
+        for span in spans:
+            first = span[0]
+            members = rows[first : span[-1] + 1]
+            with self.cache.of_rows(first, len(members)):
+                self._read_texts(members, first, [rows[index] for index in span])
+
+    def _read_texts(self, rows: Sequence[Row], first: int, lagging: Sequence[Row]) -> None:
+        """Run the head over committed text of rows side by side in the batch, `first` being the
+        index of their first one; those of `lagging` have read it then."""
+        start = min(row.head_held for row in lagging)
         last = max(row.held for row in lagging)
-        for begin, end, ids, positions, mask in self._chunks(rows, first, last):
-            hidden = self.cache.hidden[: len(rows), begin:end]
+        for begin, end, ids, positions, mask in self._chunks(rows, start, last):
+            hidden = self.cache.hidden[first : first + len(rows), begin:end]
             cached_lengths = torch.tensor([row.held for row in rows], device=hidden.device)
             is_cached = torch.arange(begin, end, device=hidden.device) < cached_lengths[:, None]
             self.model.residual(
@@ -161,6 +189,7 @@ class Networks:
             packed.append([(node.state, node.parent) for node in nodes])
         self._scored, firsts = self._run_backbone(packed, [row.held for row in rows])
         self.forwards["denoise"] += 1
+        self.slots += len(rows)
         hidden = self._scored[:, :-1] if self.shifted else self._scored
         states: list[tuple[Row, State]] = []
         blocks: list[Hidden] = []
@@ -197,8 +226,8 @@ class Networks:
         committed block that the head has not read yet, if any.
         """
         lagging = [
-            row
-            for row, states in zip(rows, asked, strict=True)
+            index
+            for index, (row, states) in enumerate(zip(rows, asked, strict=True))
             if states and row.held - row.head_held > self.block
         ]
         if lagging:

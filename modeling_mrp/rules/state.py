@@ -187,6 +187,11 @@ class Row:
         self.step = [-1] * (len(self.text) - self.prompt)
         self.counts = Counts(1, False)
 
+    def forget(self) -> None:
+        """Let go of scores, which hold on to tensors of whole rounds; for a row that has ended."""
+        self.source = None
+        self.memory = {}
+
     def rewound(self, start: int) -> "Row":
         """Make the row as it was when the block at `start` was opened: tokens revealed at `start`
         or later are masks again."""

@@ -256,6 +256,7 @@ class EngineNetworks(Networks):
         self.graph_ran = False
         self.shifted = False
         self.forwards = {"prefill": 0, "denoise": 0, "head": 0}
+        self.slots = 0
         slots = batch.out_cache_loc_virtual
         if slots is None:
             slots = batch.out_cache_loc

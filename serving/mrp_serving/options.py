@@ -16,6 +16,7 @@ from modeling_mrp.kernels.dispatch import Dispatch
 
 _NOT_SERVED = {
     "seed": "requests have one each (sampling_seed)",
+    "max_batch_size": "the engine makes batches itself (--max-running-requests)",
     "graphs": "the engine records graphs itself (--disable-cuda-graph)",
     "prompt_lookup_num_tokens": "the engine drafts from scores and the head alone",
     "max_matching_ngram_size": "the engine drafts from scores and the head alone",

@@ -9,10 +9,9 @@ from itertools import product
 from typing import Any
 
 import numpy as np
-import peft
 import pytest
 import torch
-from peft import LoraConfig, PrefixTuningConfig, get_peft_model
+from peft import LoraConfig, PrefixTuningConfig, ShadowConfig, get_peft_model
 from transformers import BatchEncoding, GenerationConfig
 from transformers.generation import WatermarkingConfig
 from transformers.generation import logits_process as kinds
@@ -604,19 +603,18 @@ def test_caches_heads_and_batches(model: MRPForCausalLM) -> None:
     accepts(partial(headless.generate, PROMPT, decoding="self_spec"))
     rejected(lambda: guarded(make_model().train()).score(PAIR), r"training mode.*model.eval\(\)")
     rejected(
-        lambda: model.generate_batch([[1, 2, 3]]),
-        "generate_batch makes one token.*all prompts to generate as one padded",
+        lambda: model.init_continuous_batching(),
+        "init_continuous_batching makes one token.*prompts to generate_batch",
     )
 
 
 LEFT_OUT = {
     "PREFIX_TUNING": PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+    "SHADOW": ShadowConfig(task_type="CAUSAL_LM"),
     r"aLoRA \(alora_invocation_tokens\)": LoraConfig(
         target_modules=["q_proj"], alora_invocation_tokens=[4, 5]
     ),
 }
-if hasattr(peft, "ShadowConfig"):  # from 0.21 on
-    LEFT_OUT["SHADOW"] = peft.ShadowConfig(task_type="CAUSAL_LM")
 
 
 @pytest.mark.parametrize("kind", LEFT_OUT)

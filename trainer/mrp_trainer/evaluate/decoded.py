@@ -121,8 +121,8 @@ def decode_prompts(
     batch_size: int = 32,
     **options: Any,
 ) -> Decoded:
-    """Decode prompts, given as ids, `batch_size` per call of `generate`; without `judge_texts` none
-    is judged.
+    """Decode prompts, given as ids, `batch_size` at once, each of which joins as another ends;
+    without `judge_texts` none is judged.
 
     Raises:
         ValueError: without a prompt, and for options that `generate` refuses.
