@@ -329,15 +329,19 @@ def test_flex_attention_sees_what_the_dense_mask_shows(monkeypatch: pytest.Monke
             expected,
             1e-6,
         )
-    monkeypatch.setattr(
-        attention,
-        "flex_attention_forward",
-        lambda module, *states, **_: [state.dtype for state in states[:3]],
+    taken: list[torch.Tensor] = []
+
+    def compiled(*states: torch.Tensor, **_: Any) -> torch.Tensor:
+        taken.extend(states)
+        return states[0]
+
+    monkeypatch.setattr(attention, "compiled_flex_attention", lambda: compiled)
+    views = [states.transpose(1, 2).contiguous().transpose(1, 2) for states in (query, key)]
+    attention.flex_attention_of_one_type(
+        torch.nn.Module(), *views, value.bfloat16(), sparse_mask(rule, length), 0.25
     )
-    of_one_type = attention.flex_attention_of_one_type(
-        torch.nn.Module(), query, key, value.bfloat16(), None
-    )
-    assert of_one_type == [torch.bfloat16] * 3
+    assert [states.dtype for states in taken] == [torch.bfloat16] * 3
+    assert all(states.is_contiguous() for states in taken)
 
 
 ON_CUDA = (

@@ -3,12 +3,13 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import AttentionInterface
-from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from modeling_mrp.modeling import MRPForCausalLM
@@ -17,22 +18,40 @@ TRAINING_FLEX, TILES = "flex_attention_of_one_type", "tiles"
 _QUERIES = 128  # per tile
 
 
+@cache
+def compiled_flex_attention() -> Any:
+    """Compile flex attention for fixed shapes, once for passes with gradients and without, of
+    training and evaluation: each combination of shapes is one entry of the compiler's cache, whose
+    limit is 8. Beyond it attention would run uncompiled, with all scores in memory."""
+    return torch.compile(flex_attention, dynamic=False)
+
+
 def flex_attention_of_one_type(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Any,
+    attention_mask: BlockMask,
+    scaling: float,
     **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """Run flex attention with queries and keys in the dtype of the values.
+) -> tuple[Tensor, None]:
+    """Run flex attention with queries and keys in the dtype of the values, and all of them
+    contiguous.
 
     Under autocast the float32 weights of q_norm and k_norm make queries and keys float32 beside
-    bfloat16 values; flex attention on CUDA has no backward pass for mixed dtypes.
+    bfloat16 values; flex attention on CUDA has no backward pass for mixed dtypes. Strides that
+    differ from pass to pass would be compiled each.
     """
-    return flex_attention_forward(
-        module, query.to(value.dtype), key.to(value.dtype), value, attention_mask, **kwargs
+    heads = query.shape[1]
+    grouped = heads & (heads - 1) == 0  # which flex attention takes for powers of two alone
+    if not grouped:
+        key = repeat_kv(key, heads // key.shape[1])
+        value = repeat_kv(value, heads // value.shape[1])
+    inputs = [tensor.to(value.dtype).contiguous() for tensor in (query, key, value)]
+    output = compiled_flex_attention()(
+        *inputs, block_mask=attention_mask, scale=scaling, enable_gqa=grouped
     )
+    return output.transpose(1, 2).contiguous(), None
 
 
 @dataclass(frozen=True)

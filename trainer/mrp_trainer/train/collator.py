@@ -1,6 +1,6 @@
 """Noise and packing: from samples to the batch of one training pass [x_t | x_0]."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -39,10 +39,12 @@ class DiffusionCollator:
         seed: Decides the noise, together with a sample's index.
         block_sizes: Divisors of `block_size`; each sample draws one as its block size. If empty,
             all have `block_size`.
+        widths: Columns of the noisy copies and of the clean tokens to which all batches are padded,
+            for attention that is compiled for fixed shapes; None: those of the batch's longest row.
 
     Returns the fields of a `PackedBatch`, all columns in whole blocks. `ValueError` if one of
-    `block_sizes` does not divide `block_size`, and for samples with `reveal_step` if
-    `inverse_level` is set.
+    `block_sizes` does not divide `block_size`, for a row that is wider than `widths`, and for
+    samples with `reveal_step` if `inverse_level` is set.
     """
 
     block_size: int
@@ -53,6 +55,7 @@ class DiffusionCollator:
     noise_per: Literal["block", "sample"] = "block"
     seed: int = 0
     block_sizes: Sequence[int] = ()
+    widths: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if invalid := [size for size in self.block_sizes if size < 1 or self.block_size % size]:
@@ -78,7 +81,15 @@ class DiffusionCollator:
         # One block at least, of padding if there is nothing to learn: layers take no tensors
         # without columns.
         width = max(self.block_size, *map(_column_count, noisy))
-        length = width + max(map(_column_count, clean))
+        clean_width = max(map(_column_count, clean))
+        if self.widths is not None:
+            if width > self.widths[0] or clean_width > self.widths[1]:
+                raise ValueError(
+                    f"a row has {width} noisy and {clean_width} clean columns, and widths are "
+                    f"{self.widths}: train and evaluate rows of at most max_length tokens"
+                )
+            width, clean_width = self.widths
+        length = width + clean_width
         shape = (len(rows), length)
         columns = {
             name: np.zeros(shape, np.int64)
@@ -162,6 +173,20 @@ class DiffusionCollator:
             if len(indices):
                 masked[indices[steps >= np.sort(steps)[int(share[begin] * len(indices))]]] = True
         return masked
+
+
+def widths_of(
+    rows: Iterable[Sample | Sequence[Sample]], block: int, copies: int
+) -> tuple[int, int]:
+    """Compute the columns of the noisy copies and of the clean tokens that the widest row has,
+    in blocks of `block` tokens."""
+    noisy, clean = block, block
+    for row in rows:
+        samples = samples_of(row)
+        blocks = sum(len(sample.response_blocks(block)) for sample in samples)
+        noisy = max(noisy, copies * blocks * block)
+        clean = max(clean, sum(len(sample.ids) for sample in samples))
+    return noisy, clean
 
 
 def _column_count(segments: Sequence[dict[str, Any]]) -> int:

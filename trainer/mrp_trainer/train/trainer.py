@@ -4,6 +4,7 @@ prediction."""
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from ..publish import push
 from .arguments import MRPTrainingArguments
 from .attention import TRAINING_FLEX, attention_implementation
 from .checkpoints import LogAtSaves, last_whole_checkpoint, make_room, step_of, under_own_class
-from .collator import DiffusionCollator
+from .collator import DiffusionCollator, widths_of
 from .inputs import as_rows, bare_model, check_tokenizer, prepare_model, prompts_of
 from .measures import Measures
 from .objectives import Measured, block_diffusion
@@ -67,6 +68,7 @@ class MRPTrainer(Trainer):
 
     args: MRPTrainingArguments
     optimizer: torch.optim.Optimizer | None
+    data_collator: Any
 
     def __init__(
         self,
@@ -175,10 +177,31 @@ class MRPTrainer(Trainer):
             attention = TRAINING_FLEX
         if self.args.objective == "block_diffusion":
             bare.backbone_source = None  # trained, it is no longer the one of that name
-        with attention_implementation(bare, attention) as self._decoding_attention:
-            output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        collator: Any = self.data_collator
+        compiled = attention == TRAINING_FLEX and isinstance(collator, DiffusionCollator)
+        if compiled and collator.widths is None:
+            self.data_collator = replace(collator, widths=self._widths(collator))
+        try:
+            with attention_implementation(bare, attention) as self._decoding_attention:
+                output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        finally:
+            self.data_collator = collator
         self._check_trained_weights()
         return output
+
+    def _widths(self, collator: DiffusionCollator) -> tuple[int, int]:
+        """Compute the columns that batches of all datasets are padded to: attention is compiled
+        once for them."""
+        held_out = self.eval_dataset
+        datasets = [self.train_dataset]
+        datasets += held_out.values() if isinstance(held_out, Mapping) else [held_out]
+        widths = (0, 0)
+        for rows in datasets:
+            if rows is not None:
+                visits = (rows[number] for number in range(len(rows)))
+                columns = widths_of(visits, collator.block_size, collator.copies)
+                widths = (max(widths[0], columns[0]), max(widths[1], columns[1]))
+        return widths
 
     def newest_checkpoint(self) -> Path | None:
         """Find the newest whole checkpoint of the output folder, in all processes; see
