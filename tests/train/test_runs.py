@@ -338,7 +338,8 @@ def test_recipes() -> None:
             f"gradients: {4 * trained / 2**30:.4g} GiB\n"
             f"optimizer: {8 * trained / 2**30:.4g} GiB\n" in said
         )
-        assert said.endswith("\nrows per step: 16")
+        copies = 1 if objective is PUBLISHED else 2
+        assert f"\nrows per step: 16, of at most {4096 * copies:,} noisy and 4,096 clean" in said
         arguments = settings.arguments(bf16=False, use_cpu=True)
         assert arguments.head_objective() == objective
         of_noise = (arguments.noisy_copies, arguments.inverse_level, arguments.noise_per)

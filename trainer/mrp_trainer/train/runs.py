@@ -19,10 +19,12 @@ from modeling_mrp.model.layouts import stored_json
 from modeling_mrp.modeling import MRPForCausalLM
 
 from ..data.sources import open_source
+from ..doctor.replays import measure_device
 from ..heads import with_new_head
 from ..loading import tokenizer_of
 from ..outputs import OwnFolder, replace_file, report_full_disk
 from .checkpoints import checkpoints_in, step_of, under_own_class
+from .estimate import estimate_step
 from .options import RunOptions
 from .settings import RUN_FILE, Settings, read_yaml
 from .trainer import MRPTrainer
@@ -230,7 +232,7 @@ def _block_fields(options: RunOptions) -> dict[str, Any]:
 
 
 def dry_run(settings: Settings) -> str:
-    """Describe a run's needs: parameters, memory of a process without activations, rows per step.
+    """Describe a run's needs: parameters, memory of a process, rows per step, and FLOPs of a step.
     Errors: see `meta_model`."""
     arguments = settings.arguments(bf16=False, fp16=False, use_cpu=True)
     model = meta_model(settings)
@@ -247,14 +249,38 @@ def dry_run(settings: Settings) -> str:
     if arguments.muon_learning_rate is not None:
         memory["optimizer"] -= 4 * matrices
     at_once = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps
+    dtype = torch.bfloat16 if settings.training.get("bf16") else torch.float32
+    row = estimate_step(model, arguments, dtype)
+    size = arguments.per_device_train_batch_size
+    memory |= {
+        "saved by passes": size * row.saved,
+        "of one pass": size * row.transient + row.logits,
+    }
     sizes = {**memory, "in all": sum(memory.values())}.items()
     lines = [f"parameters: {parameters:,}, of which {trained:,} train"]
     lines += [f"{name}: {size / 2**30:.4g} GiB" for name, size in sizes]
+    noisy, clean = row.columns
+    rows = arguments.rows_per_step or at_once
+    teraflops = rows * row.flops / 1e12
     lines += [
-        "a process, and activations, which grow with the batch; DDP holds gradients twice, FSDP "
-        "divides it all"
+        "a process; DDP holds gradients twice, FSDP divides weights, gradients and optimizer",
+        f"rows per step: {rows}, of at most {noisy:,} noisy and {clean:,} clean columns",
+        f"products of a step: {teraflops:.4g} TFLOP, over all devices: {_seconds_of(teraflops)}",
     ]
-    return "\n".join([*lines, f"rows per step: {arguments.rows_per_step or at_once}"])
+    return "\n".join(lines)
+
+
+def _seconds_of(teraflops: float) -> str:
+    """Say how long products take: at the rate that is measured on a CUDA device that is here, or at
+    a named one's; at 60 % of it, which large products reach, and at all of it, the floor."""
+    name, rate = "an H100's 989 TFLOP/s in bfloat16", 989.0
+    if torch.cuda.is_available():
+        measured = measure_device(torch.device("cuda"), torch.bfloat16)
+        rate = measured.peak / 1e12
+        name = f"{measured.name}'s measured {rate:.3g} TFLOP/s in bfloat16"
+    return (
+        f"{teraflops / rate / 0.6:.3g} s at 60 % of {name}, {teraflops / rate:.3g} s at all of it"
+    )
 
 
 def meta_model(settings: Settings) -> Any:

@@ -1,0 +1,165 @@
+"""What a step of training takes, predicted on the meta device: FLOPs, and memory of activations.
+
+The passes of a step run there over full rows, so that nothing is computed or allocated: torch
+counts the products, and what is saved for the backward pass. Attention saves no scores there, as
+compiled attention on CUDA does not.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AttentionInterface
+
+from .arguments import MRPTrainingArguments
+from .attention import attention_implementation
+from .losses import logits_at_once
+from .packed import CleanCache
+
+COUNTED = "counted"
+# Tensors as large as a chunk's logits that the vocabulary loss holds: logits, softmaxes and
+# gradients of student and teacher.
+_OF_A_CHUNK = 10
+
+
+@dataclass(frozen=True)
+class StepEstimate:
+    """What one row of a step takes.
+
+    Attributes:
+        columns: Columns of the noisy copies, and of the clean tokens.
+        saved: Bytes kept for the backward pass.
+        transient: Bytes of the clean tokens' keys and values, and of the widest layer.
+        logits: Bytes of a chunk of the vocabulary loss, for any number of rows.
+        flops: FLOPs of all passes, with their backward passes.
+    """
+
+    columns: tuple[int, int]
+    saved: int
+    transient: int
+    logits: int
+    flops: int
+
+
+class _Attention(torch.autograd.Function):
+    """An attention that saves what a fused one does, for tensors of the meta device."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        output = torch.empty_like(query)
+        level = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, output, level)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        query, key, value, *_ = ctx.saved_tensors
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _counted_attention(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
+) -> tuple[Tensor, None]:
+    output: Tensor = _Attention.apply(query, key, value)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def estimate_step(model: Any, arguments: MRPTrainingArguments, dtype: torch.dtype) -> StepEstimate:
+    """Estimate what one row of `max_length` tokens takes, all of which are learned; the model is on
+    the meta device, passes are in `dtype`."""
+    config = model.config
+    block = config.block_size
+    clean = max(block, arguments.max_length // block * block)
+    noisy = arguments.noisy_copies * clean
+    trains = [parameter.requires_grad for parameter in model.parameters()]
+    model = model.to(dtype)
+    for parameter, trained in zip(model.parameters(), trains, strict=True):
+        parameter.requires_grad_(trained)
+    AttentionInterface.register(COUNTED, _counted_attention)
+    counter = FlopCounterMode(display=False)
+    with attention_implementation(model, COUNTED), counter:
+        if arguments.objective == "mrp":
+            saved = _head_passes(model, arguments, noisy, clean)
+        else:
+            saved = _saved_by(lambda: _backbone(model, noisy + clean, None), model)
+    pairs = _attention_flops(config, arguments, noisy, clean)
+    vocabulary = _vocabulary_flops(config, arguments, noisy)
+    flops = counter.get_total_flops() + pairs + vocabulary
+    keys = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * clean
+    layer = (noisy + clean) * (2 * config.intermediate_size + 4 * config.hidden_size)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    chunk = min(logits_at_once(device), config.vocab_size * noisy)
+    transient = dtype.itemsize * (keys + layer)
+    return StepEstimate((noisy, clean), saved, transient, _OF_A_CHUNK * 4 * chunk, flops)
+
+
+def _saved_by(run: Callable[[], Tensor], model: Any) -> int:
+    """Run a pass and its backward pass; return the bytes that it saves, weights left out, each
+    memory once."""
+    weights = {StorageWeakRef(weight.untyped_storage()) for weight in model.parameters()}
+    saved: dict[StorageWeakRef, Tensor] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        reference = StorageWeakRef(tensor.untyped_storage())
+        if reference not in weights:
+            saved[reference] = tensor
+        return tensor
+
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        output = run()
+    output.backward(torch.empty_like(output))
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+
+
+def _backbone(model: Any, columns: int, cache: CleanCache | None) -> Tensor:
+    ids = torch.zeros(1, columns, dtype=torch.long, device="meta")
+    output: Tensor = model.backbone(ids, ids, None, cache)
+    return output
+
+
+def _head_passes(model: Any, arguments: MRPTrainingArguments, noisy: int, clean: int) -> int:
+    """Run the passes of the head's objective; return the bytes that are saved."""
+    of_backbone = CleanCache(noisy)
+    of_head = CleanCache(noisy)
+    with torch.no_grad():
+        hidden = _backbone(model, noisy + clean, of_backbone)
+        for _ in range(arguments.unroll + bool(arguments.reread_weight)):
+            _backbone(model, noisy, of_backbone)
+
+    def run() -> Tensor:
+        estimate = hidden
+        for _ in range(arguments.unroll):
+            ids = torch.zeros(1, estimate.shape[1], dtype=torch.long, device="meta")
+            residual = model.residual(ids, estimate, ids, None, of_head)
+            estimate = estimate[:, :noisy] + residual[:, :noisy]
+        return estimate
+
+    return _saved_by(run, model)
+
+
+def _attention_flops(config: Any, arguments: MRPTrainingArguments, noisy: int, clean: int) -> int:
+    """Compute the FLOPs of attention, where a row is one text: a token sees half of it on
+    average."""
+    per_pair = 4 * config.num_attention_heads * config.head_dim
+    seen = clean // 2 + config.block_size
+    if arguments.objective != "mrp":
+        return 3 * config.num_hidden_layers * per_pair * (noisy + clean) * seen
+    again = arguments.unroll + bool(arguments.reread_weight)
+    backbone = (noisy + clean + again * noisy) * config.num_hidden_layers
+    head = 3 * (noisy * arguments.unroll + clean) * config.num_nextn_predict_layers
+    return per_pair * seen * (backbone + head)
+
+
+def _vocabulary_flops(config: Any, arguments: MRPTrainingArguments, noisy: int) -> int:
+    """Compute the FLOPs of the loss over the vocabulary, where half of the noisy columns are
+    masked: logits of student and teacher, and derivatives."""
+    product = 2 * config.vocab_size * config.hidden_size * (noisy // 2)
+    if arguments.objective != "mrp":
+        return 4 * product  # computed again in the backward pass, where `lm_head` trains, too
+    derivatives = 1 + bool(arguments.order_weight)
+    return product * (arguments.unroll * (2 + derivatives) + 3 * bool(arguments.reread_weight))
