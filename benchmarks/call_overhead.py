@@ -59,7 +59,7 @@ def table(layers: int, head_layers: int, repetitions: int) -> str:
     )
     model = random_model(config, float32, device("cpu"))
     pack(model)
-    known = fingerprint(model)
+    model_key = fingerprint(model)
     both = (model.model, model.mrp_head)
 
     def record(versions_of: Any) -> list[Any]:
@@ -69,17 +69,17 @@ def table(layers: int, head_layers: int, repetitions: int) -> str:
         "fingerprint": (None, partial(fingerprint, model)),
         "adapters and lm_head": (
             partial(check_weights, model),
-            partial(decide, model, known, "readable", partial(check_weights, model)),
+            partial(decide, model, model_key, "readable", partial(check_weights, model)),
         ),
         "packing": (
             partial(pack, model),
-            partial(decide, model, known, "packed", partial(pack, model)),
+            partial(decide, model, model_key, "packed", partial(pack, model)),
         ),
         "plan of fused layers": (
             partial(plan_layers, model, True, PYTORCH),
-            partial(plan_layers, model, True, PYTORCH, known),
+            partial(plan_layers, model, True, PYTORCH, model_key),
         ),
-        "versions of weights": (partial(record, None), partial(record, known)),
+        "versions of weights": (partial(record, None), partial(record, model_key)),
     }
     rows = []
     totals = [0.0, 0.0]

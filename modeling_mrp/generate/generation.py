@@ -158,9 +158,9 @@ class MRPGenerationMixin(GenerationMixin):
                 "call model.eval()"
             )
         copies = config.num_return_sequences or 1
-        known = fingerprint(self)
+        model_key = fingerprint(self)
         if prompt_adapter(self) is None:
-            decide(self, known, "readable", partial(check_weights, self))
+            decide(self, model_key, "readable", partial(check_weights, self))
         else:
             check_weights(self)
         names = adapters_of_rows(self)
@@ -170,14 +170,20 @@ class MRPGenerationMixin(GenerationMixin):
                 "per row (after num_return_sequences)"
             )
         if cache is not None:
-            check_past(cache, self, len(prompt), known)
+            check_past(cache, self, len(prompt), model_key)
         if infill_ids is not None:
             check_ids(infill_ids, None, self.config, len(prompt))
             infill_ids = infill_ids.repeat_interleave(copies, 0)
             if config.max_new_tokens is None and config.max_length is None:
                 config.max_new_tokens = infill_ids.shape[1]
         decode = partial(
-            _decode, streamer, real.repeat_interleave(copies, 0), infill_ids, cache, sources, known
+            _decode,
+            streamer,
+            real.repeat_interleave(copies, 0),
+            infill_ids,
+            cache,
+            sources,
+            model_key,
         )
         with weights_on_device(self.lm_head):
             return super().generate(
@@ -322,7 +328,7 @@ def _decode(
     infill_ids: Tensor | None,
     past: BlockCache | None,
     sources: Sequence[DraftSource],
-    known: Hashable,
+    model_key: Hashable,
     model: Any,
     input_ids: Tensor,
     logits_processor: kinds.LogitsProcessorList,
@@ -387,7 +393,7 @@ def _decode(
     length = max(len(row.text) for row in rows)
     batch = rows[:at_once]
     size = (at_once, length, mode.width * block, mode.uses_head)
-    with networks_for(model, picker, config.graphs, past, *size, known) as networks:
+    with networks_for(model, picker, config.graphs, past, *size, model_key) as networks:
         cache = networks.cache
         reused = cache.cut(
             [row.text for row in batch], [row.state.start for row in batch], block, mode.uses_head
@@ -396,7 +402,9 @@ def _decode(
             row.head_held = of_head if mode.uses_head else 0
         if progress is not None:  # the cache is handed out
             parts = ("model", "mrp_head") if cache.head_layers else ("model",)
-            cache.weights = {name: weight_versions(getattr(model, name), known) for name in parts}
+            cache.weights = {
+                name: weight_versions(getattr(model, name), model_key) for name in parts
+            }
         watches: list[Any] = (
             [Stopping(criteria, rows, input_ids, config.pad_token_id)] if criteria else []
         )
@@ -646,9 +654,9 @@ def check_weights(model: Any) -> None:
         raise ValueError(f"rows of lm_head's own weight are read, and lm_head {why}")
 
 
-def check_past(past: Any, model: Any, rows: int, known: Hashable = None) -> None:
-    """Raise `ValueError` if a call with `rows` prompts cannot continue from a cache; `known` is the
-    model's `fingerprint`, if the caller has it."""
+def check_past(past: Any, model: Any, rows: int, model_key: Hashable = None) -> None:
+    """Raise `ValueError` if a call with `rows` prompts cannot continue from a cache; `model_key` is
+    the model's `fingerprint`, if the caller has it."""
     why, owner = None, getattr(past, "owner", None)
     if owner is None or owner() is not model:
         why = (
@@ -663,7 +671,7 @@ def check_past(past: Any, model: Any, rows: int, known: Hashable = None) -> None
     elif changed := [
         name
         for name, seen in past.weights.items()
-        if seen != weight_versions(getattr(model, name) or nn.Module(), known)
+        if seen != weight_versions(getattr(model, name) or nn.Module(), model_key)
     ]:
         why = f"are older than the weights of {changed[0]}, which have changed"
     elif (was := (past.dtype, past.layer_devices)) != (

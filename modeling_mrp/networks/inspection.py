@@ -21,7 +21,7 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 _SETTINGS_READERS: dict[tuple[str, ...], Callable[[dict[str, Any]], Any]] = {}
 _PLAIN_VALUES = frozenset({bool, int, float, str, type(None)})
 _PLAIN_TENSORS = frozenset({Tensor, nn.Parameter, nn.Buffer})
-# By model, the fingerprint of which decisions are known, and these by name.
+# By model, the fingerprint for which decisions were made, and these by name.
 _DECISIONS: "weakref.WeakKeyDictionary[nn.Module, tuple[Hashable, dict[Hashable, Any]]]" = (
     weakref.WeakKeyDictionary()
 )
@@ -43,14 +43,14 @@ class PassingReference(weakref.ref[Any]):
 
 
 def decide(
-    model: nn.Module, known: Hashable, name: Hashable, compute: Callable[[], Decision]
+    model: nn.Module, model_key: Hashable, name: Hashable, compute: Callable[[], Decision]
 ) -> Decision:
-    """Return `compute()`, or what it returned before for the same model, `fingerprint` (`known`)
-    and name; it must depend on nothing else, and its result must hold no tensors."""
+    """Return `compute()`, or what it returned before for the same model, `model_key` (its
+    `fingerprint`) and name; it must depend on nothing else, and its result hold no tensors."""
     fingerprint_of_decisions, decisions = _DECISIONS.get(model, (None, {}))
-    if fingerprint_of_decisions != known:
+    if fingerprint_of_decisions != model_key:
         decisions = {}
-        _DECISIONS[model] = (known, decisions)
+        _DECISIONS[model] = (model_key, decisions)
     if name not in decisions:
         decisions[name] = compute()
     decision: Decision = decisions[name]
@@ -140,12 +140,12 @@ def _hook_key(item: tuple[int, Any]) -> Hashable:
     return number if adapter_names is None else tuple(adapter_names)
 
 
-def weight_versions(module: nn.Module, known: Hashable = None) -> list[Any]:
+def weight_versions(module: nn.Module, model_key: Hashable = None) -> list[Any]:
     """Record a module's parameters and active adapters; a later record is equal if none was
     replaced, moved or written to since (except through `.data`, whose writes autograd does not
     count).
 
-    With a `fingerprint`, `known`, references to parameters are made only if that has changed.
+    With a `fingerprint`, `model_key`, references to parameters are made only if that has changed.
     """
     weights: list[Tensor] = []
     # adapters of peft
@@ -170,7 +170,7 @@ def weight_versions(module: nn.Module, known: Hashable = None) -> list[Any]:
     def refer() -> list[PassingReference]:
         return list(map(PassingReference, weights))
 
-    references = refer() if known is None else decide(module, known, "references", refer)
+    references = refer() if model_key is None else decide(module, model_key, "references", refer)
     referred = [reference() for reference in references]
     if len(referred) != len(weights) or not all(map(is_, referred, weights)):
         references = refer()

@@ -34,12 +34,12 @@ _OWN = ("torch.nn.", "transformers.", __name__.partition(".networks.")[0])
 
 
 def plan_layers(
-    model: Any, with_head: bool, dispatch: Dispatch, known: Hashable = None
+    model: Any, with_head: bool, dispatch: Dispatch, model_key: Hashable = None
 ) -> Plans | None:
     """Plan the fused layers of the backbone, and of the head if `with_head`; return None if layers
     must be called as modules, or raise `ValueError` in that case if kernels are forced.
 
-    With the model's `fingerprint`, `known`, modules are looked at only if that has changed.
+    With the model's `fingerprint`, `model_key`, modules are looked at only if that has changed.
     """
     layers: dict[Any, list[Any]] = {
         model.model: list(model.model.layers)[: model.config.num_hidden_layers]
@@ -47,17 +47,17 @@ def plan_layers(
     if with_head:
         layers[model.mrp_head] = list(model.mrp_head.layers)
     look = partial(_obstacle_of_layers, model, layers)
-    obstacle = look() if known is None else decide(model, known, ("fused", with_head), look)
+    obstacle = look() if model_key is None else decide(model, model_key, ("fused", with_head), look)
     pytorch_only = obstacle is None and dispatch.forced is False
     if not pytorch_only and not dispatch.allows(
         "the kernels of its layers", next(model.model.parameters()), obstacle=obstacle
     ):
         return None
     look_at_groups = partial(_adjacent_groups, layers)
-    if known is None:
+    if model_key is None:
         adjacent = look_at_groups()
     else:
-        adjacent = decide(model, known, ("adjacent", with_head), look_at_groups)
+        adjacent = decide(model, model_key, ("adjacent", with_head), look_at_groups)
     are_adjacent = iter(adjacent)
     plans: Plans = {}
     for owner, network_layers in layers.items():

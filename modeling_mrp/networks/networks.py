@@ -570,7 +570,7 @@ def networks_for(
     capacity: int,
     scratch: int,
     with_head: bool,
-    known: Hashable = None,
+    model_key: Hashable = None,
 ) -> Iterator[Networks]:
     """Yield the networks of a call, by kernels and recordings where these can be used, on a cache
     that continues `past`.
@@ -582,17 +582,17 @@ def networks_for(
         past: The cache of an earlier call, or None.
         rows, capacity, scratch: The sizes that the cache must have at least.
         with_head: Whether the head takes part.
-        known: The model's `fingerprint`, if the caller has it.
+        model_key: The model's `fingerprint`, if the caller has it.
     """
-    known = fingerprint(model) if known is None else known
+    model_key = fingerprint(model) if model_key is None else model_key
     # Also with kernels=False: packing in a later call would move the weights, and so invalidate
     # caches of earlier calls.
     if picker.dispatch.forced or unusable(model.device, model.dtype) is None:
-        moved = decide(model, known, "packed", partial(pack, model))
-        known = fingerprint(model) if moved else known
+        moved = decide(model, model_key, "packed", partial(pack, model))
+        model_key = fingerprint(model) if moved else model_key
     size = (rows, capacity, scratch, with_head)
-    with cache_for(model, known, graphs, past, *size) as (cache, recordings):
-        plans = plan_layers(model, with_head, picker.dispatch, known)
+    with cache_for(model, model_key, graphs, past, *size) as (cache, recordings):
+        plans = plan_layers(model, with_head, picker.dispatch, model_key)
         call = None if recordings is None else recordings.call
         yield Networks(model, cache, with_head, picker, plans, call)
 
