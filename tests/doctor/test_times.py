@@ -1,10 +1,12 @@
 """The times of `mrp doctor`: what is timed computes the right thing, and floors by hand."""
 
+from collections import Counter
+from itertools import count
 from typing import Any
 
 import pytest
 import torch
-from mrp_trainer.doctor import baselines, replays
+from mrp_trainer.doctor import baselines, replays, rounds
 from mrp_trainer.doctor.baselines import baseline_steps
 from mrp_trainer.doctor.replays import PARTS, Part, Replayed, floors_of, replay_rounds
 from mrp_trainer.evaluate.roofline import Device, Shape
@@ -39,15 +41,15 @@ def test_replays_run_one_width(tapes: type[TapeRecorder], monkeypatch: pytest.Mo
             return r(self, rows, batch, *rest)
 
         monkeypatch.setattr(Networks, name, counted)
-    rounds = list(replay_rounds(model, Device("by hand", 1e9, 1e9, 1.0), 2, 21, [1, 3]))
-    assert [(each.rows, each.prefix, each.states) for each in rounds] == [(2, 20, 1), (2, 20, 3)]
-    assert [part.name for part in rounds[0].parts] == list(PARTS[:2])
-    assert [part.name for part in rounds[1].parts] == list(PARTS)
+    replayed = list(replay_rounds(model, Device("by hand", 1e9, 1e9, 1.0), 2, 21, [1, 3]))
+    assert [(each.rows, each.prefix, each.states) for each in replayed] == [(2, 20, 1), (2, 20, 3)]
+    assert [part.name for part in replayed[0].parts] == list(PARTS[:2])
+    assert [part.name for part in replayed[1].parts] == list(PARTS)
     assert len(tapes.tapes) == 3
     calls = replays.WARM_UPS + 2  # the first, warm-ups, and one that is timed
     assert verbs == [("score", 1)] * calls + [("score", 3)] * calls + [("head", 2)] * calls
     assert tapes.replays == 3 * (calls - 1)
-    assert all(part.busy is None for each in rounds for part in each.parts), "on a CPU"
+    assert all(part.busy is None for each in replayed for part in each.parts), "on a CPU"
 
 
 def test_a_round_is_the_sum_of_its_parts() -> None:
@@ -95,3 +97,34 @@ def test_baselines_pick_what_a_round_picks(monkeypatch: pytest.MonkeyPatch) -> N
             for _ in range(2):
                 assert torch.equal(step(), logits.argmax(-1))
     assert modes == ["reduce-overhead"]
+
+
+def test_the_host_has_what_networks_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that goes on by one at each look: a verb of the networks takes one, what is
+    between two of them, too. The text is that of `generate`."""
+    clock = count()
+    monkeypatch.setattr(rounds, "now", lambda _: float(next(clock)))
+    monkeypatch.setattr(rounds, "TOKENS", 8)
+    calls = Counter[str]()
+    for verb in ("prefill", "score", "commit", "widen", "narrow"):
+        real = getattr(Networks, verb)
+
+        def counted(*given: Any, verb: str = verb, run: Any = real) -> Any:
+            calls[verb] += 1
+            return run(*given)
+
+        monkeypatch.setattr(Networks, verb, counted)
+    model = make_model(2).float()
+    inputs = baselines.inputs_of(model, None, 1, 8)
+    host = rounds.time_host(model, inputs, decoding="static")
+    assert calls["prefill"] == 1
+    assert host * calls["score"] == pytest.approx(sum(calls.values()) + 1)
+    scored = calls["score"]
+    out: Any = model.generate(
+        **inputs,
+        decoding="static",
+        max_new_tokens=8,
+        return_dict_in_generate=True,
+        eos_token_id=None,
+    )
+    assert out.stats.forwards["denoise"] == scored

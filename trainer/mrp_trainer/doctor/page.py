@@ -157,16 +157,19 @@ class Report:
             pays = ""
             if timing.states != 1 and timing.batch in single_state:
                 pays = f"{timing.seconds / single_state[timing.batch]:.2f}"
-            row = [str(timing.batch), str(timing.states), f"{1e3 * timing.seconds:.2f}", pays]
+            row = [str(timing.batch), str(timing.states), _milliseconds(timing.seconds)]
+            row += [_milliseconds(timing.host_seconds), pays]
             if self.proposed:
                 row += [f"{timing.tokens_per_forward:.2f}", f"{timing.tokens_per_second:.0f}"]
             else:
                 row += ["", ""]
             rows.append(row)
-        head = ["rows", "K", "round, ms", "pays from", "tokens a forward", "tokens a second"]
+        head = ["rows", "K", "round, ms", "host, ms"]
+        head += ["pays from", "tokens a forward", "a second"]
         note = (
-            "*pays from*: K states are faster than K = 1 if they make more than this many times "
-            "its tokens a forward."
+            "*host*: what drafts, acceptance and writing take of a round, by the clock. *pays "
+            "from*: K states are faster than K = 1 if they make more than this many times its "
+            "tokens a forward."
         )
         return f"{markdown_table(head, rows)}\n\n{_wrapped(note)}"
 

@@ -5,12 +5,20 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from modeling_mrp.generate.budget import budget_of
+from modeling_mrp.generate.generation import laid_out
+from modeling_mrp.generate.loop import Decoder
+from modeling_mrp.generate.options import resolved
+from modeling_mrp.kernels.dispatch import AUTOMATIC, PYTORCH
 from modeling_mrp.modeling import MRPForCausalLM
+from modeling_mrp.networks.networks import Networks, networks_for
+from modeling_mrp.networks.picker import Picker
+from modeling_mrp.rules.state import Counts
 
 from .checks import TOKENS, WARM_UPS, decode, drafters
 
@@ -21,13 +29,15 @@ SHORT = 16
 @dataclass(frozen=True)
 class Timed:
     """Timings of rounds with `batch` rows of `states` states each (1: the target alone), as medians
-    over turns: seconds of one round, and token rates of a whole call, prompts included."""
+    over turns: seconds of one round, token rates of a whole call, prompts included, and the seconds
+    of a round in which the host decides."""
 
     batch: int
     states: int
     seconds: float
     tokens_per_forward: float
     tokens_per_second: float
+    host_seconds: float = 0.0
 
 
 def time_rounds(
@@ -37,7 +47,7 @@ def time_rounds(
     two calls over their difference in rounds, so that prompts cancel out. Drafts are for the
     checkpoint's target, or for `static`."""
     target = model.generation_config.target or "static"
-    measured: dict[int, list[tuple[float, float, float]]] = {states: [] for states in state_counts}
+    measured: dict[int, list[tuple[float, ...]]] = {states: [] for states in state_counts}
     for repetition in range(-WARM_UPS if model.device.type != "cpu" else 0, repetitions):
         for states in state_counts:
             mode: dict[str, Any] = {"decoding": target}
@@ -52,9 +62,9 @@ def time_rounds(
                 tokens = int((out.reveal_step >= 0).sum())
                 rounds = max(1, _round_count(long_output) - _round_count(short_output))
                 in_round = (long - short) / rounds
-                measured[states].append(
-                    (in_round, tokens / int(out.stats.row_forwards.sum()), tokens / seconds)
-                )
+                per_forward = tokens / int(out.stats.row_forwards.sum())
+                host = time_host(model, inputs, **mode)
+                measured[states].append((in_round, per_forward, tokens / seconds, host))
     for states in state_counts:
         yield Timed(
             len(inputs["input_ids"]),
@@ -88,3 +98,57 @@ def proposed(timed: Sequence[Timed]) -> dict[int, int]:
     """Return for each number of rows the K that made the most tokens a second."""
     by_speed = sorted(timed, key=lambda timing: (timing.batch, timing.tokens_per_second))
     return {timing.batch: timing.states for timing in by_speed}
+
+
+class _Stopwatch:
+    """Networks whose verbs are timed: what a call takes beside `seconds` is the host's."""
+
+    def __init__(self, networks: Networks) -> None:
+        self.networks = networks
+        self.seconds = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.networks, name)
+        if not callable(value) or isinstance(value, Picker):
+            return value
+
+        def timed(*arguments: Any, **named: Any) -> Any:
+            start = now(self.networks.device)
+            result = value(*arguments, **named)
+            self.seconds += now(self.networks.device) - start
+            return result
+
+        return timed
+
+
+@torch.inference_mode()
+def time_host(model: MRPForCausalLM, inputs: dict[str, Tensor], **options: Any) -> float:
+    """Time what the host decides in a round of `generate`, in seconds: drafts, acceptance and what
+    is written. `options` are those of `generate`."""
+    options = {"max_new_tokens": TOKENS, "eos_token_id": None, **options}
+    config, _ = resolved(model, None, options)
+    prompts = []
+    for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True):
+        prompts.append(ids[mask.bool()])
+    mode = config.mode(model.config.block_size, len(prompts))
+    rows = laid_out(prompts, None, TOKENS, config, 0, model.config, None)
+    for row in rows:
+        row.counts = Counts(mode.width, mode.drafting is not None)
+    weight = model.lm_head.weight
+    picker = Picker(
+        weight,
+        model.config.mask_token_id,
+        entropy=mode.rule.needs_entropy,
+        shortlist=0 if mode.drafting is None else mode.drafting.listed(len(weight), False),
+        dispatch=AUTOMATIC if AUTOMATIC.allows("those of the pick", weight) else PYTORCH,
+    )
+    length = max(len(row.text) for row in rows)
+    size = (len(rows), length, mode.width * model.config.block_size)
+    with networks_for(model, picker, None, None, *size, mode.uses_head) as networks:
+        networks.cache.empty()
+        watch = _Stopwatch(networks)
+        decoder = Decoder(mode, cast(Networks, watch), budget_of(model, mode))
+        start = now(model.device)
+        decoder.decode(rows, [0] * len(rows))
+        seconds = now(model.device) - start
+    return (seconds - watch.seconds) / max(1, networks.forwards["denoise"])
