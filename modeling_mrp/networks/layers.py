@@ -30,7 +30,7 @@ from .inspection import decide
 _NOTES_ONLY = "transformers.utils.output_capturing"
 _PACKING = threading.Lock()
 # Packages with the classes that kernels replace.
-_OWN = ("torch.nn.", "transformers.", __name__.partition(".networks.")[0])
+_OWN_PACKAGES = ("torch.nn.", "transformers.", __name__.partition(".networks.")[0])
 
 
 def plan_layers(
@@ -110,7 +110,7 @@ def deviation(module: nn.Module, kind: type[nn.Module]) -> str | None:
     ):
         return f"a {module_class.__name__} is wrapped or no {kind.__name__}: use plain modules"
     # Other packages may have replaced the class or its methods by their own (Liger does).
-    if not module_class.forward.__module__.startswith(_OWN):
+    if not module_class.forward.__module__.startswith(_OWN_PACKAGES):
         return (
             f"the forward of a {module_class.__name__} was replaced by one of "
             f"{module_class.forward.__module__}: leave it as it was"
