@@ -19,7 +19,6 @@ from mrp_trainer.data.sources import open_source
 from mrp_trainer.data.tasks import Split, training_lines
 from mrp_trainer.evaluate.acceptance import measure_acceptance
 from mrp_trainer.train.arguments import MRPTrainingArguments
-from mrp_trainer.train.attention import TRAINING_FLEX
 from mrp_trainer.train.collator import DiffusionCollator
 from mrp_trainer.train.inputs import check_tokenizer, encoder_of
 from mrp_trainer.train.objectives import HeadObjective
@@ -29,7 +28,7 @@ from mrp_trainer.train.reveals import Reveals
 from mrp_trainer.train.trainer import MRPTrainer
 from torch import nn
 from training_runs import trainer_of
-from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
+from transformers import PreTrainedTokenizerFast, TrainingArguments
 
 from modeling_mrp import MRPForCausalLM
 from tests.random_cases import make_model
@@ -343,19 +342,6 @@ def test_processes_and_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         )
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     assert MRPTrainingArguments(str(tmp_path), objective="mrp").use_cpu
-
-
-def test_flex_attention_trains_with_values_of_one_type(tmp_path: Path) -> None:
-    """There is no backward pass of it on CPUs."""
-    trainer, seen = (
-        trainer_of(tmp_path, make_model().float(), packed_attention="flex_attention"),
-        [],
-    )
-    with mock.patch.object(
-        Trainer, "train", lambda self, **_: seen.append(self.model.config._attn_implementation)
-    ):
-        trainer.train()
-    assert (*seen, trainer.model.config._attn_implementation) == (TRAINING_FLEX, "sdpa")
 
 
 def test_options_reach_the_collator_the_objective_and_the_optimizer(tmp_path: Path) -> None:

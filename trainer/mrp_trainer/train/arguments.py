@@ -101,6 +101,11 @@ class MRPTrainingArguments(TrainerFlags, TrainingArguments):
                     f"{name} is {getattr(self, name)!r}, which does nothing here: {reason}. Leave "
                     "it out"
                 )
+        if self.objective == "mrp" and self.neftune_noise_alpha is not None:
+            raise ValueError(
+                f"neftune_noise_alpha is {self.neftune_noise_alpha!r}, which would add noise to "
+                "the frozen backbone that a head learns from ('mrp'). Leave it out"
+            )
         check_declared(self)
         if self.max_steps == 0 or (self.max_steps < 0 and not self.num_train_epochs > 0):
             name = "num_train_epochs"

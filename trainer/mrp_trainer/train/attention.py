@@ -98,17 +98,28 @@ def tiled_attention(
     return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
 
 
+AttentionInterface.register(TRAINING_FLEX, flex_attention_of_one_type)
+AttentionInterface.register(TILES, tiled_attention)
+
+
+def training_attention(model: MRPForCausalLM, choice: str, device: torch.device) -> str:
+    """Name the attention of packed passes for a `choice` of `packed_attention`: `auto` is flex
+    attention on CUDA, and the model's own attention elsewhere."""
+    if choice == "auto":
+        choice = model.config._attn_implementation
+        if device.type == "cuda":
+            choice = "flex_attention"
+    return TRAINING_FLEX if choice == "flex_attention" else choice
+
+
 @contextmanager
-def attention_implementation(model: MRPForCausalLM, implementation: str | None) -> Iterator[str]:
-    """Set a model's attention implementation, unless it is None, while the context is open; yield
-    the previous one's name."""
-    AttentionInterface.register(TRAINING_FLEX, flex_attention_of_one_type)
-    AttentionInterface.register(TILES, tiled_attention)
+def attention_implementation(model: MRPForCausalLM, implementation: str) -> Iterator[None]:
+    """Set a model's attention implementation while the context is open."""
     previous = model.config._attn_implementation
-    if implementation is not None and implementation != previous:
+    if implementation != previous:
         model.set_attn_implementation(implementation)
     try:
-        yield previous
+        yield
     finally:
-        if model.config._attn_implementation != previous:
+        if implementation != previous:
             model.set_attn_implementation(previous)

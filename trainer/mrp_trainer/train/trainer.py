@@ -25,7 +25,7 @@ from ..evaluate.acceptance import measure_acceptance
 from ..outputs import OwnFolder
 from ..publish import push
 from .arguments import MRPTrainingArguments
-from .attention import TRAINING_FLEX, attention_implementation
+from .attention import TRAINING_FLEX, attention_implementation, training_attention
 from .checkpoints import LogAtSaves, last_whole_checkpoint, make_room, step_of, under_own_class
 from .collator import DiffusionCollator, widths_of
 from .inputs import as_rows, bare_model, check_tokenizer, prepare_model, prompts_of
@@ -154,7 +154,6 @@ class MRPTrainer(Trainer):
         self._head_objective = args.head_objective()
         self._trained = Measures()
         self._evaluated = Measures()
-        self._decoding_attention: str | None = None
         self._steps_done = 0
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
@@ -167,23 +166,17 @@ class MRPTrainer(Trainer):
         self._steps_done = 0
         if isinstance(resume_from_checkpoint, str):
             self._steps_done = step_of(Path(resume_from_checkpoint)) or 0
-        bare = bare_model(self.model)
-        attention = self.args.packed_attention
-        if attention == "auto":
-            attention = bare.config._attn_implementation
-            if self.args.device.type == "cuda":
-                attention = "flex_attention"
-        if attention == "flex_attention":
-            attention = TRAINING_FLEX
         if self.args.objective == "block_diffusion":
-            bare.backbone_source = None  # trained, it is no longer the one of that name
+            # trained, it is no longer the one of that name
+            bare_model(self.model).backbone_source = None
+        bare = bare_model(self.model)
+        attention = training_attention(bare, self.args.packed_attention, self.args.device)
         collator: Any = self.data_collator
         compiled = attention == TRAINING_FLEX and isinstance(collator, DiffusionCollator)
         if compiled and collator.widths is None:
             self.data_collator = replace(collator, widths=self._widths(collator))
         try:
-            with attention_implementation(bare, attention) as self._decoding_attention:
-                output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+            output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
         finally:
             self.data_collator = collator
         self._check_trained_weights()
@@ -294,6 +287,23 @@ class MRPTrainer(Trainer):
             self.accelerator.reduce(indicator, reduction="sum"),
         )
 
+    @contextmanager
+    def _training_attention(self) -> Iterator[None]:
+        """Give the model the attention of packed passes while the context is open; outside of it
+        the model attends as it was loaded, so that callbacks can decode with it."""
+        bare = bare_model(self.model)
+        attention = training_attention(bare, self.args.packed_attention, self.args.device)
+        with attention_implementation(bare, attention):
+            yield
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Make a forward and a backward pass as `Trainer` does, and leave the model in eval mode,
+        without dropout, for the callbacks between steps."""
+        with self._training_attention():  # open for recomputed layers of the backward pass, too
+            loss: Tensor = super().training_step(*args, **kwargs)
+        self.model.eval()
+        return loss
+
     def compute_loss(
         self,
         model: nn.Module,
@@ -316,10 +326,15 @@ class MRPTrainer(Trainer):
         if num_items_in_batch is not None:
             items = torch.as_tensor(num_items_in_batch, device=items.device)
             processes = self.accelerator.num_processes
-        loss, measured = self._compute_in_forward(
-            model, objective, batch, processes / items.clamp(min=1)
-        )
-        if model.training:
+        training = model.training
+        backbone = bare_model(self.model).model
+        if not any(weight.requires_grad for weight in backbone.parameters()):
+            backbone.eval()  # a frozen teacher has no dropout
+        with self._training_attention():
+            loss, measured = self._compute_in_forward(
+                model, objective, batch, processes / items.clamp(min=1)
+            )
+        if training:
             self._trained.add(measured)
         else:
             self._evaluated.add({**measured, "loss": (loss * items, items)})
@@ -496,11 +511,7 @@ class MRPTrainer(Trainer):
         if self.args.eval_prompts:
             # autocast, as frozen weights may be bfloat16 and trained ones float32
             inner = bare_model(self.model)
-            with (
-                gathered(self.model),
-                attention_implementation(inner, self._decoding_attention),
-                self.accelerator.autocast(),
-            ):
+            with gathered(self.model), self.accelerator.autocast():
                 prompts = prompts_of(dataloader.dataset, self.args.eval_prompts)
                 arguments = inner, self.processing_class, prompts, self.args.eval_new_tokens
                 summary |= measure_acceptance(*arguments)
