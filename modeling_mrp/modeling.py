@@ -155,6 +155,8 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
                 by token, masked if below t.
             num_items_in_batch: With `labels`, the divisor of the loss, by default the number of
                 learned tokens; transformers' Trainer passes the number of all accumulation steps.
+                If it is above 0, a batch without learned tokens has loss 0, since others of the
+                step have some.
             use_cache, logits_to_keep, kwargs: As in transformers.
 
         Returns:
@@ -162,8 +164,8 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
             hidden states, h_A the last.
 
         Raises:
-            ValueError: for an argument that has no effect or does not fit the tokens, or for a
-                `BlockCache` of `generate`.
+            ValueError: for an argument that has no effect or does not fit the tokens, for labels
+                of which none is learned, or for a `BlockCache` of `generate`.
         """
         if unknown := sorted(
             name for name, value in kwargs.items() if value is not None and name not in _PASSED_ON
@@ -323,6 +325,11 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
             valid = attention_mask.bool()
         check_rows(valid, 0, self.config.max_position_embeddings)
         learned = labels != -100
+        if not (divisor or (learned & valid).any()):
+            raise ValueError(
+                "labels: none is learned, each is -100 or padding, so that there is no loss. Leave "
+                "out samples whose answer was cut off, or cut them later"
+            )
         clean = torch.where(learned, labels, input_ids)
         if noise is None:
             noise = noise_of(clean, valid, self.training)

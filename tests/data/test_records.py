@@ -11,8 +11,15 @@ from typing import Any
 import pytest
 from mrp_trainer.data.chat import RecordEncoder
 from mrp_trainer.data.problems import encode
-from mrp_trainer.data.records import Chat, RecordError, Text, parse, parse_prompt
-from mrp_trainer.data.sources import Source, checked, json_lines, open_source
+from mrp_trainer.data.records import (
+    Chat,
+    RecordError,
+    Text,
+    parse,
+    parse_line,
+    parse_prompt,
+)
+from mrp_trainer.data.sources import Source, checked, json_lines, open_source, source_of
 from mrp_trainer.data.tasks import FAMILIES, make_problem
 from tokenizers.processors import TemplateProcessing
 
@@ -83,6 +90,8 @@ ALPACA = {
 }
 CALL, TOOL = {"role": "assistant", "tool_calls": [{"name": "f"}]}, {"role": "tool", "content": ""}
 CALLED = [USER, CALL, TOOL, REPLY]
+UNLEARNED = REPLY | {"train": False}
+BE = {"role": "system", "content": "be"}
 LONG = {"prompt": "1 2 3 4", "completion": "5 6 7 8 9 10"}  # 11 tokens with the end
 # as `mrp decode` does
 WROTE = {"ids": [9, 8, 7, 6, 5, 1], "response_start": 3, "reveal_step": [0, 2, 1]}
@@ -94,7 +103,7 @@ WROTE = {"ids": [9, 8, 7, 6, 5, 1], "response_start": 3, "reveal_step": [0, 2, 1
         ({"prompt": "", "completion": "a<end>"}, Text("", "a<end>"), Text("", "")),
         (
             {"prompt": [USER, REPLY, USER], "completion": [REPLY]},
-            Chat([USER, REPLY] * 2, 3),
+            Chat([USER, REPLY] * 2, (3,)),
             Chat([USER, REPLY, USER]),
         ),
         (
@@ -102,19 +111,44 @@ WROTE = {"ids": [9, 8, 7, 6, 5, 1], "response_start": 3, "reveal_step": [0, 2, 1
                 "messages": [USER, CALL | {"content": None}, TOOL, REPLY, USER],
                 "tools": [{"name": "f"}],
             },
-            Chat(CALLED, 0, [{"name": "f"}]),
-            Chat([*CALLED, USER], 0, [{"name": "f"}]),
+            Chat(CALLED, (1, 3), [{"name": "f"}]),
+            Chat([*CALLED, USER], (), [{"name": "f"}]),
         ),
         (
             share(("human", "1 + 2"), ("gpt", "3"), ("human", "1 + 2")),
-            Chat([USER, REPLY]),
+            Chat([USER, REPLY], (1,)),
             Chat([USER, REPLY, USER]),
         ),
-        (ALPACA, Chat([ADD, REPLY]), Chat([ADD])),
+        (ALPACA, Chat([ADD, REPLY], (1,)), Chat([ADD])),
         (
             {**ALPACA, "instruction": ADD["content"], "input": "", "text": None},
-            Chat([ADD, REPLY]),
+            Chat([ADD, REPLY], (1,)),
             Chat([ADD]),
+        ),
+        (
+            {**ALPACA, "system": "be", "history": [["1 + 2", "3"]]},
+            Chat([BE, USER, REPLY, ADD, REPLY], (2, 4)),
+            Chat([BE, USER, REPLY, ADD]),
+        ),
+        (
+            {**share(("human", "1 + 2"), ("gpt", "3")), "system": "be"},
+            Chat([BE, USER, REPLY], (2,)),
+            Chat([BE, USER]),
+        ),
+        # marks of what is not learned: of OpenAI, of axolotl
+        (
+            chat(USER, REPLY | {"weight": 0}, USER, REPLY | {"weight": 1}, USER, UNLEARNED),
+            Chat([USER, REPLY] * 2, (3,)),
+            Chat([*[USER, REPLY] * 2, USER]),
+        ),
+        (
+            {
+                "prompt": [USER | {"weight": 0}],
+                "completion": [UNLEARNED | {"content": ""}, TOOL, REPLY],
+                "chat_template_kwargs": {"mood": "calm"},
+            },
+            Chat([USER, REPLY | {"content": ""}, TOOL, REPLY], (3,), None, {"mood": "calm"}),
+            Chat([USER], (), None, {"mood": "calm"}),
         ),
     ],
 )
@@ -157,7 +191,55 @@ MALFORMED = [
     (
         {"prompt": [USER, REPLY], "completion": [USER]},
         "messages",
-        "found no assistant turn: there is nothing to learn",
+        "found no assistant turn that is learned: there is nothing to learn",
+    ),
+    (chat(USER, UNLEARNED), "messages", "found no assistant turn that is learned"),
+    (
+        chat(USER, REPLY | {"weight": 0.5}),
+        f"{MESSAGE}.weight",
+        "found 0.5: 0 or 1 is needed, as a turn is learned or not",
+    ),
+    (
+        chat(USER, REPLY | {"train": "no"}),
+        f"{MESSAGE}.train",
+        "found 'no': true or false is needed",
+    ),
+    (
+        chat(USER | {"train": True}, REPLY),
+        "messages[0].train",
+        "found True in a turn of 'user': only assistant turns are learned, remove it",
+    ),
+    (
+        chat(USER, REPLY | {"train_detail": []}),
+        f"{MESSAGE}.train_detail",
+        "a turn is learned as a whole: mark it by 'train' instead",
+    ),
+    ({**ALPACA, "history": [["a"]]}, "history[0]", "found ['a']: a list of an instruction and its"),
+    ({**ALPACA, "history": "a"}, "history[0]", "found 'a': a list of an instruction and its"),
+    ({**ALPACA, "history": [["a", 5]]}, "history[0]", "found 5: a string is needed"),
+    ({**ALPACA, "system": 5}, "system", "found 5: a string is needed"),
+    ({**GOOD, "tools": "f"}, "tools", "found 'f': a list of objects is needed"),
+    ({**GOOD, "tools": [{"name": "f"}]}, "tools", "the chat template leaves out 'f': give a"),
+    (chat(USER, CALL), f"{MESSAGE}.tool_calls", "the chat template leaves out 'f': give a tok"),
+    (
+        chat(USER, CALL | {"content": ""}),
+        f"{MESSAGE}.tool_calls",
+        "the chat template leaves out 'f': give a tokenizer whose template renders tools",
+    ),
+    (
+        chat(USER, {"role": "assistant", "tool_calls": "f"}),
+        f"{MESSAGE}.tool_calls",
+        "found 'f': a list of objects is needed, a call each",
+    ),
+    (
+        {**GOOD, "chat_template_kwargs": 5},
+        "chat_template_kwargs",
+        "found 5: an object of variables",
+    ),
+    (
+        {**GOOD, "chat_template_kwargs": {"tokenize": True}},
+        "chat_template_kwargs",
+        "found 'tokenize', which is no variable of a template: remove it",
     ),
     (
         chat(REPLY),
@@ -284,9 +366,32 @@ def test_what_datasets_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     )
     for path, split in ((str(tmp_path / "saved"), "held_out"), ("org/chats", "test")):
         found = [record for _, record in checked(open_source([path], split), parse)]
-        assert found == [Chat([USER, REPLY]), Text("", "plain")]
+        assert found == [Chat([USER, REPLY], (1,)), Text("", "plain")]
     with pytest.raises(RecordError, match="datasets cannot read split 'test' of it: KeyError"):
         open_source([str(tmp_path / "saved")], "test")
+
+
+def test_tables_add_no_arguments_to_a_tool_call() -> None:
+    """Where rows differ in their arguments, a table gives each those of all, the missing ones null;
+    a null in a line of JSON is one that the model wrote."""
+    datasets: Any = pytest.importorskip("datasets")
+
+    def call(**arguments: Any) -> dict[str, Any]:
+        return {
+            **chat(
+                USER, CALL | {"tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+            ),
+            "tools": [{"function": {"name": "f", "parameters": dict.fromkeys(arguments, "int")}}],
+        }
+
+    rows = [call(x=1), call(y=2)]
+    table = datasets.Dataset.from_list(rows)
+    assert None in table[0]["messages"][1]["tool_calls"][0]["function"]["arguments"].values()
+    source = source_of(table, "rows")
+    assert source is not None
+    assert [record for _, record in checked(source, parse)] == [*map(parse, rows)]
+    written = call(x=None)
+    assert parse(parse_line(json.dumps(written).encode())).messages[1] == written["messages"][1]
 
 
 # Which tokens are learned
@@ -404,6 +509,14 @@ OF_TWO_ENDS = (
     "user : sum <end> <pad> assistant : {[] 4 <end> <pad> <pad>}"
 )
 TOOLS = "{% if tools %}{{ tools[0].name }} {% endif %}"
+# Marks what is learned, also in an earlier turn, which is rendered otherwise than as the last one.
+MARKED = (
+    "{% for m in messages %}{{ m.role + ' : ' }}{% if m.role == 'assistant' %}{% generation %}"
+    "{% if loop.last %}{{ '[] ' }}{% endif %}{{ m.content + ' ' }}{% for c in m.tool_calls %}"
+    "{{ c.name + ' ' }}{% endfor %}{% endgeneration %}{{ '<end> ' }}{% else %}"
+    "{{ m.content + ' ' + (sign or '+') + ' ' }}{% endif %}{% endfor %}{% if add_generation_prompt "
+    "%}{{ 'assistant : ' }}{% endif %}"
+)
 
 
 @pytest.mark.parametrize(
@@ -426,6 +539,33 @@ TOOLS = "{% if tools %}{{ tools[0].name }} {% endif %}"
             TWO_TURNS,
             OF_TWO_ENDS,
             26,
+            None,
+        ),
+        (
+            {"template": MARKED},
+            TWO_TURNS,
+            "user : 1 + 2 + assistant : {3 <end>} user : sum + assistant : {[] 4 <end> <pad>}",
+            19,
+            None,
+        ),
+        (
+            {"template": MARKED},
+            {
+                **chat(USER, REPLY, USER, UNLEARNED, USER, CALL | {"content": "sum"}, TOOL),
+                "chat_template_kwargs": {"sign": "="},
+            },
+            "user : 1 + 2 = assistant : {3 <end>} user : 1 + 2 = assistant : 3 <end> "
+            "user : 1 + 2 = assistant : {[] sum <unk> <end>}",
+            32,
+            None,
+        ),
+        # the template decides: the last turn alone
+        (
+            {"template": MARKED.replace("== 'assistant'", "== 'assistant' and loop.last")},
+            chat(USER, REPLY, USER, {"role": "assistant", "content": "4"}),
+            "user : 1 + 2 + assistant : 3 + user : 1 + 2 + assistant : "
+            "{[] 4 <end> <pad> <pad> <pad>}",
+            21,
             None,
         ),
         ({"max_length": 12}, LONG, "1 2 3 4 {5 6 7 8 9 10 <end> <pad>}", 11, None),

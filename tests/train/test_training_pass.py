@@ -170,6 +170,24 @@ def test_gradient_accumulation_in_transformers_trainer(tmp_path: Path) -> None:
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_step_without_learned_tokens_is_refused(size: int, tmp_path: Path) -> None:
+    """In a stock trainer, which would go on with a loss of 0; a micro-batch without any is part of
+    a step that has some."""
+    trainer = stock_trainer(tmp_path, size)
+    unlearned = torch.full((8,), -100)
+    trainer.train_dataset[0]["labels"] = unlearned
+    trainer.train()
+    assert trainer.state.log_history[0]["grad_norm"] > 0
+    trainer.train_dataset[1]["labels"] = unlearned
+    for compute in (trainer.train, lambda: trainer.evaluate(trainer.train_dataset[:1])):
+        with pytest.raises(ValueError, match="labels: none is learned, each is -100 or padding"):
+            compute()
+    padded = {"labels": torch.tensor([[5, -100]]), "attention_mask": torch.tensor([[0, 1]])}
+    with pytest.raises(ValueError, match="labels: none is learned"):
+        make_model()(torch.tensor([[5, 6]]), **padded)
+
+
 @pytest.mark.parametrize(
     "given",
     [

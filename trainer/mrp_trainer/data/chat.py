@@ -1,7 +1,9 @@
 """Encoding of records, such as chats, as training samples: token ids, and which of them are learned
 (have a loss)."""
 
-from collections.abc import Sequence
+import inspect
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from .records import Chat, FieldError, Text, Trajectory, parse, parse_prompt
 from .samples import Sample, make_sample
@@ -16,16 +19,21 @@ from .samples import Sample, make_sample
 logger = logging.get_logger(__name__)
 
 Segment = tuple[str, bool]  # part of a text, and whether its tokens are learned
+Span = tuple[int, int]  # begin and end of a part of a text
+# What a template writes within is the assistant's.
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_RENDER_OPTIONS = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
 
 
 @dataclass(frozen=True)
 class RecordEncoder:
     """An encoder of records into training samples of whole blocks.
 
-    In a chat the learned tokens are those of all assistant turns, each with the token that ends it.
-    Published templates do not mark assistant turns, so a turn is found by rendering the
-    conversation up to it: this works with any chat template that renders earlier turns the same
-    whatever follows.
+    In a chat the learned tokens are those of all assistant turns that the record does not exclude,
+    each with the token that ends it. A template that marks what the assistant writes by
+    `{% generation %}` says which these are. Most published ones do not, so a turn is found by
+    rendering the conversation up to it: this works with any chat template that renders earlier
+    turns the same whatever follows.
 
     Args:
         max_length: The most tokens of a sample; longer ones are cut to whole blocks. `ValueError`
@@ -75,6 +83,7 @@ class RecordEncoder:
         begin: list[int] = []
         if isinstance(record, Chat):
             text = self._render(record, len(record.messages), add_generation_prompt=True)
+            _check_rendered("tools", _names(record.tools), text)
         else:
             begin = self._begin_ids
             text = record.prompt
@@ -176,29 +185,74 @@ class RecordEncoder:
     def _segments(self, record: Chat) -> list[Segment]:
         """Cut a chat's text into learned turns and what lies between; each is tokenized alone, as a
         prompt is in decoding."""
-        text = self._render(record, len(record.messages))
-        segments: list[Segment] = []
-        position = 0
-        for index, message in enumerate(record.messages):
-            if message["role"] != "assistant" or index < record.learned_from:
-                continue
+        for index in record.learned:
             for token in self._end_tokens:
-                if token in (message.get("content") or ""):
+                if token in (record.messages[index].get("content") or ""):
                     remedy = "which ends a turn: remove it, the chat template sets it"
                     raise FieldError(f"messages[{index}].content", f"found {token}, {remedy}")
+        text = self._render(record, len(record.messages))
+        _check_rendered("tools", _names(record.tools), text)
+        segments: list[Segment] = []
+        position = 0
+        for begin, end in self._learned_spans(record, text):
+            segments += [(text[position:begin], False), (text[begin:end], True)]
+            position = end
+        learned_text = "".join(segment for segment, is_learned in segments if is_learned)
+        for index in record.learned:
+            calls = _names(record.messages[index].get("tool_calls"))
+            _check_rendered(f"messages[{index}].tool_calls", calls, learned_text)
+        return segments
+
+    def _learned_spans(self, record: Chat, text: str) -> list[Span]:
+        """Find what is learned of a chat's text, in order: as the template marks it, else by turns;
+        `FieldError` where turns cannot be told apart."""
+        turns = []
+        for index, message in enumerate(record.messages):
+            if message["role"] == "assistant":
+                turns.append(index)
+        marked = self._marked_spans(record, text)
+        if len(marked) == len(turns):  # else a turn has several, or none
+            by_turn = dict(zip(turns, marked, strict=True))
+            return [by_turn[index] for index in record.learned]
+        if marked and len(record.learned) == len(turns):
+            return marked
+        spans: list[Span] = []
+        for index in record.learned:
             span = self._span(record, index, text)
-            if span is None or span[0] < position:
+            if span is None or (spans and span[0] < spans[-1][1]):
                 raise FieldError(
                     "messages",
                     f"the chat template renders what precedes message {index + 1} differently once "
                     "later messages follow, so that its turns cannot be told apart: give each turn "
                     "as a record of its own that ends with it",
                 )
-            segments += [(text[position : span[0]], False), (text[slice(*span)], True)]
-            position = span[1]
-        return segments
+            spans.append(span)
+        return spans
 
-    def _span(self, record: Chat, index: int, text: str) -> tuple[int, int] | None:
+    def _marked_spans(self, record: Chat, text: str) -> list[Span]:
+        """List what the template marks as the assistant's, each with an end token that follows;
+        nothing without such marks."""
+        template = self.tokenizer.get_chat_template(tools=record.tools)
+        if not _GENERATION.search(template):
+            return []
+        _, indices = render_jinja_template(
+            [record.messages],
+            record.tools,
+            chat_template=template,
+            return_assistant_tokens_mask=True,
+            **{**self.tokenizer.special_tokens_map, **record.variables},
+        )
+        spans = []
+        for begin, end in indices[0]:
+            for token in self._end_tokens:
+                if text.startswith(token, end):
+                    end += len(token)
+                    break
+            if begin < end:
+                spans.append((begin, end))
+        return spans
+
+    def _span(self, record: Chat, index: int, text: str) -> Span | None:
         """Find an assistant turn in the whole text; return its begin and its end behind the end
         token, or None if not found."""
         prefix = self._render(record, index, add_generation_prompt=True)
@@ -222,9 +276,38 @@ class RecordEncoder:
 
     def _render(self, record: Chat, count: int, **options: Any) -> str:
         """Render the first `count` messages of a chat by the tokenizer's template."""
+        if reserved := sorted(_RENDER_OPTIONS & record.variables.keys()):
+            raise FieldError(
+                "chat_template_kwargs",
+                f"found {reserved[0]!r}, which is no variable of a template: remove it",
+            )
         try:
             return self.tokenizer.apply_chat_template(
-                record.messages[:count], tools=record.tools, tokenize=False, **options
+                record.messages[:count],
+                tools=record.tools,
+                tokenize=False,
+                **options,
+                **record.variables,
             )
         except (TemplateError, TypeError, ValueError) as error:  # ValueError: there is no template
             raise FieldError("messages", f"the chat template refuses it: {error}") from error
+
+
+def _names(entries: Sequence[Mapping[str, Any]] | None) -> Iterator[str]:
+    """Yield the names of tools or of calls of them, in OpenAI's form or without `function`."""
+    for entry in entries or ():
+        function = entry.get("function", entry)
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if isinstance(name, str):
+            yield name
+
+
+def _check_rendered(field_name: str, names: Iterator[str], text: str) -> None:
+    """Raise `FieldError` for a name that a text lacks: some templates leave tools out."""
+    for name in names:
+        if name not in text:
+            raise FieldError(
+                field_name,
+                f"the chat template leaves out {name!r}: give a tokenizer whose template renders "
+                "tools and their calls, or remove the record",
+            )

@@ -9,7 +9,11 @@ a text that a model wrote itself:
 
 ShareGPT's `conversations` (of `from` and `value`) are read as `messages`, and Alpaca's
 `instruction`, `input` and `output` as a chat of two turns, even if there is a `text` that repeats
-them.
+them. A `system` text of either is the chat's first message, and Alpaca's `history`, pairs of
+instruction and answer, its earlier turns.
+
+An assistant turn with `weight: 0` (OpenAI) or `train: false` (axolotl) is not learned.
+`chat_template_kwargs` of a record are variables of the chat template.
 
 `ids` are the token ids of prompt and response, `response_start` is the length of the prompt, and
 `reveal_step` is the decoding step, from 0 on, that revealed each token of the response; later
@@ -38,18 +42,20 @@ _SPEAKERS = {"human": "user", "gpt": "assistant"}
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation up to its last assistant turn.
+    """A conversation up to its last learned turn.
 
     Attributes:
         messages: {role, content, ...}, with any other fields that the chat template reads.
-        learned_from: Index of the first message that may be learned; earlier ones belong to the
+        learned: Indices of the messages that are learned, the last one among them; none in a
             prompt.
         tools: Descriptions of tools, for the chat template.
+        variables: Further variables of the chat template.
     """
 
     messages: list[dict[str, Any]]
-    learned_from: int = 0
+    learned: tuple[int, ...] = ()
     tools: list[dict[str, Any]] | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -104,23 +110,25 @@ def parse(row: Any) -> Chat | Text | Trajectory:
         return Text("", _learned("text", fields["text"]))
     if "reveal_step" in fields:
         return _trajectory(fields)
+    prompt_length = 0
     if "messages" in fields:
-        learned_from = 0
-        messages = _messages(fields["messages"])
+        messages, trains = _messages(fields["messages"])
     else:
         prompt = fields.get("prompt")
         completion = fields.get("completion")
         if not (isinstance(prompt, list) and isinstance(completion, list)):
             return Text(_string("prompt", prompt), _learned("completion", completion))
-        learned_from = len(prompt)
-        messages = _messages([*prompt, *completion])
-    end = 0
-    for index, message in enumerate(messages):
-        if message["role"] == "assistant" and index >= learned_from:
-            end = index + 1
-    if not end:
-        raise FieldError("messages", "found no assistant turn: there is nothing to learn")
-    return Chat(messages[:end], learned_from, fields.get("tools"))
+        prompt_length = len(prompt)
+        messages, trains = _messages([*prompt, *completion])
+    learned = []
+    for index in range(prompt_length, len(messages)):
+        if messages[index]["role"] == "assistant" and trains[index]:
+            learned.append(index)
+    if not learned:
+        raise FieldError(
+            "messages", "found no assistant turn that is learned: there is nothing to learn"
+        )
+    return _chat(messages[: learned[-1] + 1], tuple(learned), fields)
 
 
 def parse_prompt(row: Any) -> Chat | Text:
@@ -135,10 +143,32 @@ def parse_prompt(row: Any) -> Chat | Text:
     value = fields[names[0]]
     if names == ["prompt"] and not isinstance(value, list):
         return Text(_string("prompt", value), "")
-    messages = _messages(value)
+    messages, _ = _messages(value)
     if messages[-1]["role"] == "assistant":
         messages.pop()
-    return Chat(messages, 0, fields.get("tools"))
+    return _chat(messages, (), fields)
+
+
+def _chat(
+    messages: list[dict[str, Any]], learned: tuple[int, ...], fields: Mapping[str, Any]
+) -> Chat:
+    """Make a chat of its checked messages, and of the tools and variables among a row's fields."""
+    tools = fields.get("tools")
+    if tools is not None and not _are_mappings(tools):
+        raise FieldError(
+            "tools", f"found {_format_value(tools)}: a list of objects is needed, a tool each"
+        )
+    variables = fields.get("chat_template_kwargs", {})
+    if not isinstance(variables, Mapping):
+        raise FieldError(
+            "chat_template_kwargs",
+            f"found {_format_value(variables)}: an object of variables of the template is needed",
+        )
+    return Chat(messages, learned, tools or None, variables)
+
+
+def _are_mappings(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, Mapping) for item in value)
 
 
 def _record_fields(row: Any) -> dict[str, Any]:
@@ -149,21 +179,37 @@ def _record_fields(row: Any) -> dict[str, Any]:
     fields = {str(name): value for name, value in row.items() if value is not None}
     if fields.keys() & {"messages", "prompt", "completion", "reveal_step"}:
         return fields
+    messages: list[Any] | None = None
     if "instruction" in fields and ("output" in fields or "text" not in fields):
-        instructions = [
-            _string(name, fields[name]) for name in ("instruction", "input") if name in fields
-        ]
-        answered = (
-            [{"role": "assistant", "content": fields["output"]}] if "output" in fields else []
-        )
-        fields["messages"] = [
-            {"role": "user", "content": "\n\n".join(filter(None, instructions))},
-            *answered,
-        ]
+        messages = _alpaca_messages(fields)
         fields.pop("text", None)  # it repeats the other fields
     elif isinstance(fields.get("conversations"), list) and "text" not in fields:
-        fields["messages"] = [_sharegpt_message(message) for message in fields["conversations"]]
+        messages = [_sharegpt_message(message) for message in fields["conversations"]]
+    if messages is not None:
+        if system := _string("system", fields.get("system", "")):
+            messages.insert(0, {"role": "system", "content": system})
+        fields["messages"] = messages
     return fields
+
+
+def _alpaca_messages(fields: Mapping[str, Any]) -> list[Any]:
+    """Make the messages of Alpaca's fields: earlier pairs of instruction and answer, the
+    instruction with its input, and the answer if there is one."""
+    messages: list[Any] = []
+    history = fields.get("history", [])
+    for number, pair in enumerate(history if isinstance(history, list) else [history]):
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise FieldError(
+                f"history[{number}]",
+                f"found {_format_value(pair)}: a list of an instruction and its answer is needed",
+            )
+        for role, text in zip(("user", "assistant"), pair, strict=True):
+            messages.append({"role": role, "content": _string(f"history[{number}]", text)})
+    parts = [_string(name, fields[name]) for name in ("instruction", "input") if name in fields]
+    messages.append({"role": "user", "content": "\n\n".join(filter(None, parts))})
+    if "output" in fields:
+        messages.append({"role": "assistant", "content": fields["output"]})
+    return messages
 
 
 def _sharegpt_message(message: Any) -> Any:
@@ -208,14 +254,15 @@ def _is_int_list(value: Any) -> bool:
     return isinstance(value, list) and {type(number) for number in value} == {int}
 
 
-def _messages(messages: Any) -> list[dict[str, Any]]:
+def _messages(messages: Any) -> tuple[list[dict[str, Any]], list[bool]]:
     """Check the messages of a conversation, prompt and completion joined; return them without
-    fields that are null."""
+    fields that are null and without marks, and whether each may be learned by its marks."""
     if not isinstance(messages, list) or not messages:
         raise FieldError(
             "messages", f"found {_format_value(messages)}: a list of messages is needed"
         )
     checked = []
+    trains = []
     for number, message in enumerate(messages):
         location = f"messages[{number}]"
         if not isinstance(message, Mapping):
@@ -232,17 +279,50 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
                 f"{location}.role",
                 f"found {_format_value(role)}: one of {', '.join(ROLES)} is needed",
             )
-        if not calls or "content" in message:
-            (_learned if role == "assistant" and not calls else _string)(
-                f"{location}.content", message.get("content")
+        if calls is not None and not _are_mappings(calls):
+            raise FieldError(
+                f"{location}.tool_calls",
+                f"found {_format_value(calls)}: a list of objects is needed, a call each",
             )
+        is_learned = _take_marks(message, location)
+        if not calls or "content" in message:
+            has_text = role == "assistant" and is_learned and not calls
+            (_learned if has_text else _string)(f"{location}.content", message.get("content"))
         checked.append(message)
+        trains.append(is_learned)
     if checked[0]["role"] == "assistant":
         raise FieldError(
             "messages[0].role",
             "found 'assistant' in the first message: a turn that it answers must come before",
         )
-    return checked
+    return checked, trains
+
+
+def _take_marks(message: dict[str, Any], location: str) -> bool:
+    """Remove a message's marks of what is learned; return whether it may be, by them.
+    `FieldError` for a mark that cannot be honoured."""
+    is_learned = True
+    for name, needed in (("weight", "0 or 1"), ("train", "true or false")):
+        if name not in message:
+            continue
+        mark = message.pop(name)
+        if mark not in (0, 1):
+            raise FieldError(
+                f"{location}.{name}",
+                f"found {_format_value(mark)}: {needed} is needed, as a turn is learned or not",
+            )
+        if mark and message["role"] != "assistant":
+            raise FieldError(
+                f"{location}.{name}",
+                f"found {_format_value(mark)} in a turn of {message['role']!r}: only assistant "
+                "turns are learned, remove it",
+            )
+        is_learned = is_learned and bool(mark)
+    if "train_detail" in message:
+        raise FieldError(
+            f"{location}.train_detail", "a turn is learned as a whole: mark it by 'train' instead"
+        )
+    return is_learned
 
 
 def _string(name: str, value: Any) -> str:

@@ -79,7 +79,29 @@ def source_of(dataset: Any, name: str) -> Source | None:
         )
     if len(dataset) > 0 and not isinstance(dataset[0], Mapping):
         return None
-    return Source({name: dataset})
+    # as a `datasets.Dataset` has
+    return Source({name: TableRows(dataset) if hasattr(dataset, "features") else dataset})
+
+
+@dataclass(frozen=True)
+class TableRows:
+    """The rows of a `datasets.Dataset` without nulls, with which a table fills what is missing in a
+    row, also in the arguments of a tool call: templates would print them."""
+
+    table: Any
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(_without_nulls, self.table)
+
+
+def _without_nulls(value: Any) -> Any:
+    """Drop nulls in objects, at any depth."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def checked(source: Source, read: Callable[[Any], Any]) -> Iterator[tuple[int, Any]]:
@@ -140,4 +162,4 @@ def _load(path: Path, split: str) -> Source:
         raise RecordError(
             [f"{path}: datasets cannot read split {split!r} of it: {type(cause).__name__}: {cause}"]
         ) from error
-    return Source({str(path): table})
+    return Source({str(path): TableRows(table)})
