@@ -118,8 +118,6 @@ def test_completion_needs_nothing_heavy() -> None:
 @pytest.mark.parametrize(
     ("path", "unknown", "meant"),
     [
-        ("train head", "--lr", "--learning-rate"),
-        ("train backbone", "--lr", "--learning-rate"),
         ("train head", "--batchsize", "--batch-size"),
         ("train head", "--num-train-epochs", "--epochs"),
         ("train head", "--epoch", "--epochs"),

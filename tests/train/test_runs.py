@@ -183,7 +183,7 @@ def test_a_run_with_other_settings_or_records_is_not_taken_up(
         eval_data=[files["held"]],
     )
     message = (
-        r"head_init was 'identity' and is 'published'; learning_rate was 0\.001 and is 0\.5\. Name "
+        r"head_init was None and is 'published'; learning_rate was 0\.001 and is 0\.5\. Name "
         r"another folder"
     )
     message += (

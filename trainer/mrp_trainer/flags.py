@@ -39,6 +39,7 @@ _Yaml.add_implicit_resolver(
 )
 
 
+_INTERRUPTED = 130  # the exit status of a program that Ctrl-C ended
 # What stands for a flag's value in help, by its type.
 _METAVARS = {int: "N", float: "X", str: "TEXT"}
 
@@ -224,8 +225,8 @@ def suggest_flags(unknown: str, parameters: Sequence[Any]) -> list[str]:
 
 @contextmanager
 def reported_errors() -> Iterator[None]:
-    """Turn errors that name a value and the remedy into one red line and exit code 1, without a
-    traceback."""
+    """Turn errors that name a value and the remedy into one red line and exit code 1, and an
+    interrupt with a message into that and exit code 130, without a traceback."""
     try:
         yield
     except (ValueError, ImportError, OSError, FloatingPointError) as error:
@@ -236,6 +237,11 @@ def reported_errors() -> Iterator[None]:
         lines = [f"Error: {error}{remedy}", *getattr(error, "__notes__", ())]
         typer.secho("\n".join(lines), fg="red", err=True)
         raise typer.Exit(1) from error
+    except KeyboardInterrupt as error:
+        if not error.args:
+            raise
+        typer.secho(str(error), err=True)
+        raise typer.Exit(_INTERRUPTED) from error
     except Exception as error:
         if not _is_network_error(error):
             raise

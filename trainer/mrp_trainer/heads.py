@@ -15,7 +15,7 @@ NEW_HEADS = get_args(HeadInit)
 _PUBLISHED_STD = 0.2  # in the published recipe
 
 
-def with_new_head(model: Any, layers: int = 3, how: str = "identity") -> Any:
+def with_new_head(model: Any, layers: int = 3, how: str | None = None) -> Any:
     """Give a model a new head, in place of its own if any, and return the model; arguments and
     errors as in `new_head`."""
     model.attach_head(new_head(model, layers, how))
@@ -23,7 +23,7 @@ def with_new_head(model: Any, layers: int = 3, how: str = "identity") -> Any:
 
 
 @torch.no_grad()
-def new_head(model: Any, layers: int = 3, how: str = "identity") -> MRPHead:
+def new_head(model: Any, layers: int = 3, how: str | None = None) -> MRPHead:
     """Make a head for a model's backbone, on its device and in its dtype; torch's generator draws
     the random part.
 
@@ -34,7 +34,8 @@ def new_head(model: Any, layers: int = 3, how: str = "identity") -> MRPHead:
             norm of weight zero, so that the head adds nothing. `backbone`: the layers are copies of
             the backbone's last ones and read the hidden states h_A through an identity, under the
             same norm. `published`: as in the published recipe, with std 0.2 and norms one; such a
-            head adds noise until it is trained.
+            head adds noise until it is trained. None: `backbone`, or `identity` if the backbone's
+            layers cannot be copied.
 
     Raises:
         ValueError: if `layers` is not a positive int, `how` is something else, or `backbone` cannot
@@ -42,7 +43,7 @@ def new_head(model: Any, layers: int = 3, how: str = "identity") -> MRPHead:
     """
     if not isinstance(layers, int) or isinstance(layers, bool) or layers < 1:
         raise ValueError(f"head_layers is {layers!r}: a head has 1 layer or more (3 are published)")
-    if how not in NEW_HEADS:
+    if how not in (None, *NEW_HEADS):
         raise ValueError(f"head_init is {how!r}: choose one of {', '.join(NEW_HEADS)}")
     config = copy.deepcopy(model.config)
     config.num_nextn_predict_layers = layers
@@ -56,35 +57,42 @@ def new_head(model: Any, layers: int = 3, how: str = "identity") -> MRPHead:
             )
     if how == "published":
         nn.init.ones_(head.norm.weight)
-    if how == "backbone":
-        _copy_last_layers(head, list(model.model.layers))
+    if how in (None, "backbone"):
+        sources = list(model.model.layers)
+        problem = _copying_problem(head, sources)
+        if problem is None:
+            _copy_last_layers(head, sources)
+        elif how is not None:
+            raise ValueError(f"head_init is 'backbone', but {problem}")
     return head
 
 
-def _copy_last_layers(head: MRPHead, layers: list[nn.Module]) -> None:
+def _copying_problem(head: MRPHead, layers: list[nn.Module]) -> str | None:
+    """Say why a head cannot have copies of a backbone's last layers, and the remedy; None if it
+    can."""
     depth = len(head.layers)
-    hidden = head.eh_proj.out_features
     if depth > len(layers):
-        raise ValueError(
-            f"head_init is 'backbone', but the head has {depth} layers and the backbone "
-            f"{len(layers)}: use fewer head_layers"
+        return f"the head has {depth} layers and the backbone {len(layers)}: use fewer head_layers"
+    source = layers[-1]
+    if type(source) is not type(head.layers[0]):
+        return (
+            f"the backbone's layers are {type(source).__name__}s and a head's "
+            f"{type(head.layers[0]).__name__}s: use 'identity'"
         )
-    sources = layers[-depth:]
-    if type(sources[0]) is not type(head.layers[0]):
-        raise ValueError(
-            f"head_init is 'backbone', but the backbone's layers are {type(sources[0]).__name__}s "
-            f"and a head's {type(head.layers[0]).__name__}s: use 'identity'"
-        )
-    if any(
-        type(weight) is not nn.Parameter or weight.is_meta
-        for source in sources
-        for weight in source.parameters()
-    ):
-        raise ValueError(
-            "head_init is 'backbone', but its last layers are offloaded or quantized: load them "
-            "into memory as they are, or use 'identity'"
-        )
+    for layer in layers[-depth:]:
+        for weight in layer.parameters():
+            if type(weight) is not nn.Parameter or weight.is_meta:
+                return (
+                    "its last layers are offloaded or quantized: load them into memory as they "
+                    "are, or use 'identity'"
+                )
+    return None
+
+
+def _copy_last_layers(head: MRPHead, layers: list[nn.Module]) -> None:
+    """Make a head read h_A through an identity, by copies of a backbone's last layers."""
+    hidden = head.eh_proj.out_features
     head.eh_proj.weight.zero_()
     head.eh_proj.weight[:, hidden:].fill_diagonal_(1.0)
-    for layer, source in zip(head.layers, sources, strict=True):
+    for layer, source in zip(head.layers, layers[-len(head.layers) :], strict=True):
         layer.load_state_dict(source.state_dict())

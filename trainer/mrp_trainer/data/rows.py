@@ -16,6 +16,7 @@ logger = logging.get_logger(__name__)
 
 _ORDER = 2 << 32  # keeps these draws apart from those of the noise, which use the same seed
 _WINDOW = 4096  # number of samples among which rows are packed
+_FIT_ROWS, _FIT_LENGTH = 256, 2048  # a fitted epoch has so many rows, unless rows would be longer
 
 
 class RecordRows(Dataset[list[Sample]]):
@@ -26,6 +27,9 @@ class RecordRows(Dataset[list[Sample]]):
     have the same rows, and item i is a row of epoch `i // len`. With `shuffle` the order of rows
     depends on seed and epoch; otherwise it is the order of records. A sample's `index` is epoch *
     number of samples + its number.
+
+    With `fit` a row holds at most the tokens of the longest sample, or more of many short ones: up
+    to 2,048 where an epoch still has 256 rows.
 
     Raises:
         RecordError: if records are malformed, or there is none.
@@ -40,6 +44,7 @@ class RecordRows(Dataset[list[Sample]]):
         packed: bool = True,
         seed: int = 0,
         shuffle: bool = True,
+        fit: bool = False,
     ) -> None:
         self.seed = seed
         self.shuffle = shuffle
@@ -60,13 +65,18 @@ class RecordRows(Dataset[list[Sample]]):
             if not uncut:
                 raise ValueError(f"{problem}: raise max_length, or shorten the records")
             logger.warning_once(f"{problem}. Raise max_length to learn from all of them")
+        lengths = np.asarray([len(sample.ids) for sample in self._samples])
+        self.row_length = encoder.capacity
+        if fit:
+            filled = min(int(lengths.sum()) // _FIT_ROWS, _FIT_LENGTH)
+            blocks = max(int(lengths.max()), filled) // encoder.block_size
+            self.row_length = min(blocks * encoder.block_size, encoder.capacity)
         if packed:
-            lengths = np.asarray([len(sample.ids) for sample in self._samples])
             order = _order(count, seed, 0) if shuffle else np.arange(count)
             self._rows: list[np.ndarray] = []
             for begin in range(0, count, _WINDOW):
                 numbers = order[begin : begin + _WINDOW]
-                for row in pack(lengths[numbers], encoder.capacity):
+                for row in pack(lengths[numbers], self.row_length):
                     self._rows.append(numbers[row])
         else:
             self._rows = list(np.arange(count)[:, None])

@@ -34,7 +34,10 @@ class MRPTrainingArguments(TrainerFlags, TrainingArguments):
         objective: `block_diffusion` trains the backbone, `mrp` trains the head on a frozen
             backbone. Required.
         learning_rate: AdamW's rate; by default 1e-3 for a head and 1e-4 for a backbone.
-        max_length: Tokens per row of records; longer samples are cut.
+        max_length: Tokens per row of records; longer samples are cut. By default rows fit the
+            records (`RecordRows`), and the trainer sets this to their length.
+        num_train_epochs: Passes over the data; by default 1, or as many as make 100 steps.
+        per_device_eval_batch_size: By default `per_device_train_batch_size`.
         packed: Whether a row of records holds several samples.
         noisy_copies: Noisy copies of a sample in one pass: 1 (published), or 2 with complementary
             masks.
@@ -73,13 +76,14 @@ class MRPTrainingArguments(TrainerFlags, TrainingArguments):
 
     objective: str | None = field(default=None, metadata={"one_of": OBJECTIVES})
     learning_rate: float = None  # type: ignore[assignment]  # the objective decides
+    per_device_eval_batch_size: int = None  # type: ignore[assignment]  # that of training
     lr_scheduler_type: str = "cosine_with_min_lr"
     lr_scheduler_kwargs: dict[str, Any] | str | None = None
     save_total_limit: int | None = 2
     inverse_level: bool = False
     noise_per: str = field(default="block", metadata={"one_of": ("block", "sample")})
     eager_share: float = field(default=0.5, metadata={"min": 0, "max": 1})
-    order_weight: float = field(default=0.0, metadata={"min": 0})
+    order_weight: float = field(default=0.5, metadata={"min": 0})
     reread_weight: float = field(default=1.0, metadata={"min": 0})
     packed_attention: str = field(default="auto", metadata={"one_of": ATTENTIONS})
     eval_new_tokens: int = field(default=64, metadata={"min": 1})
@@ -107,7 +111,8 @@ class MRPTrainingArguments(TrainerFlags, TrainingArguments):
                 "the frozen backbone that a head learns from ('mrp'). Leave it out"
             )
         check_declared(self)
-        if self.max_steps == 0 or (self.max_steps < 0 and not self.num_train_epochs > 0):
+        epochs = self.num_train_epochs
+        if self.max_steps == 0 or (self.max_steps < 0 and epochs is not None and not epochs > 0):
             name = "num_train_epochs"
             alternative = "a number above 0"
             if self.max_steps == 0:
@@ -120,6 +125,8 @@ class MRPTrainingArguments(TrainerFlags, TrainingArguments):
         # Otherwise several processes on a CPU would each train alone, all alike.
         if not torch.accelerator.is_available():
             self.use_cpu = True
+        if self.per_device_eval_batch_size is None:
+            self.per_device_eval_batch_size = self.per_device_train_batch_size
         if self.learning_rate is None:
             self.learning_rate = 1e-3 if self.objective == "mrp" else 1e-4
         if self.lr_scheduler_type == "cosine_with_min_lr" and self.lr_scheduler_kwargs is None:

@@ -8,6 +8,9 @@ cannot be read. It is damaged if another file is missing or cannot be read.
 import json
 import logging
 import re
+import signal
+import sys
+import threading
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,6 +38,35 @@ class LogAtSaves(TrainerCallback):
             control.should_log = True
 
     on_epoch_end = on_step_end
+
+
+class StopAtInterrupt(TrainerCallback):
+    """A callback that answers the first Ctrl-C with a checkpoint at the end of the step, and with
+    the end of training. It listens while it is open as a context; a second Ctrl-C ends at once."""
+
+    def __init__(self) -> None:
+        self.interrupted = False
+
+    def __enter__(self) -> "StopAtInterrupt":
+        self.previous = signal.getsignal(signal.SIGINT)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if signal.getsignal(signal.SIGINT) == self._note:
+            signal.signal(signal.SIGINT, self.previous)
+
+    def _note(self, *_: Any) -> None:
+        self.interrupted = True
+        signal.signal(signal.SIGINT, self.previous)
+        print("interrupted: a checkpoint is saved at the end of this step", file=sys.stderr)
+
+    def on_step_end(  # noqa: D102 - the class says it
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.interrupted:
+            control.should_save = control.should_log = control.should_training_stop = True
 
 
 @contextmanager

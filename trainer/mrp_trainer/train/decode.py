@@ -27,7 +27,7 @@ from ..evaluate.decoded import pad_left, padding_id
 from ..loading import load_model, tokenizer_of
 from ..outputs import OwnFolder, check_output
 from .inputs import check_tokenizer, digest, encoder_of
-from .options import DecodeOptions, TrainerFlags
+from .options import DecodeOptions
 
 # How long finished processes wait for the others, in place of the short default of
 # torch.distributed.
@@ -70,7 +70,7 @@ def decode(options: DecodeOptions) -> str | None:
             f"max_new_tokens is {options.max_new_tokens}: training takes whole blocks, give at "
             f"least {block_size}, one of them"
         )
-    encoder = encoder_of(model, tokenizer, TrainerFlags.max_length)
+    encoder = encoder_of(model, tokenizer, None)
 
     def read(row: Any) -> list[int]:
         if (length := len(ids := encoder.prompt(row))) > longest:

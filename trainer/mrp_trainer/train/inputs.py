@@ -1,11 +1,13 @@
 """Preparation of the arguments of `MRPTrainer`: the model, and datasets of records or of rows."""
 
 import hashlib
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from modeling_mrp.modeling import MRPForCausalLM
 
@@ -14,10 +16,13 @@ from ..data.rows import RecordRows
 from ..data.samples import samples_of
 from ..data.sources import source_of
 from .arguments import MRPTrainingArguments
-from .options import TrainerFlags
 
 _DIGESTED = 256  # first values of each tensor that enter a digest
+_LEAST_STEPS = 100  # of a run, by default
+_MAX_LENGTH = 4096  # of samples, by default
 _HALF = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+logger = logging.get_logger(__name__)
 
 
 def bare_model(model: Any) -> MRPForCausalLM:
@@ -125,13 +130,15 @@ def digest(model: Any) -> str | None:
     return hashlib.sha256(torch.cat(firsts).view(torch.int16).numpy().tobytes()).hexdigest()[:16]
 
 
-def encoder_of(model: Any, tokenizer: PreTrainedTokenizerBase, max_length: int) -> RecordEncoder:
-    """Make the encoder of samples and prompts for a model."""
+def encoder_of(
+    model: Any, tokenizer: PreTrainedTokenizerBase, max_length: int | None
+) -> RecordEncoder:
+    """Make the encoder of samples and prompts for a model; `max_length` is by default 4,096 or the
+    model's positions, if these are fewer."""
     bare = bare_model(model)
     config = bare.config
     positions = config.max_position_embeddings
-    # the default is for models with more positions
-    if max_length > positions and max_length != TrainerFlags.max_length:
+    if max_length is not None and max_length > positions:
         raise ValueError(
             f"max_length is {max_length}: the model has {positions} positions "
             "(max_position_embeddings), lower it"
@@ -139,7 +146,7 @@ def encoder_of(model: Any, tokenizer: PreTrainedTokenizerBase, max_length: int) 
     return RecordEncoder(
         tokenizer,
         config.block_size,
-        min(max_length, positions),
+        min(_MAX_LENGTH, positions) if max_length is None else max_length,
         config.mask_token_id,
         ends_of(bare),
         config.vocab_size,
@@ -186,7 +193,27 @@ def as_rows(
         args.packed,
         args.seed,
         shuffle=not held_out,
+        fit=args.max_length is None,
     )
+
+
+def fit_to_rows(args: MRPTrainingArguments, rows: Any) -> None:
+    """Set `max_length` and `num_train_epochs`, if they are None, to what fits the training rows;
+    warn if a step takes more rows than there are."""
+    if isinstance(rows, RecordRows) and args.max_length is None:
+        args.max_length = rows.row_length
+    epochs = 1
+    if hasattr(rows, "__len__"):
+        rows_per_step = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
+        epochs = max(1, math.ceil(_LEAST_STEPS / max(1, math.ceil(len(rows) / rows_per_step))))
+        if len(rows) < rows_per_step:
+            logger.warning_once(
+                f"the training data are {len(rows)} rows, fewer than the {rows_per_step} of a "
+                "step, so that each step takes some of them again: lower "
+                "per_device_train_batch_size (--batch-size), or give more data"
+            )
+    if args.num_train_epochs is None:
+        args.num_train_epochs = epochs
 
 
 def prompts_of(rows: Any, count: int) -> list[list[int]]:

@@ -60,11 +60,12 @@ class RunOptions:
         "Head to train further.", None, panel=_HEAD, metavar="PATH", shown="a new one", only="mrp"
     )
     head_layers: int = flag("Layers of a new head.", 3, panel=_HEAD, only="mrp", min=1)
-    head_init: str = flag(
-        "Start of a new head, which adds nothing, copies layers, or is random.",
-        "identity",
+    head_init: str | None = flag(
+        "Start of a new head, which copies layers, adds nothing, or is random.",
+        None,
         panel=_HEAD,
         kind=HeadInit,
+        shown="backbone; identity where layers differ",
         only="mrp",
     )
     save: str = flag(
@@ -73,6 +74,16 @@ class RunOptions:
         panel=_HEAD,
         kind=Literal["head", "full"],
         only="mrp",
+    )
+    lora_rank: int = flag(
+        "Train an adapter of this rank for the model's head; 0: all of the head.",
+        0,
+        panel=_HEAD,
+        only="mrp",
+        min=0,
+    )
+    lora_alpha: int | None = flag(
+        "Scale of the adapter.", None, panel=_HEAD, shown="2 x rank", only="mrp", min=1
     )
     early_stopping_patience: int = flag(
         "Evaluations without a lower loss before stopping; 0: never.", 0, panel=_WATCH, min=0
@@ -94,15 +105,22 @@ class TrainerFlags:
         "Folder for checkpoints and the result.", None, panel=_RUN, metavar="FOLDER"
     )
     seed: int = flag("Seed of noise, order and new weights.", 42, panel=_RUN)
-    max_length: int = flag("Tokens per row.", 2048, panel=_DATA, min=1)
+    max_length: int | None = flag(
+        "Tokens per row.", None, panel=_DATA, shown="fits the records", min=1
+    )
     packed: bool = flag("Several samples per row.", True, panel=_DATA, name="--packed/--not-packed")
-    unroll: int = flag("Head steps unrolled in training.", 1, panel=_LOSS, only="mrp", min=1)
+    unroll: int = flag("Head steps unrolled in training.", 2, panel=_LOSS, only="mrp", min=1)
     reveal_rule: str = flag(
         "Reveals before each head step.", "on_policy", panel=_LOSS, kind=RevealRule, only="mrp"
     )
     noisy_copies: int = flag("Noisy copies per sample.", 2, panel=_LOSS, min=1, max=2)
-    num_train_epochs: float = flag(
-        "Passes over the data.", 1.0, panel=_OPTIMIZER, name="--epochs", min=0
+    num_train_epochs: float | None = flag(
+        "Passes over the data.",
+        None,
+        panel=_OPTIMIZER,
+        name="--epochs",
+        shown="1, or more for 100 steps",
+        min=0,
     )
     max_steps: int = flag(
         "Training steps.", -1, panel=_OPTIMIZER, name="--steps", shown="by epochs"
@@ -114,7 +132,11 @@ class TrainerFlags:
         "Forward and backward passes per step.", 1, panel=_OPTIMIZER, name="--accumulate", min=1
     )
     learning_rate: float | None = flag(
-        "Learning rate of AdamW.", None, panel=_OPTIMIZER, shown="1e-3 head, 1e-4 backbone"
+        "Learning rate of AdamW.",
+        None,
+        panel=_OPTIMIZER,
+        name="--learning-rate --lr",
+        shown="1e-3 head, 1e-4 backbone",
     )
     muon_learning_rate: float | None = flag(
         "Muon's learning rate for layer matrices.", None, panel=_OPTIMIZER, shown="no Muon"
@@ -126,7 +148,7 @@ class TrainerFlags:
     eval_prompts: int = flag(
         "Held-out prompts decoded at each evaluation.", 0, panel=_WATCH, only="mrp", min=0
     )
-    save_steps: float = flag("Steps between checkpoints.", 500, panel=_WATCH)
+    save_steps: float = flag("Steps between checkpoints.", 100, panel=_WATCH)
     logging_steps: float = flag("Steps between log lines.", 10, panel=_WATCH)
     report_to: list[str] = flag(
         "Trackers: tensorboard, trackio, ...", [], panel=_WATCH, shown="none"
@@ -142,12 +164,14 @@ def check_declared(options: Any) -> None:
         minimum = flagged["more"].get("min")
         maximum = flagged["more"].get("max")
         choices = option.metadata.get("one_of", get_args(flagged["kind"]))
-        if choices and value not in choices:
+        if choices and value not in (*choices, option.default):
             raise ValueError(
                 f"{option.name} is {value!r}: choose {', '.join(map(repr, choices[:-1]))} or "
                 f"{choices[-1]!r}"
             )
-        if minimum is not None and not minimum <= value <= (value if maximum is None else maximum):
+        if None not in (minimum, value) and not minimum <= value <= (
+            value if maximum is None else maximum
+        ):
             needed = f"{minimum} or more" if maximum is None else f"from {minimum} to {maximum}"
             raise ValueError(f"{option.name} is {value}: it must be {needed}")
 

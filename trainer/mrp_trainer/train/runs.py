@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import yaml
 from filelock import FileLock, Timeout
+from peft import LoraConfig, get_peft_model
 from transformers import EarlyStoppingCallback, PreTrainedTokenizerBase, set_seed
 from transformers.integrations import get_available_reporting_integrations
 
@@ -23,12 +24,14 @@ from ..doctor.replays import measure_device
 from ..heads import with_new_head
 from ..loading import tokenizer_of
 from ..outputs import OwnFolder, replace_file, report_full_disk
-from .checkpoints import checkpoints_in, step_of, under_own_class
+from .arguments import MRPTrainingArguments
+from .checkpoints import StopAtInterrupt, checkpoints_in, step_of, under_own_class
 from .estimate import estimate_step
 from .options import RunOptions
 from .settings import RUN_FILE, Settings, read_yaml
 from .trainer import MRPTrainer
 
+_HEAD_MATRICES = r"mrp_head\..*_proj"
 _RESTART = "Name another folder, or begin again with --restart"
 _FULL_DISK_REMEDY = (
     "free some space and repeat the command, which goes on from the last whole checkpoint"
@@ -60,7 +63,21 @@ class OpenRun:
             return self._train(newest)
 
     def _train(self, newest: Path | None) -> Path:
-        self.trainer.train(resume_from_checkpoint=None if newest is None else str(newest))
+        checkpoint = None if newest is None else str(newest)
+        state = self.trainer.state
+        if self.trainer.args.world_size > 1:  # which would stop at different steps
+            self.trainer.train(resume_from_checkpoint=checkpoint)
+        else:
+            with StopAtInterrupt() as stop:
+                self.trainer.add_callback(stop)
+                self.trainer.train(resume_from_checkpoint=checkpoint)
+            state = self.trainer.state
+            if stop.interrupted and state.global_step < state.max_steps:
+                self.lock.release()
+                raise KeyboardInterrupt(
+                    f"interrupted behind step {state.global_step} of {state.max_steps}, which is "
+                    f"saved in {self.folder}: the same command goes on from there"
+                )
         state = self.trainer.state
         if (
             newest is not None
@@ -100,12 +117,13 @@ def open_run(settings: Settings, restart: bool = False) -> OpenRun:
     folder = Path(settings.training["output_dir"])
     _check_inputs(folder, options)
     OwnFolder(folder).check()
-    settings = settings.with_defaults(arguments, _data_digest(options.data))
     set_seed(arguments.seed)
     tokenizer = tokenizer_of(options)
     trainer = MRPTrainer(
         load_model(settings), arguments, data, held_out, processing_class=tokenizer
     )
+    # as the trainer has fitted them to the data
+    settings = settings.with_defaults(arguments, _data_digest(options.data))
     if options.early_stopping_patience:
         trainer.add_callback(EarlyStoppingCallback(options.early_stopping_patience))
     lock = FileLock(folder / ".lock")
@@ -161,7 +179,9 @@ def _claim_folder(folder: Path, lock: FileLock, settings: Settings, restart: boo
     path = folder / RUN_FILE
     checkpoints = checkpoints_in(folder)
     output.check()
-    output.check_free("config.json", "model.safetensors")
+    results = ("config.json", "adapter_config.json")
+    output.check_free(*results, "model.safetensors", "adapter_model.safetensors")
+    finished = any((folder / name).is_file() for name in results)
     if restart and (
         foreign := sorted({checkpoint.name for checkpoint in checkpoints} - {*output.names()})
     ):
@@ -169,13 +189,11 @@ def _claim_folder(folder: Path, lock: FileLock, settings: Settings, restart: boo
             f"{folder} holds {foreign[0]}, which no run here wrote, and so --restart leaves: "
             "remove it"
         )
-    if (checkpoints or (folder / "config.json").is_file()) and not restart:
+    if (checkpoints or finished) and not restart:
         if not path.is_file():
             raise ValueError(f"{folder} holds checkpoints and no {RUN_FILE}. {_RESTART}")
         if different := settings.differences(read_yaml(path)):
-            hint = ""
-            if (folder / "config.json").is_file():
-                hint = _resume_hint(folder, settings)
+            hint = _resume_hint(folder, settings) if finished else ""
             raise ValueError(
                 f"{folder} holds a run with other settings: {'; '.join(different)}. "
                 f"{_RESTART}.{hint}"
@@ -193,7 +211,10 @@ def _claim_folder(folder: Path, lock: FileLock, settings: Settings, restart: boo
 
 
 def _resume_hint(folder: Path, settings: Settings) -> str:
-    """Return a hint on how to train a run's result further, a sentence that begins with a space."""
+    """Return a hint on how to train a run's result further, a sentence that begins with a space;
+    nothing for an adapter."""
+    if settings.options.lora_rank:
+        return ""
     component, flag = ("head", "head") if settings.objective == "mrp" else ("backbone", "model")
     return f" To train its {component} further, give --{flag} {folder} and another --output-dir"
 
@@ -213,11 +234,30 @@ def load_model(settings: Settings) -> Any:
             model.detach_head()  # it was trained for the old backbone
         return model
     hub_options["dtype"] = torch.bfloat16 if settings.training.get("bf16") else torch.float32
+    if options.lora_rank:
+        model = MRPForCausalLM.from_pretrained(options.model, **hub_options)
+        if model.mrp_head is None:
+            raise ValueError(
+                f"lora_rank is {options.lora_rank}, but {options.model} has no MRP head for an "
+                "adapter: name a checkpoint of a head as model, or leave lora_rank out"
+            )
+        if os.path.isdir(options.model):
+            model.name_or_path = os.path.abspath(options.model)  # the adapter names it
+        return _with_adapter(model, options)
     model = MRPForCausalLM.from_backbone(options.model, options.head, **hub_options)
     if options.head is None:
         with_new_head(model, options.head_layers, options.head_init)
     model.mrp_head.to(torch.float32)
     return model
+
+
+def _with_adapter(model: Any, options: RunOptions) -> Any:
+    """Wrap a model in a LoRA adapter of the matrices of its head, which alone trains."""
+    alpha = 2 * options.lora_rank if options.lora_alpha is None else options.lora_alpha
+    lora = LoraConfig(
+        r=options.lora_rank, lora_alpha=alpha, target_modules=_HEAD_MATRICES, task_type="CAUSAL_LM"
+    )
+    return get_peft_model(model, lora)
 
 
 def _block_fields(options: RunOptions) -> dict[str, Any]:
@@ -267,6 +307,8 @@ def dry_run(settings: Settings) -> str:
         f"rows per step: {rows}, of at most {noisy:,} noisy and {clean:,} clean columns",
         f"products of a step: {teraflops:.4g} TFLOP, over all devices: {_seconds_of(teraflops)}",
     ]
+    if settings.objective == "mrp":
+        lines.append(_relative_work(model, arguments))
     return "\n".join(lines)
 
 
@@ -283,6 +325,22 @@ def _seconds_of(teraflops: float) -> str:
     )
 
 
+def _relative_work(model: Any, arguments: MRPTrainingArguments) -> str:
+    """Say how much a recipe computes for a token of the data, beside the published one."""
+    head = sum(weight.numel() for weight in model.get_submodule("mrp_head").parameters())
+    backbone = sum(weight.numel() for weight in model.get_submodule("model").parameters())
+    backbone -= model.get_input_embeddings().weight.numel()
+
+    def work(copies: int, unroll: int, reread: bool) -> int:
+        # the first pass of each is over the clean text, too; the head's are forward and backward
+        columns = 1 + copies + copies * (unroll + reread)
+        return columns * backbone + 3 * (1 + copies * unroll) * head
+
+    ours = work(arguments.noisy_copies, arguments.unroll, arguments.reread_weight > 0)
+    ratio = ours / work(1, 1, False)
+    return f"work per token, without the vocabulary: {ratio:.2g} times the published recipe's"
+
+
 def meta_model(settings: Settings) -> Any:
     """Make, on the meta device, the model that a run would train, from configs alone: nothing is
     allocated, downloaded or written. `ValueError` if there is no head to train further, `OSError`
@@ -294,15 +352,18 @@ def meta_model(settings: Settings) -> Any:
     config = MRPConfig.from_dict(fields)
     if settings.objective == "block_diffusion":
         config.num_nextn_predict_layers = 0
-    elif options.head is None:
+    elif options.head is None and not options.lora_rank:
         config.num_nextn_predict_layers = options.head_layers
     else:
-        of_head = stored_json(options.head, local_files_only=True)[0]
+        source = options.head or options.model
+        of_head = stored_json(source, local_files_only=True)[0]
         if not MRPConfig.from_dict(of_head).has_head:
-            raise ValueError(f"{options.head} has no MRP head: name a checkpoint that has one")
+            raise ValueError(f"{source} has no MRP head: name a checkpoint that has one")
         config.num_nextn_predict_layers = of_head["num_nextn_predict_layers"]
     with torch.device("meta"):
         model: Any = MRPForCausalLM(config)
+    if options.lora_rank:
+        return _with_adapter(model, options)
     if settings.objective == "mrp":
         model.requires_grad_(False)
         model.get_submodule("mrp_head").requires_grad_(True)
@@ -312,12 +373,17 @@ def meta_model(settings: Settings) -> Any:
 def _save(
     trainer: MRPTrainer, settings: Settings, folder: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Save the head alone or the whole model, as the settings say, in the dtype of the passes, and
-    the tokenizer."""
+    """Save the head alone or the whole model, as the settings say, in the dtype of the passes, or
+    the adapter, and the tokenizer."""
     state = None
     if trainer.is_fsdp_enabled:
         state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     if not trainer.args.should_save:
+        return
+    if settings.options.lora_rank:
+        with OwnFolder(folder).saving() as partial:
+            trainer.model.save_pretrained(partial, state_dict=state)
+            tokenizer.save_pretrained(partial)
         return
     dtype = torch.bfloat16 if trainer.args.bf16 else torch.float32
     if state is None:

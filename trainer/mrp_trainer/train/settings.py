@@ -152,6 +152,7 @@ def read_settings(
             f"head is {run_values['head']!r}, and {', '.join(new)} describe a new one: leave out "
             "either"
         )
+    _check_adapter(run_values)
     options = RunOptions(**run_values)
     check_declared(options)
     if options.eval_data:
@@ -164,6 +165,21 @@ def read_settings(
             **values_by_name,
         }
     return Settings(objective, options, values_by_name)
+
+
+def _check_adapter(values: Mapping[str, Any]) -> None:
+    """Raise `ValueError` for settings that do not go together with those of an adapter, or without
+    one."""
+    if not values.get("lora_rank"):
+        if values.get("lora_alpha") is not None:
+            raise ValueError(f"lora_alpha is {values['lora_alpha']}, without lora_rank: give both")
+        return
+    for name in ("head", "head_layers", "head_init", "save"):
+        if values.get(name) is not None:
+            raise ValueError(
+                f"lora_rank is {values['lora_rank']}, for an adapter of the head that the model "
+                f"has, and {name} is {values[name]!r}: leave out either"
+            )
 
 
 def known_names(objective: str) -> tuple[str, ...]:

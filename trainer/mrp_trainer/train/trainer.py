@@ -28,7 +28,14 @@ from .arguments import MRPTrainingArguments
 from .attention import TRAINING_FLEX, attention_implementation, training_attention
 from .checkpoints import LogAtSaves, last_whole_checkpoint, make_room, step_of, under_own_class
 from .collator import DiffusionCollator, widths_of
-from .inputs import as_rows, bare_model, check_tokenizer, prepare_model, prompts_of
+from .inputs import (
+    as_rows,
+    bare_model,
+    check_tokenizer,
+    fit_to_rows,
+    prepare_model,
+    prompts_of,
+)
 from .measures import Measures
 from .objectives import Measured, block_diffusion
 from .optimizer import MuonAdamW
@@ -102,6 +109,7 @@ class MRPTrainer(Trainer):
         if isinstance(processing_class, PreTrainedTokenizerBase):
             check_tokenizer(processing_class, bare)
         train_dataset = as_rows(train_dataset, "train_dataset", model, args, processing_class)
+        fit_to_rows(args, train_dataset)
         eval_dataset = as_rows(
             eval_dataset, "eval_dataset", model, args, processing_class, held_out=True
         )
