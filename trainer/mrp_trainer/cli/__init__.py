@@ -142,8 +142,14 @@ def serve(**flags: Any) -> None:
 @takes_flags(ShowOptions)
 def show(**flags: Any) -> None:
     """Decode a prompt in several modes, and draw them side by side in one picture that shows the
-    forward of each token."""
+    forward of each token; or draw the log of a training run (--run)."""
     options = ShowOptions(**flags)
+    if options.run is not None:
+        from ..picture.run import draw_run
+
+        picture = draw_run(options.run)
+        typer.echo(f"wrote {picture.save(str(options.output), options.overwrite)}: {picture.title}")
+        return
     from ..picture.modes import show_model
 
     typer.echo(f"wrote {options.output}: {show_model(options).title}")

@@ -31,6 +31,9 @@ class RecordRows(Dataset[list[Sample]]):
     With `fit` a row holds at most the tokens of the longest sample, or more of many short ones: up
     to 2,048 where an epoch still has 256 rows.
 
+    `hold_back` samples that begin with a prompt, a tenth of all at most, are in no row, but in the
+    list `held_back`; the seed decides which.
+
     Raises:
         RecordError: if records are malformed, or there is none.
         ValueError: if every record was cut, or left out because its prompt alone fills
@@ -45,6 +48,7 @@ class RecordRows(Dataset[list[Sample]]):
         seed: int = 0,
         shuffle: bool = True,
         fit: bool = False,
+        hold_back: int = 0,
     ) -> None:
         self.seed = seed
         self.shuffle = shuffle
@@ -54,12 +58,14 @@ class RecordRows(Dataset[list[Sample]]):
             record_count += 1
             if sample is not None:
                 self._samples.append(sample)
+        self.held_back = self._hold_back(hold_back)
         count = len(self._samples)
-        uncut = sum(sample.length is not None for sample in self._samples)
+        uncut = sum(sample.length is not None for sample in [*self._samples, *self.held_back])
+        kept = count + len(self.held_back)
         if uncut < record_count:
             problem = (
-                f"{', '.join(source.tables)}: of {record_count} records {count - uncut} lose their "
-                f"end to max_length {encoder.max_length}, and {record_count - count} all that is "
+                f"{', '.join(source.tables)}: of {record_count} records {kept - uncut} lose their "
+                f"end to max_length {encoder.max_length}, and {record_count - kept} all that is "
                 "learned"
             )
             if not uncut:
@@ -80,6 +86,20 @@ class RecordRows(Dataset[list[Sample]]):
                     self._rows.append(numbers[row])
         else:
             self._rows = list(np.arange(count)[:, None])
+
+    def _hold_back(self, count: int) -> list[Sample]:
+        """Take up to `count` samples with prompts out of those that are trained on."""
+        prompted = []
+        for number, sample in enumerate(self._samples):
+            if not sample.response[0]:
+                prompted.append(number)
+        count = min(count, len(prompted), len(self._samples) // 10)
+        taken = {prompted[index] for index in _order(len(prompted), self.seed, 0)[:count]}
+        held_back = [self._samples[number] for number in sorted(taken)]
+        self._samples = [
+            sample for number, sample in enumerate(self._samples) if number not in taken
+        ]
+        return held_back
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -38,5 +38,5 @@ def show_model(options: ShowOptions) -> Picture:
     for setting in settings:
         outputs[mode_name(setting)] = model.generate(**arguments, **generate_options(setting))
     picture = show(outputs, tokenizer, prompt=options.prompt, animated=options.animated)
-    picture.save(options.output, options.overwrite)
+    picture.save(str(options.output), options.overwrite)
     return picture

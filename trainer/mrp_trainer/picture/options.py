@@ -31,13 +31,27 @@ class ShowOptions(ModeOptions):
     plain: bool = flag("No chat template around the prompt.", False, panel=_WHAT)
     max_new_tokens: int = flag("Tokens of the text.", 64, panel=_WHAT, min=1)
     animated: bool = flag("The text appears forward by forward.", False, panel=_OUTPUT)
-    output: str = flag("File, an .svg or .png.", "decode.svg", panel=_OUTPUT, metavar="FILE")
+    run: str | None = flag(
+        "Folder of a training run whose log is drawn, in place of a decode.",
+        None,
+        panel=_WHAT,
+        metavar="FOLDER",
+    )
+    output: str | None = flag(
+        "File, an .svg or .png.",
+        None,
+        panel=_OUTPUT,
+        metavar="FILE",
+        shown="decode.svg, or run.svg",
+    )
     overwrite: bool = flag(
         "Replace any file there, not only a picture of this command.", False, panel=_OUTPUT
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.output is None:
+            self.output = "decode.svg" if self.run is None else "run.svg"
         check_name(self.output)
         check_output(self.output)
         if self.animated and self.output.endswith(".png"):

@@ -111,9 +111,9 @@ def draw(
     title = "; ".join(
         f"{visible(decode.name)}: {len(decode.forwards)} forwards" for decode in decodes
     )
-    svg = _template().render(
-        name=_ID,
-        title=title,
+    return picture_of(
+        "decode.svg.jinja",
+        title,
         animated=animated,
         clock=clock,
         step=(_PANEL - 2 * _INSET) / clock,
@@ -133,6 +133,11 @@ def draw(
         hold=HOLD,
         colours=["inherit", *(colour(forward / max(1, clock - 1)) for forward in range(clock))],
     )
+
+
+def picture_of(template: str, title: str, **values: Any) -> Picture:
+    """Render a template of this folder as a picture, whose id is a hash of the rest."""
+    svg = _template(template).render(name=_ID, title=title, **values)
     return Picture(svg.replace(_ID, _id_of(svg)), title)
 
 
@@ -281,7 +286,7 @@ def _short(value: object) -> object:
 
 
 @cache
-def _template() -> Any:
+def _template(name: str) -> Any:
     from jinja2 import Environment, StrictUndefined  # imported late, as help does not need it
 
     environment = Environment(
@@ -297,5 +302,5 @@ def _template() -> Any:
         "spaced": lambda text: text.replace(" ", "\u00a0"),
     }
     return environment.from_string(
-        Path(__file__).with_name("decode.svg.jinja").read_text(encoding="utf-8") + "\n"
+        Path(__file__).with_name(name).read_text(encoding="utf-8") + "\n"
     )

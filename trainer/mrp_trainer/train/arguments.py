@@ -54,7 +54,8 @@ class MRPTrainingArguments(TrainerFlags, TrainingArguments):
         reread_weight: Weight of the leave-one-out loss (`HeadObjective`).
         packed_attention: Attention of packed passes in training: `flex_attention`, `sdpa` or
             `tiles`, matrix products over the unmasked columns. `auto` is flex attention on CUDA,
-            which never holds a mask of [length, length], and the model's own attention elsewhere.
+            which never holds a mask of [length, length], tiles on a CPU in place of SDPA, and the
+            model's own attention elsewhere.
             Decoding is not affected.
         muon_learning_rate: Rate at which Muon trains layer matrices, while AdamW trains all else at
             `learning_rate`; None leaves everything to `optim`.

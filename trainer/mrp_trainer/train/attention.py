@@ -104,11 +104,18 @@ AttentionInterface.register(TILES, tiled_attention)
 
 def training_attention(model: MRPForCausalLM, choice: str, device: torch.device) -> str:
     """Name the attention of packed passes for a `choice` of `packed_attention`: `auto` is flex
-    attention on CUDA, and the model's own attention elsewhere."""
+    attention on CUDA, tiles in place of SDPA on a CPU, if there is no dropout, and the model's own
+    attention elsewhere."""
     if choice == "auto":
         choice = model.config._attn_implementation
         if device.type == "cuda":
             choice = "flex_attention"
+        elif (
+            choice == "sdpa"
+            and device.type == "cpu"
+            and not getattr(model.config, "attention_dropout", 0.0)
+        ):
+            choice = TILES
     return TRAINING_FLEX if choice == "flex_attention" else choice
 
 

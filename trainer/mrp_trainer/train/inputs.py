@@ -161,10 +161,12 @@ def as_rows(
     args: MRPTrainingArguments,
     tokenizer: Any,
     held_out: bool = False,
+    hold_back: int = 0,
 ) -> Any:
     """Return a dataset as rows of samples: records (see `source_of`) are checked and encoded as
     `mrp train` does it; any other dataset, or None, is returned as it is. Held-out records keep
-    their order, and may be a mapping of several datasets. Errors call the dataset `name`.
+    their order, and may be a mapping of several datasets. For `hold_back` see `RecordRows`. Errors
+    call the dataset `name`.
 
     Raises:
         RecordError: if records are malformed, or there is none.
@@ -194,6 +196,7 @@ def as_rows(
         args.seed,
         shuffle=not held_out,
         fit=args.max_length is None,
+        hold_back=hold_back,
     )
 
 
@@ -217,14 +220,13 @@ def fit_to_rows(args: MRPTrainingArguments, rows: Any) -> None:
 
 
 def prompts_of(rows: Any, count: int) -> list[list[int]]:
-    """List up to `count` prompts, as ids: the tokens before the first response token of each
-    sample, if there are any."""
+    """List up to `count` prompts of rows, as ids: the tokens before the first response token of
+    each sample, if there are any."""
     prompts: list[list[int]] = []
     for number in range(len(rows)):  # later epochs have larger numbers
         for sample in samples_of(rows[number]):
-            prompt = sample.ids[: int(sample.response.argmax())].tolist()
-            if prompt:
-                prompts.append(prompt)
-            if len(prompts) >= count:
-                return prompts[:count]
+            if len(prompts) < count and not sample.response[0]:
+                prompts.append(sample.ids[: int(sample.response.argmax())].tolist())
+        if len(prompts) >= count:
+            break
     return prompts

@@ -8,6 +8,30 @@ from torch import Tensor
 
 from .packed import widest
 
+# What the keys of a run's log mean, without the prefixes `eval_` (held-out data), `train_` (the
+# whole run), `reread_` (the leave-one-out loss) and `verdict_TARGET_` (drafts at the end, K = 8). A
+# and B are the backbone's logits before and after a reveal, A + C the head's estimate of B.
+LOG_KEYS = {
+    "loss": "what training lowers, per learned token",
+    "grad_norm": "norm of the gradient; steady, or slowly falling",
+    "learning_rate": "the rate of this step",
+    "epoch": "passes over the data so far",
+    "kl_stale": "KL(B || A), nats: what the backbone's old logits miss after a reveal",
+    "kl_head": "KL(B || A + C), nats: what is still missed with the head",
+    "gap_closed": "1 - kl_head / kl_stale: 0 for a head that adds nothing, 1 for a perfect one",
+    "agreement": "share of positions where A + C and B have the same likeliest token",
+    "kl_order": "nats per block: how wrong the head is about which position comes next",
+    "mean_accepted_length": "denoising steps per forward of drafts on held-out prompts; 1: none",
+    "tokens_per_forward": "tokens per forward of these drafts, with the head",
+    "stale_tokens_per_forward": "the same without the head (`self_spec`), which it has to beat",
+    "first_draft_acceptance": "share of first drafts that were right",
+    "tokens_per_unit": "tokens per forward, with the head's passes charged",
+    "runtime": "seconds",
+    "samples_per_second": "rows a second",
+    "steps_per_second": "steps, or batches of an evaluation, a second",
+    "total_flos": "the Trainer's count of operations; 0, as it knows no count of this model",
+}
+
 
 class Measures:
     """Running sums and counts by name, kept on the device until `take` returns them."""

@@ -23,9 +23,10 @@ _PROMPTS, _HOW, _OUTPUT = "Prompts", "Decoding", "Output"
 class RunOptions:
     """Options of a run beside `MRPTrainingArguments`; the help of each flag describes it.
 
-    With `early_stopping_patience` the weights with the lowest held-out loss are saved. `block_size`
-    and `mask_token_id` are for an autoregressive Qwen3 checkpoint that becomes a block-diffusion
-    model.
+    Without `eval_data` the prompts of the verdict are held back from `data`, a tenth of its records
+    at most. With `early_stopping_patience` the weights with the lowest held-out loss are saved.
+    `block_size` and `mask_token_id` are for an autoregressive Qwen3 checkpoint that becomes a
+    block-diffusion model.
     """
 
     model: str = flag(
@@ -84,6 +85,13 @@ class RunOptions:
     )
     lora_alpha: int | None = flag(
         "Scale of the adapter.", None, panel=_HEAD, shown="2 x rank", only="mrp", min=1
+    )
+    verdict_prompts: int = flag(
+        "Held-out prompts decoded at the end, with and without the head; 0: none.",
+        16,
+        panel=_WATCH,
+        only="mrp",
+        min=0,
     )
     early_stopping_patience: int = flag(
         "Evaluations without a lower loss before stopping; 0: never.", 0, panel=_WATCH, min=0

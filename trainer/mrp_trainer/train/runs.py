@@ -14,6 +14,7 @@ from filelock import FileLock, Timeout
 from peft import LoraConfig, get_peft_model
 from transformers import EarlyStoppingCallback, PreTrainedTokenizerBase, set_seed
 from transformers.integrations import get_available_reporting_integrations
+from transformers.trainer import TRAINER_STATE_NAME
 
 from modeling_mrp.model.configuration import MRPConfig
 from modeling_mrp.model.layouts import stored_json
@@ -21,15 +22,19 @@ from modeling_mrp.modeling import MRPForCausalLM
 
 from ..data.sources import open_source
 from ..doctor.replays import measure_device
+from ..evaluate.cost import charged_as
 from ..heads import with_new_head
 from ..loading import tokenizer_of
 from ..outputs import OwnFolder, replace_file, report_full_disk
 from .arguments import MRPTrainingArguments
 from .checkpoints import StopAtInterrupt, checkpoints_in, step_of, under_own_class
 from .estimate import estimate_step
+from .inputs import as_rows, prompts_of
+from .measures import LOG_KEYS
 from .options import RunOptions
 from .settings import RUN_FILE, Settings, read_yaml
 from .trainer import MRPTrainer
+from .verdict import compare, verdict
 
 _HEAD_MATRICES = r"mrp_head\..*_proj"
 _RESTART = "Name another folder, or begin again with --restart"
@@ -47,6 +52,7 @@ class OpenRun:
     trainer: MRPTrainer
     tokenizer: PreTrainedTokenizerBase
     lock: FileLock
+    prompts: Sequence[Sequence[int]] = ()  # of the verdict
 
     @property
     def folder(self) -> Path:
@@ -91,10 +97,48 @@ class OpenRun:
         evaluated = [line["step"] for line in state.log_history if "eval_loss" in line]
         if self.trainer.eval_dataset is not None and evaluated[-1:] != [state.global_step]:
             self.trainer.evaluate()
+        summary = [*closing_lines(state.log_history), *self._verdict()]
+        if self.trainer.args.process_index == 0:
+            print("\n".join(summary))
         _save(self.trainer, self.settings, self.folder, self.tokenizer)
         self.trainer.accelerator.wait_for_everyone()
         self.lock.release()
         return self.folder
+
+    def _verdict(self) -> list[str]:
+        """Compare decodes without the head and with it, in all processes; add the numbers to the
+        log, and return lines that say whether the head is worth publishing."""
+        if self.settings.objective != "mrp" or not self.settings.options.verdict_prompts:
+            return []
+        if not self.prompts:
+            return [
+                "no verdict: no prompt is held out; give --eval-data with prompts, or ten records "
+                "with prompts to train on"
+            ]
+        trainer = self.trainer
+        new_tokens = trainer.args.eval_new_tokens
+        with trainer.decoding_model() as model:
+            comparisons = compare(model, self.tokenizer, self.prompts, new_tokens)
+            shape = charged_as(model.config.hidden_size)
+        numbers: dict[str, float] = {"step": trainer.state.global_step}
+        for comparison in comparisons:
+            numbers |= comparison.as_log()
+        trainer.state.log_history.append(numbers)
+        return [verdict(comparisons, len(self.prompts), shape)]
+
+
+def closing_lines(history: Sequence[dict[str, float]]) -> list[str]:
+    """Say what the last numbers of a run's log mean."""
+    last: dict[str, float] = {}
+    for line in history:
+        last |= line
+    lines = []
+    for name in ("loss", "gap_closed", "agreement", "eval_loss", "eval_gap_closed"):
+        if name in last:
+            held_out = "held-out data: " if name.startswith("eval_") else ""
+            meaning = LOG_KEYS[name.removeprefix("eval_")]
+            lines.append(f"{name} {last[name]:.4g} ({held_out}{meaning})")
+    return lines
 
 
 def open_run(settings: Settings, restart: bool = False) -> OpenRun:
@@ -119,9 +163,12 @@ def open_run(settings: Settings, restart: bool = False) -> OpenRun:
     OwnFolder(folder).check()
     set_seed(arguments.seed)
     tokenizer = tokenizer_of(options)
-    trainer = MRPTrainer(
-        load_model(settings), arguments, data, held_out, processing_class=tokenizer
-    )
+    model = load_model(settings)
+    count = options.verdict_prompts if settings.objective == "mrp" else 0
+    hold_back = 0 if held_out else count
+    rows = as_rows(data, "data", model, arguments, tokenizer, hold_back=hold_back)
+    trainer = MRPTrainer(model, arguments, rows, held_out, processing_class=tokenizer)
+    prompts = prompts_of(trainer.eval_dataset if held_out else rows.held_back, count)
     # as the trainer has fitted them to the data
     settings = settings.with_defaults(arguments, _data_digest(options.data))
     if options.early_stopping_patience:
@@ -130,7 +177,7 @@ def open_run(settings: Settings, restart: bool = False) -> OpenRun:
     with arguments.main_process_first(desc="the run's folder"):
         if arguments.process_index == 0:  # after all other checks
             _claim_folder(folder, lock, settings, restart)
-    return OpenRun(settings, trainer, tokenizer, lock)
+    return OpenRun(settings, trainer, tokenizer, lock, prompts)
 
 
 def _check_trackers(names: str | Sequence[str] | None) -> None:
@@ -382,6 +429,7 @@ def _save(
         return
     if settings.options.lora_rank:
         with OwnFolder(folder).saving() as partial:
+            trainer.state.save_to_json(str(partial / TRAINER_STATE_NAME))
             trainer.model.save_pretrained(partial, state_dict=state)
             tokenizer.save_pretrained(partial)
         return
@@ -395,5 +443,6 @@ def _save(
         }
     head_only = settings.objective == "mrp" and settings.options.save == "head"
     with OwnFolder(folder).saving() as partial, under_own_class(trainer.model):
+        trainer.state.save_to_json(str(partial / TRAINER_STATE_NAME))
         trainer.model.save_pretrained(partial, state_dict=state, head_only=head_only)
         tokenizer.save_pretrained(partial)

@@ -394,6 +394,13 @@ class MRPTrainer(Trainer):
         with torch.no_grad():
             return self.compute_loss(model, self._prepare_inputs(inputs)).detach(), None, None
 
+    @contextmanager
+    def decoding_model(self) -> Iterator[Any]:
+        """Yield the bare model with whole weights, under autocast: frozen weights may be bfloat16
+        and trained ones float32."""
+        with gathered(self.model), self.accelerator.autocast():
+            yield bare_model(self.model)
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model, also where FSDP's state dict is sharded: there `Trainer.save_model`
         silently saves nothing."""
@@ -517,9 +524,7 @@ class MRPTrainer(Trainer):
         summary = _summary(measured)
         self._check_finite("the held-out loss", summary.get("loss", 0.0))
         if self.args.eval_prompts:
-            # autocast, as frozen weights may be bfloat16 and trained ones float32
-            inner = bare_model(self.model)
-            with gathered(self.model), self.accelerator.autocast():
+            with self.decoding_model() as inner:
                 prompts = prompts_of(dataloader.dataset, self.args.eval_prompts)
                 arguments = inner, self.processing_class, prompts, self.args.eval_new_tokens
                 summary |= measure_acceptance(*arguments)

@@ -1,0 +1,102 @@
+"""The verdict on a trained head: held-out prompts decoded without it and with it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from ..evaluate.cost import charged_as, units_per_forward
+from ..evaluate.decoded import decode_prompts
+
+TARGETS = ("static", "dynamic")
+STATES = 8
+_SHORTLIST = 16  # what a vocabulary of a published size has by default
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The cost of a target on the same prompts, drafted without the head (`self_spec`) and with it
+    (`mrp_spec`).
+
+    Attributes:
+        without: Tokens per forward without the head, which are also those per unit.
+        drafted: Tokens per forward with the head.
+        per_unit: Tokens per unit with the head, whose passes are charged.
+    """
+
+    target: str
+    without: float
+    drafted: float
+    per_unit: float
+
+    @property
+    def gain(self) -> float:
+        """Divide the tokens per unit with the head by those without."""
+        return self.per_unit / self.without
+
+    def as_log(self) -> dict[str, float]:
+        """Return the numbers as they stand in a run's log."""
+        return {
+            f"verdict_{self.target}_stale_tokens_per_forward": self.without,
+            f"verdict_{self.target}_tokens_per_forward": self.drafted,
+            f"verdict_{self.target}_tokens_per_unit": self.per_unit,
+        }
+
+
+def compare(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+) -> list[Comparison]:
+    """Decode prompts (lists of ids) greedily with and without the model's head, for each of
+    `TARGETS`, with up to `STATES` states a forward; `ValueError` without a prompt or a head."""
+    options: dict[str, Any] = {"do_sample": False, "num_draft_states": STATES}
+    shape = charged_as(model.config.hidden_size)
+    comparisons = []
+    for target in TARGETS:
+        options["target"] = target
+        stale = decode_prompts(
+            model, tokenizer, prompts, None, max_new_tokens, decoding="self_spec", **options
+        )
+        options_of_head = {"decoding": "mrp_spec", "draft_shortlist": _SHORTLIST, **options}
+        drafted = decode_prompts(model, tokenizer, prompts, None, max_new_tokens, **options_of_head)
+        speed = drafted.tokens_per_forward
+        line = {
+            "tokens_per_forward": speed,
+            "head_per_token": drafted.head_forwards_per_token,
+            "draft_shortlist": _SHORTLIST,
+            "num_draft_states": STATES,
+        }
+        units = units_per_forward(line, shape)
+        assert units is not None
+        comparisons.append(Comparison(target, stale.tokens_per_forward, speed, speed / units))
+    return comparisons
+
+
+def verdict(comparisons: Sequence[Comparison], prompts: int, shape: str) -> str:
+    """Say in a table and a sentence whether a head is worth publishing: for which targets it makes
+    more tokens a unit than drafts without a head."""
+    lines = [
+        f"{prompts} held-out prompts, tokens per forward at K = {STATES}, and per unit, which "
+        f"charges the head's passes as at {shape}:",
+        f"  {'target':<9}{'without head':>14}{'with head':>11}{'per unit':>10}",
+    ]
+    for row in comparisons:
+        lines.append(
+            f"  {row.target:<9}{row.without:>14.2f}{row.drafted:>11.2f}{row.per_unit:>10.2f}"
+        )
+    winners = [row for row in comparisons if row.gain > 1]
+    if winners:
+        gains = []
+        for row in winners:
+            gains.append(f"{row.gain:.2f} times the tokens per unit with {row.target}")
+        lines.append(f"verdict: worth publishing, {' and '.join(gains)}")
+    else:
+        best = max(row.gain for row in comparisons)
+        lines.append(
+            f"verdict: no better than none ({best:.2f} times the tokens per unit): train longer, "
+            "or on texts that the backbone wrote (mrp decode)"
+        )
+    return "\n".join(lines)
