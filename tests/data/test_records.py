@@ -174,9 +174,9 @@ MALFORMED = [
     ({"messages": "hi"}, "messages", "found 'hi': a list of messages is needed"),
     (chat(USER, "3"), MESSAGE, "found '3': an object with 'role' and 'content' is needed"),
     (
-        share(("human", "a"), ("bot", "b")),
+        share(("human", "a"), ("narrator", "b")),
         f"{MESSAGE}.role",
-        "found 'bot': one of system, developer",
+        "found 'narrator': one of system, developer",
     ),
     (
         chat(USER, {**REPLY, "content": "\n"}),
@@ -218,7 +218,8 @@ MALFORMED = [
     ({**ALPACA, "history": "a"}, "history[0]", "found 'a': a list of an instruction and its"),
     ({**ALPACA, "history": [["a", 5]]}, "history[0]", "found 5: a string is needed"),
     ({**ALPACA, "system": 5}, "system", "found 5: a string is needed"),
-    ({**GOOD, "tools": "f"}, "tools", "found 'f': a list of objects is needed"),
+    ({**GOOD, "tools": 5}, "tools", "found 5: a list of objects is needed, a tool each"),
+    ({**GOOD, "tools": "f"}, "tools", "found 'f': JSON is needed (Expecting value"),
     ({**GOOD, "tools": [{"name": "f"}]}, "tools", "the chat template leaves out 'f': give a"),
     (chat(USER, CALL), f"{MESSAGE}.tool_calls", "the chat template leaves out 'f': give a tok"),
     (
@@ -241,11 +242,7 @@ MALFORMED = [
         "chat_template_kwargs",
         "found 'tokenize', which is no variable of a template: remove it",
     ),
-    (
-        chat(REPLY),
-        "messages[0].role",
-        "found 'assistant' in the first message: a turn that it answers must come",
-    ),
+    (chat(REPLY), "messages", "found no assistant turn that is learned"),
     ({"text": "a <mask>"}, None, f"its text holds the mask token, id {MASK}: remove it"),
     (
         b'{"text": "ab\\ud83d"}',
@@ -317,10 +314,10 @@ def test_problems_are_collected_and_nothing_behind_the_first_is_given(
         f"{second}, line {i + 2}" for i in range(5)
     ]
     assert [line.partition(": ")[0].strip() for line in told] == places
-    records = [{"messages": [USER], "prompt": "a"}, {"prompt": "a <mask>"}, {"prompt": " "}]
+    records = [{"text": "a"}, {"prompt": "a <mask>"}, {"prompt": " "}]
     wrong = (
-        "^3 malformed.*line 1: found the fields.*line 2: its text holds.*line 3, field prompt: it "
-        "has no token"
+        "^3 malformed.*record 1: found the fields.*record 2: its text holds.*record 3, field "
+        "prompt: it has no token"
     )
     with pytest.raises(RecordError, match=f"(?s){wrong}"):
         list(checked(Source({"rows": records}), encoder(word_tokenizer).prompt))
@@ -345,7 +342,8 @@ def test_lines_and_files_as_they_come(tmp_path: Path) -> None:
     for paths, message in (
         (["data/chats.jsonl"], r"^data/chats\.jsonl: there is no such file or folder$"),
         (["./org/chats"], r"^\./org/chats: there is no such file or folder$"),
-        ([second, str(tmp_path)], "several paths must all be files of JSON lines"),
+        ([second, str(tmp_path / "none")], r"none: there is no such file or folder$"),
+        ([f"{second}*0"], r"second\.txt\*0: a weight is above 0; leave out what is not to be read"),
         ([], "no data: give --data"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -281,7 +281,7 @@ def test_records_become_the_rows_that_the_command_reads(
         ({"train": []}, r"train_dataset: found no records"),
         (
             {"train": [*CHATS, {"messages": [{"role": "user", "content": "Hi."}]}]},
-            r"line 7, field messages: .* no assistant",
+            r"record 7, field messages: .* no assistant",
         ),
         ({"train": {"train": CHATS}}, r"has the splits train: give one of them"),
         (

@@ -4,7 +4,7 @@
 import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -43,6 +43,7 @@ class RecordEncoder:
             By default the tokenizer's eos token; better, a model's
             `generation_config.eos_token_id`. `ValueError` without an end token or a pad token.
         vocab_size: Number of ids that a trajectory may hold; the tokenizer's size if None.
+        last_turn_only: Whether only the last learned turn of a chat is learned.
         digest: Digest (`train.inputs.digest`) of the backbone in training, compared with that of
             the backbone that decoded a trajectory; None if unknown.
     """
@@ -54,6 +55,7 @@ class RecordEncoder:
     end_token_ids: Sequence[int] = ()
     vocab_size: int | None = None
     digest: str | None = None
+    last_turn_only: bool = False
 
     def __post_init__(self) -> None:
         if self.max_length < self.block_size:
@@ -167,6 +169,8 @@ class RecordEncoder:
 
     def _encode(self, record: Chat | Text) -> tuple[list[int], list[bool]]:
         if isinstance(record, Chat):
+            if self.last_turn_only:
+                record = replace(record, learned=record.learned[-1:])
             segments = self._segments(record)
             ids: list[int] = []
         else:

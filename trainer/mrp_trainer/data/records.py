@@ -7,10 +7,7 @@ a text that a model wrote itself:
     {"ids": [5, 8, 2, 9, 1], "response_start": 2, "reveal_step": [1, 0, 2], "decoded_by": {"model":
     "org/name", ...}}
 
-ShareGPT's `conversations` (of `from` and `value`) are read as `messages`, and Alpaca's
-`instruction`, `input` and `output` as a chat of two turns, even if there is a `text` that repeats
-them. A `system` text of either is the chat's first message, and Alpaca's `history`, pairs of
-instruction and answer, its earlier turns.
+Others are translated to these (`layouts.py`).
 
 An assistant turn with `weight: 0` (OpenAI) or `train: false` (axolotl) is not learned.
 `chat_template_kwargs` of a record are variables of the chat template.
@@ -23,21 +20,27 @@ best from the states of its own backbone.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from .fields import FieldError, RecordError, are_mappings, check_utf8, format_value, string
+from .layouts import HINT, record_fields
+
+__all__ = [
+    "Chat",
+    "FieldError",
+    "RecordError",
+    "Text",
+    "Trajectory",
+    "check_utf8",
+    "parse",
+    "parse_line",
+    "parse_prompt",
+]
 ROLES = ("system", "developer", "user", "assistant", "tool")
-_LAYOUTS = (
-    "a record has one layout: 'messages', or 'prompt' and 'completion', or 'text', or what mrp "
-    "decode writes; ShareGPT's 'conversations' and Alpaca's 'instruction' and 'output' are read, "
-    "too"
-)
 _MAX_STEP = 2**31 - 1  # of a step, which samples hold in 32 bits
 _FIELDS: tuple[set[str], ...] = ({"messages"}, {"prompt", "completion"}, {"text"}, {"reveal_step"})
-# ShareGPT's names of fields and roles, and ours.
-_KEYS = {"from": "role", "value": "content"}
-_SPEAKERS = {"human": "user", "gpt": "assistant"}
 
 
 @dataclass(frozen=True)
@@ -77,35 +80,13 @@ class Trajectory:
     decoded_by: Mapping[str, Any] = field(default_factory=dict)
 
 
-class FieldError(ValueError):
-    """An error in one field of a record, or in the record as a whole (`field_name` is None)."""
-
-    def __init__(self, field_name: str | None, message: str) -> None:
-        super().__init__(message)
-        self.field_name = field_name
-
-
-class RecordError(ValueError):
-    """An error that lists malformed records, each with its file, line and field."""
-
-    def __init__(self, problems: Sequence[str], incomplete: bool = False) -> None:
-        lines = list(problems)
-        if len(problems) != 1:
-            lines.insert(
-                0,
-                f"{'the first ' * incomplete}{len(problems)} malformed "
-                f"records{' (there may be more)' * incomplete}:",
-            )
-        super().__init__("\n  ".join(lines))
-
-
 def parse(row: Any) -> Chat | Text | Trajectory:
     """Parse a row of a dataset, or the JSON object of a line, into a record; `FieldError` if it is
     malformed."""
-    fields = _record_fields(row)
+    fields = record_fields(row)
     layouts = [names for names in _FIELDS if names & fields.keys()]
     if len(layouts) != 1:
-        raise FieldError(None, f"found the fields {sorted(fields)}: {_LAYOUTS}")
+        raise FieldError(None, f"found the fields {sorted(fields)}: {HINT}")
     if "text" in fields:
         return Text("", _learned("text", fields["text"]))
     if "reveal_step" in fields:
@@ -117,7 +98,7 @@ def parse(row: Any) -> Chat | Text | Trajectory:
         prompt = fields.get("prompt")
         completion = fields.get("completion")
         if not (isinstance(prompt, list) and isinstance(completion, list)):
-            return Text(_string("prompt", prompt), _learned("completion", completion))
+            return Text(string("prompt", prompt), _learned("completion", completion))
         prompt_length = len(prompt)
         messages, trains = _messages([*prompt, *completion])
     learned = []
@@ -134,7 +115,7 @@ def parse(row: Any) -> Chat | Text | Trajectory:
 def parse_prompt(row: Any) -> Chat | Text:
     """Parse the prompt of a row: its `messages` without a final assistant turn, or its `prompt`, a
     text or a list of messages. `FieldError` if the row is malformed or has no prompt."""
-    fields = _record_fields(row)
+    fields = record_fields(row, answered=False)
     names = [name for name in ("messages", "prompt") if name in fields]
     if len(names) != 1:
         raise FieldError(
@@ -142,7 +123,7 @@ def parse_prompt(row: Any) -> Chat | Text:
         )
     value = fields[names[0]]
     if names == ["prompt"] and not isinstance(value, list):
-        return Text(_string("prompt", value), "")
+        return Text(string("prompt", value), "")
     messages, _ = _messages(value)
     if messages[-1]["role"] == "assistant":
         messages.pop()
@@ -154,69 +135,17 @@ def _chat(
 ) -> Chat:
     """Make a chat of its checked messages, and of the tools and variables among a row's fields."""
     tools = fields.get("tools")
-    if tools is not None and not _are_mappings(tools):
+    if tools is not None and not are_mappings(tools):
         raise FieldError(
-            "tools", f"found {_format_value(tools)}: a list of objects is needed, a tool each"
+            "tools", f"found {format_value(tools)}: a list of objects is needed, a tool each"
         )
     variables = fields.get("chat_template_kwargs", {})
     if not isinstance(variables, Mapping):
         raise FieldError(
             "chat_template_kwargs",
-            f"found {_format_value(variables)}: an object of variables of the template is needed",
+            f"found {format_value(variables)}: an object of variables of the template is needed",
         )
     return Chat(messages, learned, tools or None, variables)
-
-
-def _are_mappings(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, Mapping) for item in value)
-
-
-def _record_fields(row: Any) -> dict[str, Any]:
-    """Collect a row's fields that are not null; return those of ShareGPT and Alpaca as
-    `messages`."""
-    if not isinstance(row, Mapping):
-        raise FieldError(None, f"found {_format_value(row)}: a record is an object; {_LAYOUTS}")
-    fields = {str(name): value for name, value in row.items() if value is not None}
-    if fields.keys() & {"messages", "prompt", "completion", "reveal_step"}:
-        return fields
-    messages: list[Any] | None = None
-    if "instruction" in fields and ("output" in fields or "text" not in fields):
-        messages = _alpaca_messages(fields)
-        fields.pop("text", None)  # it repeats the other fields
-    elif isinstance(fields.get("conversations"), list) and "text" not in fields:
-        messages = [_sharegpt_message(message) for message in fields["conversations"]]
-    if messages is not None:
-        if system := _string("system", fields.get("system", "")):
-            messages.insert(0, {"role": "system", "content": system})
-        fields["messages"] = messages
-    return fields
-
-
-def _alpaca_messages(fields: Mapping[str, Any]) -> list[Any]:
-    """Make the messages of Alpaca's fields: earlier pairs of instruction and answer, the
-    instruction with its input, and the answer if there is one."""
-    messages: list[Any] = []
-    history = fields.get("history", [])
-    for number, pair in enumerate(history if isinstance(history, list) else [history]):
-        if not isinstance(pair, list) or len(pair) != 2:
-            raise FieldError(
-                f"history[{number}]",
-                f"found {_format_value(pair)}: a list of an instruction and its answer is needed",
-            )
-        for role, text in zip(("user", "assistant"), pair, strict=True):
-            messages.append({"role": role, "content": _string(f"history[{number}]", text)})
-    parts = [_string(name, fields[name]) for name in ("instruction", "input") if name in fields]
-    messages.append({"role": "user", "content": "\n\n".join(filter(None, parts))})
-    if "output" in fields:
-        messages.append({"role": "assistant", "content": fields["output"]})
-    return messages
-
-
-def _sharegpt_message(message: Any) -> Any:
-    if not isinstance(message, Mapping):
-        return message
-    renamed = {_KEYS.get(key, key): value for key, value in message.items()}
-    return {**renamed, "role": _SPEAKERS.get(str(renamed.get("role")), renamed.get("role"))}
 
 
 def _trajectory(fields: Mapping[str, Any]) -> Trajectory:
@@ -243,7 +172,7 @@ def _trajectory(fields: Mapping[str, Any]) -> Trajectory:
     if not isinstance(decoder, Mapping):
         raise FieldError(
             "decoded_by",
-            f"found {_format_value(decoder)}: an object is needed, as mrp decode writes it, or no "
+            f"found {format_value(decoder)}: an object is needed, as mrp decode writes it, or no "
             "such field",
         )
     return Trajectory(ids, start, steps, decoder)
@@ -259,7 +188,7 @@ def _messages(messages: Any) -> tuple[list[dict[str, Any]], list[bool]]:
     fields that are null and without marks, and whether each may be learned by its marks."""
     if not isinstance(messages, list) or not messages:
         raise FieldError(
-            "messages", f"found {_format_value(messages)}: a list of messages is needed"
+            "messages", f"found {format_value(messages)}: a list of messages is needed"
         )
     checked = []
     trains = []
@@ -268,7 +197,7 @@ def _messages(messages: Any) -> tuple[list[dict[str, Any]], list[bool]]:
         if not isinstance(message, Mapping):
             raise FieldError(
                 location,
-                f"found {_format_value(message)}: an object with 'role' and 'content' is needed",
+                f"found {format_value(message)}: an object with 'role' and 'content' is needed",
             )
         # Tables fill missing fields with null, which templates would print.
         message = {key: value for key, value in message.items() if value is not None}
@@ -277,24 +206,23 @@ def _messages(messages: Any) -> tuple[list[dict[str, Any]], list[bool]]:
         if role not in ROLES:
             raise FieldError(
                 f"{location}.role",
-                f"found {_format_value(role)}: one of {', '.join(ROLES)} is needed",
+                f"found {format_value(role)}: one of {', '.join(ROLES)} is needed",
             )
-        if calls is not None and not _are_mappings(calls):
+        if calls is not None and not are_mappings(calls):
             raise FieldError(
                 f"{location}.tool_calls",
-                f"found {_format_value(calls)}: a list of objects is needed, a call each",
+                f"found {format_value(calls)}: a list of objects is needed, a call each",
             )
         is_learned = _take_marks(message, location)
         if not calls or "content" in message:
             has_text = role == "assistant" and is_learned and not calls
-            (_learned if has_text else _string)(f"{location}.content", message.get("content"))
+            (_learned if has_text else string)(f"{location}.content", message.get("content"))
         checked.append(message)
         trains.append(is_learned)
-    if checked[0]["role"] == "assistant":
-        raise FieldError(
-            "messages[0].role",
-            "found 'assistant' in the first message: a turn that it answers must come before",
-        )
+    for number, message in enumerate(checked):
+        if message["role"] in ("user", "tool"):
+            break
+        trains[number] = False  # it answers nothing
     return checked, trains
 
 
@@ -309,12 +237,12 @@ def _take_marks(message: dict[str, Any], location: str) -> bool:
         if mark not in (0, 1):
             raise FieldError(
                 f"{location}.{name}",
-                f"found {_format_value(mark)}: {needed} is needed, as a turn is learned or not",
+                f"found {format_value(mark)}: {needed} is needed, as a turn is learned or not",
             )
         if mark and message["role"] != "assistant":
             raise FieldError(
                 f"{location}.{name}",
-                f"found {_format_value(mark)} in a turn of {message['role']!r}: only assistant "
+                f"found {format_value(mark)} in a turn of {message['role']!r}: only assistant "
                 "turns are learned, remove it",
             )
         is_learned = is_learned and bool(mark)
@@ -325,29 +253,10 @@ def _take_marks(message: dict[str, Any], location: str) -> bool:
     return is_learned
 
 
-def _string(name: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise FieldError(name, f"found {_format_value(value)}: a string is needed")
-    check_utf8(value, name)
-    return value
-
-
 def _learned(name: str, value: Any) -> str:
-    if not _string(name, value).strip():
+    if not string(name, value).strip():
         raise FieldError(name, f"found {value!r}: there is nothing to learn in it")
     return value
-
-
-def check_utf8(text: str, name: str | None = None) -> None:
-    """Raise `FieldError` for a text that UTF-8 cannot hold, as tokenizers cannot read it."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        problem = (
-            f"{'found ' * (name is not None)}half a surrogate pair, {text[error.start]!a}, at "
-            f"character {error.start}"
-        )
-        raise FieldError(name, f"{problem}: text that UTF-8 can hold is needed") from error
 
 
 def parse_line(line: bytes) -> Any:
@@ -357,13 +266,3 @@ def parse_line(line: bytes) -> Any:
         return json.loads(line.decode("utf-8-sig").strip())
     except (ValueError, RecursionError) as error:
         raise FieldError(None, f"not JSON in UTF-8: {error}") from error
-
-
-def _format_value(value: Any) -> str:
-    """Format a value for an error message."""
-    if value is None:
-        return "nothing"
-    text = repr(value)
-    if len(text) > 40:
-        text = f"{text[:37]}..."
-    return text

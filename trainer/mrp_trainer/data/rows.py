@@ -31,6 +31,8 @@ class RecordRows(Dataset[list[Sample]]):
     With `fit` a row holds at most the tokens of the longest sample, or more of many short ones: up
     to 2,048 where an epoch still has 256 rows.
 
+    With `skip_malformed` malformed records are left out, and named.
+
     `hold_back` samples that begin with a prompt, a tenth of all at most, are in no row, but in the
     list `held_back`; the seed decides which.
 
@@ -49,12 +51,13 @@ class RecordRows(Dataset[list[Sample]]):
         shuffle: bool = True,
         fit: bool = False,
         hold_back: int = 0,
+        skip_malformed: bool = False,
     ) -> None:
         self.seed = seed
         self.shuffle = shuffle
         self._samples: list[Sample] = []
         record_count = 0
-        for _, sample in checked(source, encoder.sample):
+        for _, sample in checked(source, encoder.sample, skip_malformed):
             record_count += 1
             if sample is not None:
                 self._samples.append(sample)

@@ -1,63 +1,121 @@
-"""Sources of records: files of JSON lines, and datasets that the package `datasets` reads."""
+"""Sources of records: files of JSON, and datasets that the package `datasets` reads."""
 
+import gzip
 import os
+import random
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
+from transformers.utils import logging
 
 from modeling_mrp.model.layouts import is_hub_id
 
 from .records import FieldError, RecordError, parse_line
 
-_MAX_PROBLEMS = 20  # malformed records that are collected before an error is raised
+logger = logging.get_logger(__name__)
+
+_MAX_PROBLEMS = 20  # malformed records that are named
+_GZIP = b"\x1f\x8b"
+_TABLES = {".parquet": "parquet", ".csv": "csv"}  # files that `datasets` reads, and its readers
+
+
+@dataclass(frozen=True)
+class DataPath:
+    """Where records are: PATH, PATH:CONFIG for a configuration of a dataset, and either with
+    *WEIGHT. A weight of 2 takes each record twice, one of 0.5 about half of them."""
+
+    path: str
+    config: str | None = None
+    weight: float = 1.0
+
+    @classmethod
+    def of(cls, text: str) -> "DataPath":
+        """Parse a path of data; a file or folder of that very name is taken as it is."""
+        if os.path.exists(text):
+            return cls(text)
+        path, weight = text, 1.0
+        if match := re.fullmatch(r"(.+)\*(\d+(?:\.\d+)?)", text):
+            path, weight = match[1], float(match[2])
+        if weight <= 0:
+            raise ValueError(f"{text}: a weight is above 0; leave out what is not to be read")
+        name, colon, config = path.partition(":")
+        if (
+            colon
+            and config
+            and not os.path.exists(path)
+            and (is_hub_id(name) or Path(name).is_dir())
+        ):
+            return cls(name, config, weight)
+        return cls(path, None, weight)
 
 
 @dataclass(frozen=True)
 class Source:
     """Tables of records by the names that errors use; an item is a row, or a line of JSON as bytes,
-    skipped if blank."""
+    skipped if blank. `weights` of tables other than 1 say how often each record is taken."""
 
     tables: Mapping[str, Iterable[Any]]
+    weights: Mapping[str, float] = field(default_factory=dict)
 
 
 def json_lines(paths: Sequence[str]) -> Source:
-    """Make a source of files with one JSON object per line; the source can be read only once."""
+    """Make a source of files of JSON, compressed by gzip or not: an object per line, or one array
+    of objects; the source can be read only once."""
     return Source({path: _lines(path) for path in paths})
 
 
-def _lines(path: str) -> Iterator[bytes]:
+def _lines(path: str) -> Iterator[Any]:
+    """Read a file's lines, or the items of the array that it holds; `FieldError` for an array that
+    is not JSON."""
     with open(path, "rb") as file:
-        yield from file
+        compressed = file.read(len(_GZIP)) == _GZIP
+    with (gzip.open if compressed else open)(path, "rb") as lines:
+        first = b""
+        for line in lines:
+            first = line.removeprefix(b"\xef\xbb\xbf").lstrip()
+            if first:
+                break
+        lines.seek(0)
+        if first.startswith(b"["):
+            yield from parse_line(lines.read())
+        else:
+            yield from lines
 
 
 def open_source(paths: Sequence[str], split: str = "train") -> Source:
-    """Open data as a source: files of JSON lines, or the `split` of one dataset, which is a folder
-    that `datasets` saved or can load, or an id on the Hub.
+    """Open data as a source: files of JSON, parquet or CSV, and the `split` of datasets, each a
+    folder that `datasets` saved or can load, or an id on the Hub (see `DataPath`).
 
     Raises:
         RecordError: if a path is missing or cannot be read.
-        ValueError: if there is no path, or several that are not all files.
-        ImportError: if a folder or an id is given and `datasets` is not installed.
+        ValueError: if there is no path, or a weight is 0.
+        ImportError: if `datasets` is needed and not installed.
     """
     if not paths:
         raise ValueError("no data: give --data, or data in the YAML file")
-    files = [path for path in paths if os.path.isfile(path)]
-    on_hub = [
-        path
-        for path in paths
-        if not os.path.exists(path) and is_hub_id(path) and not path.endswith((".json", ".jsonl"))
-    ]
-    if missing := [path for path in paths if not os.path.exists(path) and path not in on_hub]:
-        raise RecordError([f"{path}: there is no such file or folder" for path in missing])
-    if len(files) == len(paths):
-        return json_lines(paths)
-    if len(paths) > 1:
-        raise ValueError(f"found {', '.join(paths)}: several paths must all be files of JSON lines")
-    return _load(Path(paths[0]), split)
+    places = [DataPath.of(path) for path in paths]
+    missing = []
+    for place in places:
+        on_hub = is_hub_id(place.path) and not place.path.endswith((".json", ".jsonl"))
+        if not os.path.exists(place.path) and not on_hub:
+            missing.append(f"{place.path}: there is no such file or folder")
+    if missing:
+        raise RecordError(missing)
+    tables: dict[str, Iterable[Any]] = {}
+    weights = {}
+    for text, place in zip(paths, places, strict=True):
+        reader = _TABLES.get(Path(place.path).suffix)
+        if os.path.isfile(place.path) and reader is None:
+            tables[text] = _lines(place.path)
+        else:
+            tables[text] = _load(place, split, reader)
+        weights[text] = place.weight
+    return Source(tables, weights)
 
 
 def source_of(dataset: Any, name: str) -> Source | None:
@@ -104,44 +162,68 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def checked(source: Source, read: Callable[[Any], Any]) -> Iterator[tuple[int, Any]]:
-    """Read the records of a source; yield the number of each line, from 1 on, and what `read`
-    returns for its record.
+def checked(
+    source: Source, read: Callable[[Any], Any], skip: bool = False
+) -> Iterator[tuple[int, Any]]:
+    """Read the records of a source; yield the number of each line or record, from 1 on, and what
+    `read` returns for it, as often as the weight of its table says.
 
     `read` raises `FieldError` for a malformed record. After the first malformed record nothing is
-    yielded: the rest is read only to collect further errors, and all are raised together.
+    yielded: the rest is read only to collect further errors, and all are raised together. With
+    `skip` malformed records are left out, counted and named in a warning.
 
     Raises:
-        RecordError: if some record is malformed, or a table has none.
+        RecordError: if some record is malformed, or a table has none; with `skip` if all are.
     """
     problems: list[str] = []
+    count = 0
     for name, rows in source.tables.items():
         empty = True
-        for line, row in enumerate(
-            tqdm(rows, f"reading {name}", disable=None, leave=False), start=1
-        ):
+        weight = source.weights.get(name, 1.0)
+        draws = random.Random(name)
+        for line, row in enumerate(_progress(name, rows, problems), start=1):
             if isinstance(row, bytes) and not row.strip():
                 continue
             empty = False
+            count += 1
             try:
                 parsed = read(parse_line(row) if isinstance(row, bytes) else row)
             except FieldError as error:
-                location = f"{name}, line {line}"
+                location = f"{name}, {'line' if isinstance(row, bytes) else 'record'} {line}"
                 if error.field_name:
                     location += f", field {error.field_name}"
                 problems.append(f"{location}: {error}")
-                if len(problems) == _MAX_PROBLEMS:
+                if len(problems) == _MAX_PROBLEMS and not skip:
                     raise RecordError(problems, incomplete=True) from error
             else:
-                if not problems:
-                    yield line, parsed
-        if empty:
+                copies = int(weight) + (draws.random() < weight % 1)
+                if not problems or skip:
+                    yield from [(line, parsed)] * copies
+        if empty and not problems:
             problems.append(f"{name}: found no records: at least one is needed")
+            count += 1
+    if problems and not (skip and len(problems) < count):
+        raise RecordError(problems[:_MAX_PROBLEMS], incomplete=len(problems) > _MAX_PROBLEMS)
     if problems:
-        raise RecordError(problems)
+        more = len(problems) - _MAX_PROBLEMS
+        named = problems[:_MAX_PROBLEMS] + [f"and {more} more"] * (more > 0)
+        logger.warning(
+            f"{len(problems)} of {count} records are malformed and left out:\n  "
+            + "\n  ".join(named)
+        )
 
 
-def _load(path: Path, split: str) -> Source:
+def _progress(name: str, rows: Iterable[Any], problems: list[str]) -> Iterator[Any]:
+    """Show the progress of reading a table; add an error of the file as a whole to `problems`."""
+    try:
+        yield from tqdm(rows, f"reading {name}", disable=None, leave=False)
+    except (FieldError, EOFError, gzip.BadGzipFile) as error:
+        problems.append(f"{name}: it cannot be read: {error}")
+
+
+def _load(place: DataPath, split: str, reader: str | None) -> "TableRows":
+    """Load a dataset, or a file by the `reader` of `datasets` for its kind."""
+    path = Path(place.path)
     try:
         datasets = import_module("datasets")
     except ImportError as error:
@@ -154,12 +236,15 @@ def _load(path: Path, split: str) -> Source:
             table = datasets.load_from_disk(str(path))
             if isinstance(table, datasets.DatasetDict):
                 table = table[split]
+        elif reader is not None:
+            table = datasets.load_dataset(reader, data_files=str(path), split="train")
         else:
-            table = datasets.load_dataset(str(path), split=split)
+            config = [] if place.config is None else [place.config]
+            table = datasets.load_dataset(str(path), *config, split=split)
     # datasets passes errors of its readers on: their own, OSError, KeyError, ValueError
     except Exception as error:
         cause = error.__cause__ or error
         raise RecordError(
             [f"{path}: datasets cannot read split {split!r} of it: {type(cause).__name__}: {cause}"]
         ) from error
-    return Source({str(path): TableRows(table)})
+    return TableRows(table)

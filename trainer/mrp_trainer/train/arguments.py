@@ -38,6 +38,9 @@ class MRPTrainingArguments(TrainerFlags, TrainingArguments):
             records (`RecordRows`), and the trainer sets this to their length.
         num_train_epochs: Passes over the data; by default 1, or as many as make 100 steps.
         per_device_eval_batch_size: By default `per_device_train_batch_size`.
+        last_turn_only: Whether only the last learned turn of each chat is learned.
+        skip_malformed: Whether malformed records are left out, counted and named, instead of ending
+            the run.
         packed: Whether a row of records holds several samples.
         noisy_copies: Noisy copies of a sample in one pass: 1 (published), or 2 with complementary
             masks.

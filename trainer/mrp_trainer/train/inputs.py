@@ -3,6 +3,7 @@
 import hashlib
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -191,12 +192,13 @@ def as_rows(
         )
     return RecordRows(
         source,
-        encoder_of(model, tokenizer, args.max_length),
+        replace(encoder_of(model, tokenizer, args.max_length), last_turn_only=args.last_turn_only),
         args.packed,
         args.seed,
         shuffle=not held_out,
         fit=args.max_length is None,
         hold_back=hold_back,
+        skip_malformed=args.skip_malformed,
     )
 
 

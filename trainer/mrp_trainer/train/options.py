@@ -52,10 +52,13 @@ class RunOptions:
         only="block_diffusion",
     )
     data: list[str] = flag(
-        "JSON lines, a datasets folder or Hub id.", [], panel=_DATA, metavar="FILE"
+        "JSON, parquet, a datasets folder or Hub id; PATH:CONFIG, PATH*WEIGHT.",
+        [],
+        panel=_DATA,
+        metavar="PATH",
     )
     split: str = flag("Split to read of a --data folder or Hub id.", "train", panel=_DATA)
-    eval_data: list[str] = flag("Data to evaluate on.", [], panel=_DATA, metavar="FILE")
+    eval_data: list[str] = flag("Data to evaluate on.", [], panel=_DATA, metavar="PATH")
     eval_split: str = flag("Split to read of an --eval-data folder or Hub id.", "test", panel=_DATA)
     head: str | None = flag(
         "Head to train further.", None, panel=_HEAD, metavar="PATH", shown="a new one", only="mrp"
@@ -115,6 +118,10 @@ class TrainerFlags:
     seed: int = flag("Seed of noise, order and new weights.", 42, panel=_RUN)
     max_length: int | None = flag(
         "Tokens per row.", None, panel=_DATA, shown="fits the records", min=1
+    )
+    last_turn_only: bool = flag("Learn the last turn of a chat alone.", False, panel=_DATA)
+    skip_malformed: bool = flag(
+        "Leave out malformed records, and name them, instead of stopping.", False, panel=_DATA
     )
     packed: bool = flag("Several samples per row.", True, panel=_DATA, name="--packed/--not-packed")
     unroll: int = flag("Head steps unrolled in training.", 2, panel=_LOSS, only="mrp", min=1)

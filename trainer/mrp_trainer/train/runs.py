@@ -20,7 +20,7 @@ from modeling_mrp.model.configuration import MRPConfig
 from modeling_mrp.model.layouts import stored_json
 from modeling_mrp.modeling import MRPForCausalLM
 
-from ..data.sources import open_source
+from ..data.sources import DataPath, open_source
 from ..doctor.replays import measure_device
 from ..evaluate.cost import charged_as
 from ..heads import with_new_head
@@ -207,10 +207,11 @@ def _check_inputs(folder: Path, options: RunOptions) -> None:
 
 def _data_digest(paths: Sequence[str]) -> str | None:
     """Return a digest of data files; None for a dataset on the Hub."""
-    if not all(map(os.path.exists, paths)):
+    places = [DataPath.of(path).path for path in paths]
+    if not all(map(os.path.exists, places)):
         return None
     files: set[Path] = set()
-    for path in map(Path, paths):
+    for path in map(Path, places):
         files.update([path] if path.is_file() else path.rglob("*"))
     digests = {}
     for path in sorted(filter(Path.is_file, files)):

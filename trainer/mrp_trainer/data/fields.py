@@ -1,0 +1,61 @@
+"""Errors of records, and checks of the values in their fields."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+class FieldError(ValueError):
+    """An error in one field of a record, or in the record as a whole (`field_name` is None)."""
+
+    def __init__(self, field_name: str | None, message: str) -> None:
+        super().__init__(message)
+        self.field_name = field_name
+
+
+class RecordError(ValueError):
+    """An error that lists malformed records, each with its file, line and field."""
+
+    def __init__(self, problems: Sequence[str], incomplete: bool = False) -> None:
+        lines = list(problems)
+        if len(problems) != 1:
+            lines.insert(
+                0,
+                f"{'the first ' * incomplete}{len(problems)} malformed "
+                f"records{' (there may be more)' * incomplete}:",
+            )
+        super().__init__("\n  ".join(lines))
+
+
+def string(name: str, value: Any) -> str:
+    """Return a value that is a text; `FieldError` for any other."""
+    if not isinstance(value, str):
+        raise FieldError(name, f"found {format_value(value)}: a string is needed")
+    check_utf8(value, name)
+    return value
+
+
+def are_mappings(value: Any) -> bool:
+    """Return whether a value is a list of objects."""
+    return isinstance(value, list) and all(isinstance(item, Mapping) for item in value)
+
+
+def check_utf8(text: str, name: str | None = None) -> None:
+    """Raise `FieldError` for a text that UTF-8 cannot hold, as tokenizers cannot read it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        problem = (
+            f"{'found ' * (name is not None)}half a surrogate pair, {text[error.start]!a}, at "
+            f"character {error.start}"
+        )
+        raise FieldError(name, f"{problem}: text that UTF-8 can hold is needed") from error
+
+
+def format_value(value: Any) -> str:
+    """Format a value for an error message."""
+    if value is None:
+        return "nothing"
+    text = repr(value)
+    if len(text) > 40:
+        text = f"{text[:37]}..."
+    return text

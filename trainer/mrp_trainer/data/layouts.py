@@ -1,0 +1,208 @@
+"""Layouts of records as people publish them, translated to the few that are parsed: a chat in
+`messages` and `tools`, `prompt` and `completion`, `text`, or what `mrp decode` writes.
+
+- ShareGPT's `conversations` of `from` and `value`, and Alpaca's `instruction`, `input`, `output`
+  and `history`, are `messages`; so are `question` or `query` and `answer` or `response`, `prompt`
+  and `response`, and `input` and `output`. `system` or `system_prompt` beside them comes first.
+- A `prompt` beside `messages` repeats them, and is left out.
+- Content in parts is one text. `function_call` and the role of that name are `tool_calls`, whose
+  arguments are objects; the roles `function` and `observation` are `tool`.
+- `tools` may be a text; `functions` are tools.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from .fields import FieldError, format_value, string
+
+HINT = (
+    "a record has one layout: 'messages', or 'prompt' and 'completion', or 'text', or what mrp "
+    "decode writes; ShareGPT's 'conversations', Alpaca's 'instruction' and 'output', and "
+    "'question' and 'answer' are read, too"
+)
+_OURS = {"messages", "completion", "reveal_step"}
+_ANSWERS = ("output", "response", "answer")
+# Questions, and their answers; a `prompt` with an `answer` is judged by it, and is no chat.
+_PAIRS = {
+    "question": _ANSWERS,
+    "query": _ANSWERS,
+    "prompt": ("response", "output"),
+    "input": ("output",),
+}
+_KEYS = {"from": "role", "value": "content"}
+# Names of roles in any case, and ours.
+_ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "model", "ai", "bot", "assistant"), "assistant"),
+    **dict.fromkeys(("function", "function_response", "observation", "tool", "ipython"), "tool"),
+}
+_CALL_ROLE = "function_call"  # an assistant's turn whose content is a call, as text
+
+
+def record_fields(row: Any, answered: bool = True) -> dict[str, Any]:
+    """Collect a row's fields that are not null, in a layout that is parsed; `FieldError` for values
+    that cannot be translated. Unless `answered`, the answer of a question is left out."""
+    if not isinstance(row, Mapping):
+        raise FieldError(None, f"found {format_value(row)}: a record is an object; {HINT}")
+    fields = {str(name): value for name, value in row.items() if value is not None}
+    messages: list[Any] | None = None
+    if not fields.keys() & _OURS:
+        messages = _translated_messages(fields, answered)
+    if messages is not None:
+        system = string("system", fields.get("system", fields.get("system_prompt", "")))
+        if system:
+            messages.insert(0, {"role": "system", "content": system})
+        fields["messages"] = messages
+    elif "messages" in fields and "completion" not in fields:
+        fields.pop("prompt", None)
+    for name in ("messages", "prompt", "completion"):
+        if isinstance(fields.get(name), list):
+            fields[name] = [
+                _message(message, f"{name}[{number}]")
+                for number, message in enumerate(fields[name])
+            ]
+    if "functions" in fields and "tools" not in fields:
+        functions = _parsed("functions", fields["functions"])
+        if isinstance(functions, list):
+            functions = [{"type": "function", "function": entry} for entry in functions]
+        fields["tools"] = functions
+    if "tools" in fields:
+        fields["tools"] = _tools(fields["tools"])
+    return fields
+
+
+def _translated_messages(fields: dict[str, Any], answered: bool) -> list[Any] | None:
+    """Make the messages of a row in another layout, and drop the fields that they stand for; None
+    if the row is in no such layout."""
+    answers = [name for name in _ANSWERS if name in fields]
+    if "instruction" in fields and (answers or "text" not in fields):
+        fields.pop("text", None)  # it repeats the other fields
+        return _pair(fields, "instruction", answers, answered)
+    if "text" in fields:
+        return None
+    if isinstance(fields.get("conversations"), list):
+        return list(fields["conversations"])
+    for question, its_answers in _PAIRS.items():
+        if question in fields:
+            answers = [name for name in its_answers if name in fields]
+            alone = question in ("prompt", "input")
+            return None if alone and not answers else _pair(fields, question, answers, answered)
+    return None
+
+
+def _pair(fields: dict[str, Any], question: str, answers: list[str], answered: bool) -> list[Any]:
+    """Make the messages of a question and its answer: earlier pairs (`history`), the question, for
+    an instruction with its `input`, and the answer, if there is one and it is asked for."""
+    if len(answers) > 1:
+        raise FieldError(
+            None, f"found the fields {', '.join(answers)}, each an answer: leave one of them"
+        )
+    messages: list[Any] = []
+    history = fields.get("history", [])
+    for number, pair in enumerate(history if isinstance(history, list) else [history]):
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise FieldError(
+                f"history[{number}]",
+                f"found {format_value(pair)}: a list of an instruction and its answer is needed",
+            )
+        for role, text in zip(("user", "assistant"), pair, strict=True):
+            messages.append({"role": role, "content": string(f"history[{number}]", text)})
+    value = fields.pop(question)
+    if question == "prompt" and isinstance(value, list):
+        messages += value
+    else:
+        parts = [string(question, value)]
+        if question == "instruction":
+            parts.append(string("input", fields.get("input", "")))
+        messages.append({"role": "user", "content": "\n\n".join(filter(None, parts))})
+    for name in answers if answered else ():
+        messages.append({"role": "assistant", "content": fields.pop(name)})
+    return messages
+
+
+def _message(message: Any, location: str) -> Any:
+    """Translate the names, roles, content and calls of a message; leave what is no object as it
+    is."""
+    if not isinstance(message, Mapping):
+        return message
+    translated = {}
+    for key, value in message.items():
+        if value is not None:
+            translated[_KEYS.get(key, key)] = value
+    role = str(translated.get("role")).lower()
+    if role == _CALL_ROLE:
+        call = _parsed(f"{location}.content", translated.pop("content", None))
+        translated |= {
+            "role": "assistant",
+            "tool_calls": call if isinstance(call, list) else [call],
+        }
+    elif role in _ROLES:
+        translated["role"] = _ROLES[role]
+    if "function_call" in translated:
+        translated["tool_calls"] = [translated.pop("function_call")]
+    if isinstance(translated.get("content"), list):
+        translated["content"] = _text_of(translated["content"], f"{location}.content")
+    if isinstance(translated.get("tool_calls"), list):
+        translated["tool_calls"] = [_call(call) for call in translated["tool_calls"]]
+    return translated
+
+
+def _text_of(parts: list[Any], location: str) -> str:
+    """Join the parts of a content, which must be texts."""
+    texts = []
+    for number, part in enumerate(parts):
+        if isinstance(part, Mapping) and part.get("type", "text") != "text":
+            raise FieldError(
+                f"{location}[{number}]",
+                f"found a part of type {part['type']!r}: only texts are read, remove the record",
+            )
+        text = part.get("text") if isinstance(part, Mapping) else part
+        texts.append(string(f"{location}[{number}]", text))
+    return "".join(texts)
+
+
+def _call(call: Any) -> Any:
+    """Put a call into OpenAI's form, its arguments as an object if they are one in JSON: templates
+    would print a text in quotes."""
+    if not isinstance(call, Mapping):
+        return call
+    function = call.get("function", call)
+    if not isinstance(function, Mapping):
+        return call
+    function = dict(function)
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            parsed = json.loads(arguments)
+        except ValueError:
+            parsed = None
+        if isinstance(parsed, dict):
+            function["arguments"] = parsed
+    if "function" in call:
+        return {**call, "function": function}
+    if "arguments" in function and "type" not in function:
+        return {"type": "function", "function": function}
+    return function
+
+
+def _tools(tools: Any) -> Any:
+    """Read tools that are a text, or a list of texts."""
+    tools = _parsed("tools", tools)
+    if isinstance(tools, list):
+        return [_parsed(f"tools[{number}]", tool) for number, tool in enumerate(tools)]
+    return [tools] if isinstance(tools, Mapping) else tools
+
+
+def _parsed(location: str, value: Any) -> Any:
+    """Parse a value that is a text as JSON; `FieldError` if it is not JSON."""
+    if not isinstance(value, str):
+        return value
+    if not value.strip():
+        return []
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise FieldError(
+            location, f"found {format_value(value)}: JSON is needed ({error})"
+        ) from error
