@@ -1,6 +1,6 @@
 """Training rows of one or several samples, in an order that depends on seed and epoch alone."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -9,6 +9,7 @@ from torch.utils.data import Dataset
 from transformers.utils import logging
 
 from .chat import RecordEncoder
+from .encoded import encode_large
 from .samples import Sample
 from .sources import Source, checked
 
@@ -23,7 +24,8 @@ class RecordRows(Dataset[list[Sample]]):
     """A dataset of rows that hold the samples of a user's records: one sample each or, if `packed`,
     several with at most the encoder's capacity of tokens.
 
-    Every record is checked and encoded once; its ids stay in memory, five bytes a token. All epochs
+    Every record is checked and encoded once; its ids stay in memory, five bytes a token, or for
+    large files and tables in the cache of `datasets` (`encode_large`). All epochs
     have the same rows, and item i is a row of epoch `i // len`. With `shuffle` the order of rows
     depends on seed and epoch; otherwise it is the order of records. A sample's `index` is epoch *
     number of samples + its number.
@@ -52,29 +54,42 @@ class RecordRows(Dataset[list[Sample]]):
         fit: bool = False,
         hold_back: int = 0,
         skip_malformed: bool = False,
+        processes: int | None = None,
     ) -> None:
         self.seed = seed
         self.shuffle = shuffle
-        self._samples: list[Sample] = []
-        record_count = 0
-        for _, sample in checked(source, encoder.sample, skip_malformed):
-            record_count += 1
-            if sample is not None:
-                self._samples.append(sample)
-        self.held_back = self._hold_back(hold_back)
-        count = len(self._samples)
-        uncut = sum(sample.length is not None for sample in [*self._samples, *self.held_back])
-        kept = count + len(self.held_back)
+        samples: Sequence[Sample]
+        if (encoded := encode_large(source, encoder, processes, skip_malformed)) is not None:
+            samples, record_count = encoded
+            lengths = samples.tokens
+            uncut = int(samples.uncut.sum())
+            prompted = samples.prompted
+        else:
+            samples = []
+            record_count = 0
+            for _, sample in checked(source, encoder.sample, skip_malformed):
+                record_count += 1
+                if sample is not None:
+                    samples.append(sample)
+            lengths = np.asarray([len(sample.ids) for sample in samples])
+            prompted = np.asarray([not sample.response[0] for sample in samples])
+            uncut = sum(sample.length is not None for sample in samples)
+        self._samples = samples
+        count = len(samples)
         if uncut < record_count:
             problem = (
-                f"{', '.join(source.tables)}: of {record_count} records {kept - uncut} lose their "
-                f"end to max_length {encoder.max_length}, and {record_count - kept} all that is "
+                f"{', '.join(source.tables)}: of {record_count} records {count - uncut} lose their "
+                f"end to max_length {encoder.max_length}, and {record_count - count} all that is "
                 "learned"
             )
             if not uncut:
                 raise ValueError(f"{problem}: raise max_length, or shorten the records")
             logger.warning_once(f"{problem}. Raise max_length to learn from all of them")
-        lengths = np.asarray([len(sample.ids) for sample in self._samples])
+        held_back = self._choose_held_back(prompted, hold_back)
+        self.held_back = [samples[number] for number in held_back.tolist()]
+        self._numbers = np.setdiff1d(np.arange(count), held_back)
+        lengths = lengths[self._numbers]
+        count = len(self._numbers)
         self.row_length = encoder.capacity
         if fit:
             filled = min(int(lengths.sum()) // _FIT_ROWS, _FIT_LENGTH)
@@ -90,19 +105,12 @@ class RecordRows(Dataset[list[Sample]]):
         else:
             self._rows = list(np.arange(count)[:, None])
 
-    def _hold_back(self, count: int) -> list[Sample]:
-        """Take up to `count` samples with prompts out of those that are trained on."""
-        prompted = []
-        for number, sample in enumerate(self._samples):
-            if not sample.response[0]:
-                prompted.append(number)
-        count = min(count, len(prompted), len(self._samples) // 10)
-        taken = {prompted[index] for index in _order(len(prompted), self.seed, 0)[:count]}
-        held_back = [self._samples[number] for number in sorted(taken)]
-        self._samples = [
-            sample for number, sample in enumerate(self._samples) if number not in taken
-        ]
-        return held_back
+    def _choose_held_back(self, prompted: np.ndarray, count: int) -> np.ndarray:
+        """Choose up to `count` samples with prompts, a tenth of all at most; return their numbers,
+        ascending."""
+        numbers = np.flatnonzero(prompted)
+        count = min(count, len(numbers), len(prompted) // 10)
+        return np.sort(numbers[_order(len(numbers), self.seed, 0)[:count]])
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -114,9 +122,9 @@ class RecordRows(Dataset[list[Sample]]):
         epoch, row = divmod(visit, len(self))
         if self.shuffle:
             row = int(_order(len(self), self.seed, epoch)[row])
-        first = epoch * len(self._samples)
+        first = epoch * len(self._numbers)
         return [
-            replace(self._samples[number], index=first + number)
+            replace(self._samples[int(self._numbers[number])], index=first + number)
             for number in self._rows[row].tolist()
         ]
 

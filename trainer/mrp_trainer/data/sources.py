@@ -63,28 +63,73 @@ class Source:
     weights: Mapping[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class JsonFile:
+    """A file of JSON, compressed by gzip or not: an object per line, or one array of objects.
+    Iteration yields lines as bytes, or the array's items; `FieldError` for an array that is not
+    JSON. With `begin` and `end` it is a part of a file of lines, in bytes."""
+
+    path: str
+    begin: int = 0
+    end: int | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        kind = self._kind()
+        with (gzip.open if kind == "gzip" else open)(self.path, "rb") as lines:
+            if kind != "lines" and _begins_array(lines):
+                yield from parse_line(lines.read())
+                return
+            lines.seek(self.begin)
+            position = self.begin
+            for line in lines:
+                if self.end is not None and position >= self.end:
+                    break
+                position += len(line)
+                yield line
+
+    def parts(self, size: int) -> Iterator[tuple["JsonFile", int]]:
+        """Divide a file of plain lines into parts of about `size` bytes; yield each with the number
+        of its first line, from 1 on. Others are one part."""
+        if self._kind() != "lines":
+            yield self, 1
+            return
+        begin = position = 0
+        first = number = 1
+        with open(self.path, "rb") as lines:
+            for line in lines:
+                position += len(line)
+                number += 1
+                if position - begin >= size:
+                    yield JsonFile(self.path, begin, position), first
+                    begin = position
+                    first = number
+        if position > begin:
+            yield JsonFile(self.path, begin, position), first
+
+    def _kind(self) -> str:
+        """Tell a file that is compressed, an array, and lines apart."""
+        with open(self.path, "rb") as file:
+            if file.read(len(_GZIP)) == _GZIP:
+                return "gzip"
+            return "array" if _begins_array(file) else "lines"
+
+
+def _begins_array(file: Any) -> bool:
+    """Return whether the first character of a file that is no blank begins an array; go back to
+    its begin."""
+    file.seek(0)
+    first = b""
+    for line in file:
+        first = line.removeprefix(b"\xef\xbb\xbf").lstrip()
+        if first:
+            break
+    file.seek(0)
+    return first.startswith(b"[")
+
+
 def json_lines(paths: Sequence[str]) -> Source:
-    """Make a source of files of JSON, compressed by gzip or not: an object per line, or one array
-    of objects; the source can be read only once."""
-    return Source({path: _lines(path) for path in paths})
-
-
-def _lines(path: str) -> Iterator[Any]:
-    """Read a file's lines, or the items of the array that it holds; `FieldError` for an array that
-    is not JSON."""
-    with open(path, "rb") as file:
-        compressed = file.read(len(_GZIP)) == _GZIP
-    with (gzip.open if compressed else open)(path, "rb") as lines:
-        first = b""
-        for line in lines:
-            first = line.removeprefix(b"\xef\xbb\xbf").lstrip()
-            if first:
-                break
-        lines.seek(0)
-        if first.startswith(b"["):
-            yield from parse_line(lines.read())
-        else:
-            yield from lines
+    """Make a source of files of JSON."""
+    return Source({path: JsonFile(path) for path in paths})
 
 
 def open_source(paths: Sequence[str], split: str = "train") -> Source:
@@ -111,7 +156,7 @@ def open_source(paths: Sequence[str], split: str = "train") -> Source:
     for text, place in zip(paths, places, strict=True):
         reader = _TABLES.get(Path(place.path).suffix)
         if os.path.isfile(place.path) and reader is None:
-            tables[text] = _lines(place.path)
+            tables[text] = JsonFile(place.path)
         else:
             tables[text] = _load(place, split, reader)
         weights[text] = place.weight
@@ -162,6 +207,78 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
+class Problems:
+    """Malformed records of a source. Without `skip` the first 20 are raised together; with it all
+    are counted, and the first 20 named in a warning.
+
+    Attributes:
+        texts: What is wrong, and where.
+        count: Number of records that were read.
+    """
+
+    def __init__(self, skip: bool) -> None:
+        self.skip = skip
+        self.texts: list[str] = []
+        self.count = 0
+
+    def add(self, text: str) -> None:
+        """Note a malformed record; `RecordError` at the twentieth, unless they are skipped."""
+        self.texts.append(text)
+        if len(self.texts) == _MAX_PROBLEMS and not self.skip:
+            raise RecordError(self.texts, incomplete=True)
+
+    def report(self) -> None:
+        """Raise `RecordError` if there are malformed records, or with `skip` if all are; else warn
+        of those that are skipped."""
+        count = len(self.texts)
+        if not count:
+            return
+        named = self.texts[:_MAX_PROBLEMS]
+        if not self.skip or count >= self.count:
+            raise RecordError(named, incomplete=count > _MAX_PROBLEMS)
+        if count > _MAX_PROBLEMS:
+            named = [*named, f"and {count - _MAX_PROBLEMS} more"]
+        told = "\n  ".join(named)
+        logger.warning(f"{count} of {self.count} records are malformed and left out:\n  {told}")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What reading a record gave: its number, what was read or the error, which `problem` says
+    with its place, and how often the record is taken."""
+
+    number: int
+    parsed: Any
+    copies: int = 1
+    problem: str = ""
+
+
+def outcomes(
+    name: str, rows: Iterable[Any], first: int, weight: float, read: Callable[[Any], Any]
+) -> Iterator[Outcome]:
+    """Read the rows of a table, the first of which has the number `first`; errors of single records
+    are outcomes, and so is one of the file as a whole, with number 0."""
+    try:
+        for number, row in enumerate(rows, start=first):
+            if isinstance(row, bytes) and not row.strip():
+                continue
+            try:
+                parsed = read(parse_line(row) if isinstance(row, bytes) else row)
+            except FieldError as error:
+                location = f"{name}, {'line' if isinstance(row, bytes) else 'record'} {number}"
+                if error.field_name:
+                    location += f", field {error.field_name}"
+                yield Outcome(number, error, 0, f"{location}: {error}")
+                continue
+            copies = int(weight)
+            if weight % 1:
+                copies += random.Random(f"{name} {number}").random() < weight % 1
+            yield Outcome(number, parsed, copies)
+    except (FieldError, EOFError, gzip.BadGzipFile) as error:
+        whole = FieldError(None, str(error))
+        yield Outcome(0, whole, 0, f"{name}: it cannot be read: {error}")
+
+
 def checked(
     source: Source, read: Callable[[Any], Any], skip: bool = False
 ) -> Iterator[tuple[int, Any]]:
@@ -175,50 +292,22 @@ def checked(
     Raises:
         RecordError: if some record is malformed, or a table has none; with `skip` if all are.
     """
-    problems: list[str] = []
-    count = 0
+    problems = Problems(skip)
     for name, rows in source.tables.items():
         empty = True
-        weight = source.weights.get(name, 1.0)
-        draws = random.Random(name)
-        for line, row in enumerate(_progress(name, rows, problems), start=1):
-            if isinstance(row, bytes) and not row.strip():
-                continue
+        shown = tqdm(rows, f"reading {name}", disable=None, leave=False)
+        for outcome in outcomes(name, shown, 1, source.weights.get(name, 1.0), read):
             empty = False
-            count += 1
-            try:
-                parsed = read(parse_line(row) if isinstance(row, bytes) else row)
-            except FieldError as error:
-                location = f"{name}, {'line' if isinstance(row, bytes) else 'record'} {line}"
-                if error.field_name:
-                    location += f", field {error.field_name}"
-                problems.append(f"{location}: {error}")
-                if len(problems) == _MAX_PROBLEMS and not skip:
-                    raise RecordError(problems, incomplete=True) from error
-            else:
-                copies = int(weight) + (draws.random() < weight % 1)
-                if not problems or skip:
-                    yield from [(line, parsed)] * copies
-        if empty and not problems:
-            problems.append(f"{name}: found no records: at least one is needed")
-            count += 1
-    if problems and not (skip and len(problems) < count):
-        raise RecordError(problems[:_MAX_PROBLEMS], incomplete=len(problems) > _MAX_PROBLEMS)
-    if problems:
-        more = len(problems) - _MAX_PROBLEMS
-        named = problems[:_MAX_PROBLEMS] + [f"and {more} more"] * (more > 0)
-        logger.warning(
-            f"{len(problems)} of {count} records are malformed and left out:\n  "
-            + "\n  ".join(named)
-        )
-
-
-def _progress(name: str, rows: Iterable[Any], problems: list[str]) -> Iterator[Any]:
-    """Show the progress of reading a table; add an error of the file as a whole to `problems`."""
-    try:
-        yield from tqdm(rows, f"reading {name}", disable=None, leave=False)
-    except (FieldError, EOFError, gzip.BadGzipFile) as error:
-        problems.append(f"{name}: it cannot be read: {error}")
+            problems.count += 1
+            if outcome.problem:
+                problems.add(outcome.problem)
+            elif skip or not problems.texts:
+                for _ in range(outcome.copies):
+                    yield outcome.number, outcome.parsed
+        if empty:
+            problems.count += 1
+            problems.texts.append(f"{name}: found no records: at least one is needed")
+    problems.report()
 
 
 def _load(place: DataPath, split: str, reader: str | None) -> "TableRows":

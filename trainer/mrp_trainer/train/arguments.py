@@ -62,6 +62,7 @@ class MRPTrainingArguments(TrainerFlags, TrainingArguments):
             Decoding is not affected.
         muon_learning_rate: Rate at which Muon trains layer matrices, while AdamW trains all else at
             `learning_rate`; None leaves everything to `optim`.
+        dataset_num_proc: Processes that encode large data; by default all CPUs, up to 16.
         eval_prompts: Prompts of the evaluation dataset that every evaluation decodes with
             `mrp_spec` and, for comparison, with `self_spec`, to report accepted drafts and tokens
             per forward; 0 for none.
@@ -92,6 +93,7 @@ class MRPTrainingArguments(TrainerFlags, TrainingArguments):
     packed_attention: str = field(default="auto", metadata={"one_of": ATTENTIONS})
     eval_new_tokens: int = field(default=64, metadata={"min": 1})
     block_sizes: list[int] | None = None
+    dataset_num_proc: int | None = field(default=None, metadata={"min": 1})
     rows_per_step: int | None = None
     hub_strategy: str = "end"
     hub_private_repo: bool | None = True

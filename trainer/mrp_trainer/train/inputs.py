@@ -190,16 +190,19 @@ def as_rows(
         raise ValueError(
             f"{name} holds records: give processing_class, the tokenizer that encodes them, too"
         )
-    return RecordRows(
-        source,
-        replace(encoder_of(model, tokenizer, args.max_length), last_turn_only=args.last_turn_only),
-        args.packed,
-        args.seed,
-        shuffle=not held_out,
-        fit=args.max_length is None,
-        hold_back=hold_back,
-        skip_malformed=args.skip_malformed,
-    )
+    encoder = encoder_of(model, tokenizer, args.max_length)
+    with args.main_process_first(desc=f"the records of {name}"):  # others read what it encoded
+        return RecordRows(
+            source,
+            replace(encoder, last_turn_only=args.last_turn_only),
+            args.packed,
+            args.seed,
+            shuffle=not held_out,
+            fit=args.max_length is None,
+            hold_back=hold_back,
+            skip_malformed=args.skip_malformed,
+            processes=args.dataset_num_proc,
+        )
 
 
 def fit_to_rows(args: MRPTrainingArguments, rows: Any) -> None:

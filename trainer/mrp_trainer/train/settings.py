@@ -29,6 +29,7 @@ _FREE = {
     "disable_tqdm",
     "push_to_hub",
     "bf16_full_eval",
+    "dataset_num_proc",
 }
 _FREE_PREFIXES = (
     "eval_",

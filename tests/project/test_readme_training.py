@@ -1,0 +1,32 @@
+"""README's commands of training, as they stand there: they end with a head that wins."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from commands import mrp
+from conftest import ROOT
+
+
+def test_readmes_training_ends_with_a_head_that_wins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """About two minutes of one core. How far it wins depends on how a CPU rounds."""
+    section = (ROOT / "README.md").read_text().split("\n## Train\n")[1].split("\n## ")[0]
+    (block,) = re.findall(r"^```\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+    (tmp_path / "hub_configs").symlink_to(ROOT / "hub_configs")
+    monkeypatch.chdir(tmp_path)
+    told = {}
+    for line in block.replace("\\\n", " ").splitlines():
+        program, *words = shlex.split(line, comments=True)
+        assert program == "mrp"
+        told[words[0]] = mrp(*words)
+    assert list(told) == ["tasks", "decode", "train", "show"]
+    assert re.search(r"^verdict: worth publishing, 1\.\d\d times", told["train"], re.MULTILINE)
+    static, dynamic = re.findall(
+        r"^  (?:static|dynamic) +(\S+) +(\S+) +(\S+)$", told["train"], re.M
+    )
+    assert float(dynamic[1]) > float(dynamic[2]) > float(dynamic[0])
+    assert float(static[1]) > float(static[0])
+    assert (tmp_path / "run.svg").is_file()

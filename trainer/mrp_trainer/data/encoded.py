@@ -1,0 +1,215 @@
+"""Samples of large data, encoded by several processes and kept in the cache of `datasets`.
+
+The cache is read from disk as it is needed, by all processes of a machine, and again by a later run
+with the same data, tokenizer and options. Small data are encoded in memory, without it.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import __version__ as transformers_version
+
+from .chat import RecordEncoder
+from .fields import FieldError
+from .samples import Sample
+from .sources import JsonFile, Problems, Source, TableRows, outcomes
+
+_LARGE_BYTES, _LARGE_ROWS = 8 << 20, 20_000  # of a file, and of a table
+_SHARD_BYTES, _SHARD_ROWS = 4 << 20, 10_000
+_MAX_PROCESSES = 16
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A part of a table: its rows, the number of the first one, and how often each is taken."""
+
+    name: str
+    rows: Any
+    first: int
+    weight: float
+
+
+class EncodedSamples(Sequence[Sample]):
+    """Samples in a table of `datasets`; each is read when it is asked for.
+
+    Attributes:
+        tokens: [n] int, the tokens of each sample.
+        uncut: [n] bool, whether a sample has its end.
+        prompted: [n] bool, whether it begins with a prompt.
+    """
+
+    def __init__(self, table: Any) -> None:
+        columns = table.with_format("numpy")
+        tokens, self._cut, prompted = (
+            np.asarray(columns[name][:]) for name in ("tokens", "cut", "prompted")
+        )
+        self._numbers = tokens.nonzero()[0]
+        self.tokens = tokens[self._numbers]
+        self.uncut = ~self._cut[self._numbers]
+        self.prompted = prompted[self._numbers]
+        self._table = columns
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, index: Any) -> Any:
+        row = self._table[int(self._numbers[index])]
+        steps = np.asarray(row["steps"], np.int32)
+        return Sample(
+            0,
+            np.asarray(row["ids"], np.int32),
+            np.asarray(row["response"], bool),
+            None if row["cut"] else int(row["length"]),
+            steps if len(steps) else None,
+        )
+
+
+def encode_large(
+    source: Source, encoder: RecordEncoder, processes: int | None, skip: bool
+) -> tuple[EncodedSamples, int] | None:
+    """Encode a source through the cache of `datasets`, by up to `processes` (by default all CPUs,
+    up to 16); return the samples, and the number of well-formed records. None for a small source,
+    for records in memory, and without `datasets`.
+
+    Raises:
+        RecordError: as `checked` does.
+    """
+    if not _is_large(source) or find_spec("datasets") is None:
+        return None
+    if (fingerprint := _fingerprint(source, encoder)) is None:
+        return None
+    datasets = import_module("datasets")
+    shards = [shard for name in source.tables for shard in _shards_of(source, name)]
+    if processes is None:
+        processes = min(os.cpu_count() or 1, _MAX_PROCESSES)
+    value, of = datasets.Value, datasets.Sequence
+    table = datasets.Dataset.from_generator(
+        _encoded_rows,
+        features=datasets.Features(
+            {
+                "ids": of(value("int32")),
+                "response": of(value("bool")),
+                "steps": of(value("int32")),
+                "length": value("int32"),
+                "tokens": value("int32"),
+                "cut": value("bool"),
+                "prompted": value("bool"),
+                "problem": value("string"),
+            }
+        ),
+        gen_kwargs={"shards": shards, "encoder": encoder},
+        num_proc=min(processes, len(shards)),
+        fingerprint=fingerprint,
+    )
+    problems = Problems(skip)
+    named = table["problem"][:]
+    for text in named:
+        if text:
+            problems.add(text)
+    problems.count = len(named)
+    problems.report()
+    return EncodedSamples(table), len(named) - len(problems.texts)
+
+
+def _is_large(source: Source) -> bool:
+    """Return whether some table is large, and all are files or tables that can be read again."""
+    large = False
+    for rows in source.tables.values():
+        if isinstance(rows, JsonFile):
+            large = large or os.path.getsize(rows.path) >= _LARGE_BYTES
+        elif isinstance(rows, TableRows):
+            large = large or len(rows) >= _LARGE_ROWS
+        else:
+            return False
+    return large
+
+
+def _fingerprint(source: Source, encoder: RecordEncoder) -> str | None:
+    """Digest all that decides the samples: data, tokenizer, options and code; None for a tokenizer
+    without a backend that says what it is."""
+    tokenizer: Any = encoder.tokenizer
+    if not hasattr(tokenizer, "backend_tokenizer"):
+        return None
+    parts: list[Any] = [_code_digest(), transformers_version]
+    for name, rows in source.tables.items():
+        parts.append([name, source.weights.get(name, 1.0)])
+        if isinstance(rows, JsonFile):
+            status = os.stat(rows.path)
+            parts.append([os.path.abspath(rows.path), status.st_size, status.st_mtime_ns])
+        elif isinstance(rows, TableRows):
+            parts.append(rows.table._fingerprint)
+    for option in fields(encoder):
+        if option.name != "tokenizer":
+            parts.append([option.name, getattr(encoder, option.name)])
+    parts += [tokenizer.chat_template, tokenizer.special_tokens_map]
+    parts.append(
+        json.loads(tokenizer.backend_tokenizer.to_str()) | {"truncation": None, "padding": None}
+    )
+    return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:16]
+
+
+@cache
+def _code_digest() -> str:
+    """Digest the code of this folder, which decides how records are read."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _shards_of(source: Source, name: str) -> list[Shard]:
+    """Divide a table for several processes: lines by bytes, and rows by number."""
+    rows: Any = source.tables[name]
+    weight = source.weights.get(name, 1.0)
+    if isinstance(rows, JsonFile):
+        return [Shard(name, part, first, weight) for part, first in rows.parts(_SHARD_BYTES)]
+    shards = []
+    for begin in range(0, len(rows), _SHARD_ROWS):
+        end = min(begin + _SHARD_ROWS, len(rows))
+        part = TableRows(rows.table.select(range(begin, end)))
+        shards.append(Shard(name, part, begin + 1, weight))
+    return shards
+
+
+def _encoded_rows(shards: list[Shard], encoder: RecordEncoder) -> Iterator[dict[str, Any]]:
+    """Yield a row for each record of some shards: its sample, or what is wrong with it."""
+    for shard in shards:
+        for outcome in outcomes(shard.name, shard.rows, shard.first, shard.weight, encoder.sample):
+            if isinstance(outcome.parsed, FieldError):
+                yield _row(None, outcome.problem)
+            else:
+                for _ in range(outcome.copies):
+                    yield _row(outcome.parsed, "")
+
+
+def _row(sample: Sample | None, problem: str) -> dict[str, Any]:
+    if sample is None:
+        return {
+            "ids": [],
+            "response": [],
+            "steps": [],
+            "length": 0,
+            "tokens": 0,
+            "cut": False,
+            "prompted": False,
+            "problem": problem,
+        }
+    return {
+        "ids": sample.ids,
+        "response": sample.response,
+        "steps": [] if sample.reveal_step is None else sample.reveal_step,
+        "length": sample.length or 0,
+        "tokens": len(sample.ids),
+        "cut": sample.length is None,
+        "prompted": not sample.response[0],
+        "problem": problem,
+    }
