@@ -85,6 +85,7 @@ class Run:
         kill: The step in which the process kills itself, with SIGKILL, before its weights change.
         sharded: Whether FSDP2 shards the model.
         adapter: Whether only a LoRA adapter of the head trains.
+        backbone: The name of the backbone, if it has one.
     """
 
     folder: Path
@@ -97,6 +98,7 @@ class Run:
     kill: int | None = None
     sharded: bool = False
     adapter: bool = False
+    backbone: str | None = None
 
 
 class _Kill(TrainerCallback):
@@ -146,6 +148,8 @@ def _train(run: Run, rank: int) -> None:
         _let_accelerate_shard_on_cpus()
     model: Any = make_model(run.seed) if run.double else make_model(run.seed).float()
     torch.manual_seed(run.seed)
+    if run.backbone:
+        model.backbone_source = (run.backbone, None)
     if run.adapter:
         targets = (
             r"mrp_head\.(eh_proj|layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj))"

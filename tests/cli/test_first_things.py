@@ -347,7 +347,7 @@ def test_what_is_missing_on_a_machine_is_named(
     arguments: str, message: str, no_network: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "mrp_trainer.train.runs.get_available_reporting_integrations", lambda: ["tensorboard"]
+        "mrp_trainer.train.arguments.get_available_reporting_integrations", lambda: ["tensorboard"]
     )
     assert message in mrp(*arguments.replace("TINY", embedded_checkpoint()).split(), fails=True)
     assert not (no_network / "run").exists()

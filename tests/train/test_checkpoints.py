@@ -37,7 +37,7 @@ def test_a_checkpoint_is_a_head_repository(
 ) -> None:
     """Of the size of its head; it loads with its backbone, and training goes on from it, bit for
     bit, without a word of missing weights, unless they are of the head. An explicit `save_model`
-    writes both; a backbone that trained is another."""
+    writes the same; a backbone that trained is another."""
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     make_model().float().save_pretrained(tmp_path / "base")
     loaded, other = (MRPForCausalLM.from_pretrained(tmp_path / "base") for _ in range(2))
@@ -52,7 +52,7 @@ def test_a_checkpoint_is_a_head_repository(
         assert all(torch.equal(found.state_dict()[name], value) for name, value in trained.items())
     assert "missing" not in caplog.text
     trainer.save_model(str(tmp_path / "final"))
-    assert load_file(tmp_path / "final" / "model.safetensors").keys() == trained.keys()
+    assert load_file(tmp_path / "final" / "model.safetensors").keys() == stored.keys()
     del stored["mrp_head.eh_proj.weight"]
     save_file(stored, tmp_path / "run" / "checkpoint-3" / "model.safetensors", {"format": "pt"})
     with pytest.raises(

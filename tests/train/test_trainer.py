@@ -266,7 +266,7 @@ def test_records_become_the_rows_that_the_command_reads(
         ),
         (
             {"hub_strategy": "checkpoint"},
-            r"hub_strategy is 'checkpoint', which does nothing here: .* pickled .* mrp push",
+            "hub_strategy is 'checkpoint': .* pickled .* Use one of end, every_save",
         ),
         # of the trainer itself
         (

@@ -44,6 +44,24 @@ _INTERRUPTED = 130  # the exit status of a program that Ctrl-C ended
 _METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
+class Help(str):
+    """The help of a dataclass's field, which carries what else is declared of it: tools that read
+    dataclasses, such as `HfArgumentParser`, pass other metadata on to argparse."""
+
+    declared: Mapping[str, Any]
+
+    def __new__(cls, text: str, **declared: Any) -> "Help":
+        """Make a help of a text and declarations by name."""
+        made = super().__new__(cls, text)
+        made.declared = MappingProxyType(declared)
+        return made
+
+
+def declared_of(option: Field[Any]) -> Mapping[str, Any]:
+    """Return what is declared of a field beside its help."""
+    return getattr(option.metadata.get("help"), "declared", {})
+
+
 def flag(
     help: str,
     default: Any = MISSING,
@@ -78,7 +96,7 @@ def flag(
         "kind": kind,
         "positional": positional,
     }
-    metadata = {"flag": {**declared, "more": more}, "only": only}
+    metadata = {"help": Help(help, flag={**declared, "more": more}, only=only)}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -97,7 +115,8 @@ def takes_flags(
     for group in groups:
         hints = get_type_hints(group)
         for option in fields(group):
-            if "flag" in option.metadata and option.metadata["only"] in (None, only):
+            declared = declared_of(option)
+            if "flag" in declared and declared["only"] in (None, only):
                 parameters.append(_parameter(option, hints[option.name], option.name in required))
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -127,7 +146,7 @@ def _plain_values(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 def _parameter(option: Field[Any], hint: Any, required: bool) -> inspect.Parameter:
     """Make a command's parameter for a field."""
-    declared = option.metadata["flag"]
+    declared = declared_of(option)["flag"]
     if get_origin(hint) is UnionType:
         hint = next(member for member in get_args(hint) if member is not type(None))
     kind = declared["kind"] or hint
@@ -167,7 +186,7 @@ def _parameter(option: Field[Any], hint: Any, required: bool) -> inspect.Paramet
 
 def shown_default(option: Field[Any]) -> str | None:
     """Return the default that help shows for an option; None to show none."""
-    declared = option.metadata["flag"]
+    declared = declared_of(option)["flag"]
     default = option.default if option.default_factory is MISSING else option.default_factory()
     if declared["shown"] is not None or default in (None, MISSING, []):
         return declared["shown"]

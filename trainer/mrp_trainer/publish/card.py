@@ -166,6 +166,7 @@ def render_card(
     about: Path | str | None = None,
     extra_tags: Sequence[str] = (),
     base: str | None = None,
+    metadata: Mapping[str, Any] | None = None,
 ) -> ModelCard:
     """Render the card of a saved checkpoint.
 
@@ -179,6 +180,8 @@ def render_card(
             its text opens the card.
         extra_tags: Tags beside those that every card has.
         base: The base model of a head or an adapter, in place of the one that its config names.
+        metadata: Further metadata, such as `license`, `language` and `datasets`, which override
+            those of `about`.
     """
     folder = Path(folder)
     config = json_of(folder / CONFIGS[kind])
@@ -193,10 +196,11 @@ def render_card(
         about_card = RepoCard.load(about)
         user_metadata = about_card.data.to_dict()
         about_text = about_card.text.strip()
+    user_metadata |= metadata or {}
     tags = list(model_tags(family_name))
     if kind == "head":
         tags.append("draft-model")
-    metadata: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "library_name": "peft" if kind == "adapter" else "transformers",
         "pipeline_tag": "text-generation",
         "license": "other" if "license_name" in user_metadata else "unknown",
@@ -204,10 +208,10 @@ def render_card(
         **user_metadata,
         "tags": [*tags, *(user_metadata.get("tags") or []), *extra_tags],
     }
-    if metadata["base_model"]:
-        metadata.setdefault("base_model_relation", "finetune" if kind == "full" else "adapter")
+    if fields["base_model"]:
+        fields.setdefault("base_model_relation", "finetune" if kind == "full" else "adapter")
     if results:
-        metadata |= {"model_name": _title(name), "eval_results": eval_results(results, shape)}
+        fields |= {"model_name": _title(name), "eval_results": eval_results(results, shape)}
     chosen = json_of(folder / "generation_config.json")
     contents = kind
     if kind == "full" and not config.get("num_nextn_predict_layers"):
@@ -217,14 +221,17 @@ def render_card(
     if family.paper:
         papers[family.models] = family.paper
     return ModelCard.from_template(
-        ModelCardData(**metadata),
+        ModelCardData(**fields),
         template_path=str(TEMPLATE),
         name=name,
         title=_title(name),
         repository=_repository(name),
         tested=TESTED,
         kind=kind,
-        base=base or metadata["base_model"] or "org/backbone",
+        base=next(
+            (known for known in (base, fields["base_model"]) if known and is_hub_id(known)),
+            "org/backbone",  # no folder of this machine
+        ),
         about=about_text,
         summary=_SUMMARIES[contents].format(
             "An SDAR" if family.models == "SDAR" else f"A {family.models}"
@@ -235,7 +242,7 @@ def render_card(
         picture=(folder / PICTURE).is_file(),
         defaults={option: chosen.get(option) or value for option, value in _DEFAULTS.items()},
         table=results_table(results, shape) if results else None,
-        recipe=recipe_of(folder, metadata["base_model"]),
+        recipe=recipe_of(folder, fields["base_model"]),
         papers=papers,
     )
 

@@ -5,13 +5,17 @@ from typing import Any
 
 import torch
 from transformers import TrainingArguments
+from transformers.integrations import get_available_reporting_integrations
 
+from ..flags import Help
 from .objectives import HeadObjective
 from .options import TrainerFlags, check_declared
 from .reveals import Reveals
 
 OBJECTIVES = ("block_diffusion", "mrp")
 ATTENTIONS = ("auto", "flex_attention", "sdpa", "tiles")
+# `end` pushes the result, `every_save` each checkpoint's model, too.
+_HUB_STRATEGIES = ("end", "every_save")
 # Options of `TrainingArguments` that have no effect here, and why.
 _COMPILED = "the objectives run in place of the forward that it compiles"
 _WITHOUT_EFFECT = {
@@ -20,9 +24,12 @@ _WITHOUT_EFFECT = {
     "seed decides",
     "label_smoothing_factor": "no objective has labels to smooth",
     "dataloader_drop_last": "epochs are rounded up to whole steps",
-    "hub_strategy": "a checkpoint's pickled states are never pushed: mrp push CHECKPOINT pushes "
-    "its model",
 }
+
+
+def _option(default: Any, help: str, **declared: Any) -> Any:
+    """Declare a field with its help, and its range or choices."""
+    return field(default=default, metadata={"help": Help(help, **declared)})
 
 
 @dataclass
@@ -62,6 +69,8 @@ class MRPTrainingArguments(TrainerFlags, TrainingArguments):
             Decoding is not affected.
         muon_learning_rate: Rate at which Muon trains layer matrices, while AdamW trains all else at
             `learning_rate`; None leaves everything to `optim`.
+        hub_strategy: With `push_to_hub`, `end` pushes the result and `every_save` each checkpoint's
+            model or head, too, as `mrp push` does.
         dataset_num_proc: Processes that encode large data; by default all CPUs, up to 16.
         eval_prompts: Prompts of the evaluation dataset that every evaluation decodes with
             `mrp_spec` and, for comparison, with `self_spec`, to report accepted drafts and tokens
@@ -79,21 +88,21 @@ class MRPTrainingArguments(TrainerFlags, TrainingArguments):
             process; with DeepSpeed.
     """
 
-    objective: str | None = field(default=None, metadata={"one_of": OBJECTIVES})
+    objective: str | None = _option(None, "What trains; required.", one_of=OBJECTIVES)
     learning_rate: float = None  # type: ignore[assignment]  # the objective decides
     per_device_eval_batch_size: int = None  # type: ignore[assignment]  # that of training
     lr_scheduler_type: str = "cosine_with_min_lr"
     lr_scheduler_kwargs: dict[str, Any] | str | None = None
     save_total_limit: int | None = 2
     inverse_level: bool = False
-    noise_per: str = field(default="block", metadata={"one_of": ("block", "sample")})
-    eager_share: float = field(default=0.5, metadata={"min": 0, "max": 1})
-    order_weight: float = field(default=0.5, metadata={"min": 0})
-    reread_weight: float = field(default=1.0, metadata={"min": 0})
-    packed_attention: str = field(default="auto", metadata={"one_of": ATTENTIONS})
-    eval_new_tokens: int = field(default=64, metadata={"min": 1})
+    noise_per: str = _option("block", "What draws a noise level.", one_of=("block", "sample"))
+    eager_share: float = _option(0.5, "Share of blocks with eager reveals.", min=0, max=1)
+    order_weight: float = _option(0.5, "Weight of the order of reveals.", min=0)
+    reread_weight: float = _option(1.0, "Weight of the leave-one-out loss.", min=0)
+    packed_attention: str = _option("auto", "Attention of packed passes.", one_of=ATTENTIONS)
+    eval_new_tokens: int = _option(64, "Limit of new tokens per prompt.", min=1)
     block_sizes: list[int] | None = None
-    dataset_num_proc: int | None = field(default=None, metadata={"min": 1})
+    dataset_num_proc: int | None = _option(None, "Processes that encode large data.", min=1)
     rows_per_step: int | None = None
     hub_strategy: str = "end"
     hub_private_repo: bool | None = True
@@ -111,11 +120,17 @@ class MRPTrainingArguments(TrainerFlags, TrainingArguments):
                     f"{name} is {getattr(self, name)!r}, which does nothing here: {reason}. Leave "
                     "it out"
                 )
+        if self.hub_strategy not in _HUB_STRATEGIES:
+            raise ValueError(
+                f"hub_strategy is {str(self.hub_strategy)!r}: a checkpoint's pickled states are "
+                f"never pushed. Use one of {', '.join(_HUB_STRATEGIES)}"
+            )
         if self.objective == "mrp" and self.neftune_noise_alpha is not None:
             raise ValueError(
                 f"neftune_noise_alpha is {self.neftune_noise_alpha!r}, which would add noise to "
                 "the frozen backbone that a head learns from ('mrp'). Leave it out"
             )
+        _check_trackers(self.report_to)
         check_declared(self)
         epochs = self.num_train_epochs
         if self.max_steps == 0 or (self.max_steps < 0 and epochs is not None and not epochs > 0):
@@ -170,3 +185,17 @@ class MRPTrainingArguments(TrainerFlags, TrainingArguments):
             self.order_weight,
             self.reread_weight,
         )
+
+
+def _check_trackers(names: Any) -> None:
+    """Raise `ValueError` for a tracker that is not installed, or that transformers does not
+    know."""
+    installed = get_available_reporting_integrations()
+    for name in [names] if isinstance(names, str) else names or ():
+        # flyte is not listed, and needs no package of its own
+        if name not in (*installed, "all", "none", "flyte"):
+            raise ValueError(
+                f"report_to is {name!r}: this tracker is not installed, or transformers has no "
+                "such one. Install its package (such as pip install wandb), or leave it out; "
+                f"installed: {', '.join(installed) or 'none'}"
+            )

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from ..embedded import resolve_source
 from ..evaluate.options import ModelOptions
-from ..flags import flag
+from ..flags import declared_of, flag
 
 RevealRule = Literal["on_policy", "random"]
 HeadInit = Literal["identity", "backbone", "published"]
@@ -174,11 +174,12 @@ def check_declared(options: Any) -> None:
     """Raise `ValueError` for a value outside of the choices or the range that its field
     declares."""
     for option in fields(options):
-        flagged = option.metadata.get("flag", {"kind": None, "more": option.metadata})
+        declared = declared_of(option)
+        flagged = declared.get("flag", {"kind": None, "more": declared})
         value = getattr(options, option.name)
         minimum = flagged["more"].get("min")
         maximum = flagged["more"].get("max")
-        choices = option.metadata.get("one_of", get_args(flagged["kind"]))
+        choices = declared.get("one_of", get_args(flagged["kind"]))
         if choices and value not in (*choices, option.default):
             raise ValueError(
                 f"{option.name} is {value!r}: choose {', '.join(map(repr, choices[:-1]))} or "

@@ -13,7 +13,6 @@ import yaml
 from filelock import FileLock, Timeout
 from peft import LoraConfig, get_peft_model
 from transformers import EarlyStoppingCallback, PreTrainedTokenizerBase, set_seed
-from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer import TRAINER_STATE_NAME
 
 from modeling_mrp.model.configuration import MRPConfig
@@ -152,7 +151,6 @@ def open_run(settings: Settings, restart: bool = False) -> OpenRun:
         OSError: if a checkpoint is not there.
     """
     options = settings.options
-    _check_trackers(settings.training.get("report_to"))
     held_out = None
     if options.eval_data:
         held_out = open_source(options.eval_data, options.eval_split)
@@ -178,20 +176,6 @@ def open_run(settings: Settings, restart: bool = False) -> OpenRun:
         if arguments.process_index == 0:  # after all other checks
             _claim_folder(folder, lock, settings, restart)
     return OpenRun(settings, trainer, tokenizer, lock, prompts)
-
-
-def _check_trackers(names: str | Sequence[str] | None) -> None:
-    """Raise `ValueError` for a tracker that is not installed, or that transformers does not
-    know."""
-    installed = get_available_reporting_integrations()
-    for name in [names] if isinstance(names, str) else names or ():
-        # flyte is not listed, and needs no package of its own
-        if name not in (*installed, "all", "none", "flyte"):
-            raise ValueError(
-                f"report_to is {name!r}: this tracker is not installed, or transformers has no "
-                "such one. Install its package (such as pip install wandb), or leave it out; "
-                f"installed: {', '.join(installed) or 'none'}"
-            )
 
 
 def _check_inputs(folder: Path, options: RunOptions) -> None:

@@ -10,7 +10,7 @@ from typing import Any, get_args, get_type_hints
 
 from huggingface_hub.dataclasses import type_validator
 
-from ..flags import parse_assignments, parse_yaml
+from ..flags import declared_of, parse_assignments, parse_yaml
 from .arguments import MRPTrainingArguments
 from .options import RunOptions, TrainerFlags, check_declared
 
@@ -195,7 +195,7 @@ def recipe_names() -> list[str]:
 
 
 def _option_names(objective: str) -> tuple[str, ...]:
-    return tuple(f.name for f in fields(RunOptions) if f.metadata["only"] in (None, objective))
+    return tuple(f.name for f in fields(RunOptions) if declared_of(f)["only"] in (None, objective))
 
 
 def _config_path(config: str) -> Path:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import Sampler
 from transformers import PreTrainedTokenizerBase, Trainer
+from transformers.utils import logging
 
 from modeling_mrp.model.layouts import is_hub_id
 
@@ -24,6 +25,8 @@ from ..data.sampler import LengthBucketSampler, PaddedRows
 from ..evaluate.acceptance import measure_acceptance
 from ..outputs import OwnFolder
 from ..publish import push
+from ..publish.card import render_card
+from ..publish.folder import read_folder
 from .arguments import MRPTrainingArguments
 from .attention import TRAINING_FLEX, attention_implementation, training_attention
 from .checkpoints import LogAtSaves, last_whole_checkpoint, make_room, step_of, under_own_class
@@ -42,6 +45,8 @@ from .optimizer import MuonAdamW
 from .packed import PackedBatch
 
 Objective = Callable[[Any, PackedBatch], tuple[Tensor, Measured]]
+logger = logging.get_logger(__name__)
+
 # In nats: a smaller KL(B||A) is rounding, as where the one token of a reveal is masked again, so
 # that A and B are equal.
 _NO_GAP = 1e-6
@@ -402,14 +407,16 @@ class MRPTrainer(Trainer):
             yield bare_model(self.model)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model, also where FSDP's state dict is sharded: there `Trainer.save_model`
-        silently saves nothing."""
-        if _internal_call or not self.is_fsdp_enabled:
-            super().save_model(output_dir, _internal_call)
-        else:
-            self._save(
-                output_dir or self.args.output_dir, self.accelerator.get_state_dict(self.model)
-            )
+        """Save the model, of a run that trains a head the head alone, if its backbone has a name;
+        also where FSDP's state dict is sharded: there `Trainer.save_model` silently saves
+        nothing."""
+        with self._saving_head_only(self.args.push_to_hub):
+            if _internal_call or not self.is_fsdp_enabled:
+                super().save_model(output_dir, _internal_call)
+            else:
+                self._save(
+                    output_dir or self.args.output_dir, self.accelerator.get_state_dict(self.model)
+                )
 
     def _save(
         self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None
@@ -435,8 +442,7 @@ class MRPTrainer(Trainer):
             folder.claim(name)
             self.args.save_total_limit = None
         try:
-            with self._saving_head_only(self.args.push_to_hub):
-                super()._save_checkpoint(model, trial)
+            super()._save_checkpoint(model, trial)
         except (OSError, RuntimeError, SafetensorError):
             if has_listing and new:
                 folder.remove(name)
@@ -449,14 +455,13 @@ class MRPTrainer(Trainer):
     @contextmanager
     def _saving_head_only(self, pushed: bool) -> Iterator[None]:
         """Make the model save its head alone while the context is open, if its frozen backbone has
-        a name (one on the Hub if the result is `pushed`) and the model is not sharded; otherwise
-        everything is saved."""
+        a name (one on the Hub if the result is `pushed`); otherwise everything is saved."""
         bare: Any = bare_model(self.model)
-        head_only = self.args.objective == "mrp" and not self.is_fsdp_enabled
-        source = bare.backbone_source if head_only and bare is self.model else None
+        head_only = self.args.objective == "mrp" and bare is self.model
+        source = bare.backbone_source if head_only else None
         named = source is not None and (not pushed or is_hub_id(source[0]))
         if named:
-            bare.save_pretrained = partial(bare.save_pretrained, head_only=True)
+            bare.save_pretrained = partial(type(bare).save_pretrained, bare, head_only=True)
         try:
             yield
         finally:
@@ -486,6 +491,41 @@ class MRPTrainer(Trainer):
             tags=[tags] if isinstance(tags, str) else tags,
         )
         return published.commit
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Push a checkpoint's model or head as `mrp push` does, with `hub_strategy="every_save"`;
+        a push that fails is a warning, and training goes on."""
+        if not self.is_world_process_zero() or self.args.hub_strategy != "every_save":
+            return
+        try:
+            push(
+                checkpoint_folder,
+                str(self.hub_model_id),
+                revision=self.args.hub_revision,
+                commit_message=f"Training in progress, step {self.state.global_step}",
+                token=self.args.hub_token,
+            )
+        except (OSError, ValueError) as error:
+            logger.warning(f"{checkpoint_folder} was not pushed, and training goes on: {error}")
+
+    def create_model_card(
+        self, model_name: str | None = None, tags: str | Sequence[str] = (), **metadata: Any
+    ) -> None:
+        """Write the card that `mrp push` renders into the output folder, as README.md; what is
+        given is added to its metadata. `ValueError` if no model is saved there."""
+        if not self.is_world_process_zero():
+            return
+        folder = Path(str(self.args.output_dir))
+        name = model_name or self.hub_model_id or folder.name
+        given = {key: value for key, value in metadata.items() if value is not None}
+        card = render_card(
+            folder,
+            read_folder(folder).kind,
+            name,
+            extra_tags=[tags] if isinstance(tags, str) else tags,
+            metadata=given,
+        )
+        (folder / "README.md").write_text(str(card), encoding="utf-8")
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Warn as `Trainer` does, but not of missing frozen weights; `ValueError` if others are
