@@ -166,6 +166,20 @@ RUN = {
 }
 
 
+def test_no_card_names_a_folder_of_this_machine(tmp_path: Path) -> None:
+    """Neither as the base of a head nor among the data of its run, with weights or without."""
+    model = make_model()
+    model.backbone_source = ("/home/me/backbone", None)
+    model.save_pretrained(tmp_path / "head", head_only=True)
+    run = {"objective": "mrp", "model": "/home/me/backbone"}
+    run["data"] = ["/home/me/a.jsonl*2", "org/chats:math", "/home/me/b.jsonl"]
+    (tmp_path / "head" / "run.yaml").write_text(yaml.safe_dump(run))
+    card = str(render_card(tmp_path / "head", "head", "org/mine"))
+    assert "/home/me" not in card
+    assert "data:\n- a.jsonl*2\n- org/chats:math\n- b.jsonl\n" in card
+    assert "`org/backbone`" in card
+
+
 @pytest.mark.parametrize("base", ["org/base", "/home/me/backbone"])
 def test_the_recipe_comes_from_the_run(folder: Path, tmp_path: Path, base: str) -> None:
     """What made the weights, with the names of files alone; what is left is a file for `--config`.

@@ -191,6 +191,35 @@ def test_the_command_names_another_base(
     assert "run.yaml" not in files
 
 
+def test_a_card_has_the_metadata_that_are_asked_for(
+    hub: HubServer, folders: dict[str, Path]
+) -> None:
+    """The licence of the base where none is given, as the Hub's own check reads it; a base without
+    a card has none."""
+
+    def metadata() -> dict[str, Any]:
+        return ModelCard(hub.files(REPO)["README.md"].decode()).data.to_dict()
+
+    command = ["push", str(folders["head"]), REPO]
+    mrp(*command, "--base-model", "org/none")
+    assert metadata()["license"] == "unknown"
+    card = b"---\nlicense: other\nlicense_name: sdar\nlicense_link: LICENSE\n---\n"
+    hub.commit("org/licensed", {"README.md": card})
+    given = ["--base-model", "org/licensed", "--tag", "math", "--tag", "chat"]
+    given += ["--language", "en", "--language", "de", "--dataset", "org/chats"]
+    mrp(*command, *given)
+    found = metadata()
+    assert (found["license"], found["license_name"]) == ("other", "sdar")
+    assert (found["language"], found["datasets"]) == (["en", "de"], ["org/chats"])
+    assert found["tags"][-2:] == ["math", "chat"]
+    mrp(*command, *given, "--license", "mit")
+    assert metadata()["license"] == "mit"
+    told = mrp(*command, "--dataset", "./chats.jsonl", fails=True)
+    assert "dataset is './chats.jsonl': it must be the id of a dataset on the Hub" in told
+    printed = mrp("card", str(folders["head"]), "--license", "mit", "--tag", "math")
+    assert ModelCard(printed).data.license == "mit"
+
+
 def test_where_the_command_pushes(hub: HubServer, folders: dict[str, Path]) -> None:
     """A name without an owner is one of the user's, which a dry run, that makes no connection,
     cannot know."""

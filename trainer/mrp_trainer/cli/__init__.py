@@ -215,7 +215,8 @@ def push(**flags: Any) -> None:
     unless --public."""
     from ..publish import push as push_checkpoint
 
-    typer.echo(push_checkpoint(resolve_source(flags.pop("folder")), **flags))
+    tags = flags.pop("tag", [])
+    typer.echo(push_checkpoint(resolve_source(flags.pop("folder")), tags=tags, **flags))
 
 
 @app.command()
@@ -224,7 +225,9 @@ def card(output: str | None = None, overwrite: bool = False, **flags: Any) -> No
     """Print the model card of a checkpoint, as a push would render it."""
     from ..publish.command import card as rendered_card
 
-    _print_or_write(rendered_card(resolve_source(flags.pop("folder")), **flags), output, overwrite)
+    folder = resolve_source(flags.pop("folder"))
+    text = rendered_card(folder, tags=flags.pop("tag", []), **flags)
+    _print_or_write(text, output, overwrite)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -19,6 +19,18 @@ class _Rendered:
     about: str | None = flag(
         "Markdown about the checkpoint, for the card.", None, panel=_CARD, metavar="FILE"
     )
+    license: str | None = flag(
+        "Licence in the card, such as apache-2.0.",
+        None,
+        panel=_CARD,
+        metavar="ID",
+        shown="the base's; unknown offline",
+    )
+    language: list[str] = flag("Languages in the card, such as en.", [], panel=_CARD)
+    dataset: list[str] = flag(
+        "Training data on the Hub, for the card.", [], panel=_CARD, metavar="ID"
+    )
+    tag: list[str] = flag("Further tags of the card.", [], panel=_CARD)
 
 
 @dataclass(kw_only=True)

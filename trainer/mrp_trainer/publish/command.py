@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
+from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import filter_repo_objects, validate_repo_id
 
@@ -66,6 +66,9 @@ def push(
     results: Sequence[Path | str] = (),
     about: Path | str | None = None,
     tags: Sequence[str] = (),
+    license: str | None = None,
+    language: Sequence[str] = (),
+    dataset: Sequence[str] = (),
 ) -> Publication:
     """Push a saved checkpoint in one commit; the folder is only read. The remote code is what this
     package generates.
@@ -87,6 +90,10 @@ def push(
         results: Result files for the rendered card (`read_results`).
         about: A description of the checkpoint for the rendered card (`render_card`), which also has
             `tags`.
+        license: Licence in the card's metadata; by default that of the base's card on the Hub,
+            which a dry run does not ask for.
+        language: Languages in the card's metadata.
+        dataset: Hub ids of the training data, in the card's metadata.
 
     Raises:
         ValueError: if the folder, the card, the base or the id is not fit to be published, or what
@@ -111,16 +118,20 @@ def push(
             "others find it. Name it when saving (model.backbone_source), or with --base-model of "
             "the command"
         )
+    metadata = card_metadata(license, language, dataset)
     card_text = FORM
     if "README.md" in checkpoint.files:
         card_text = checkpoint.files["README.md"].read_text(encoding="utf-8")
     is_ours = new_card or not is_users_card(card_text)
-    if not is_ours and (results or about):
+    if not is_ours and (results or about or metadata):
+        names = " and ".join(["results", "about", *metadata] if metadata else ["results", "about"])
         raise ValueError(
-            f"{folder}/README.md was written by a person: leave out results and about, or pass "
-            "new_card=True"
+            f"{folder}/README.md was written by a person: leave out {names}, or pass new_card=True"
         )
-    if is_ours and (new_card or results or about or tags or base_model or FORM in card_text):
+    is_asked = new_card or results or about or tags or base_model or metadata
+    if is_ours and (is_asked or FORM in card_text):
+        if not dry_run and base is not None and "license" not in metadata:
+            metadata |= _license_of(base, token)
         card_text = str(
             render_card(
                 checkpoint.path,
@@ -130,6 +141,7 @@ def push(
                 about,
                 tags,
                 base_model,
+                metadata,
             )
         )
     contents = _contents(checkpoint, base_model, base_revision) | {
@@ -166,6 +178,32 @@ def push(
     return Publication(repo_id, checkpoint.kind, sizes, checkpoint.left_out, trial, commit)
 
 
+def card_metadata(
+    license: str | None, language: Sequence[str], dataset: Sequence[str]
+) -> dict[str, Any]:
+    """Collect the given metadata of a card; `ValueError` for data that are not on the Hub."""
+    for name in dataset:
+        if not is_hub_id(name):
+            raise ValueError(f"dataset is {name!r}: it must be the id of a dataset on the Hub")
+    metadata = {"license": license, "language": list(language), "datasets": list(dataset)}
+    return {name: value for name, value in metadata.items() if value}
+
+
+def _license_of(base: str, token: str | bool | None) -> dict[str, Any]:
+    """Look up the licence in the card of a base on the Hub; nothing where there is none, or it
+    cannot be asked."""
+    try:
+        given = token if isinstance(token, str) else None
+        fields = ModelCard.load(base, token=given).data.to_dict()
+    except (OSError, ValueError, *_HTTP_ERRORS):
+        return {}
+    return {
+        name: fields[name]
+        for name in ("license", "license_name", "license_link")
+        if fields.get(name)
+    }
+
+
 @contextmanager
 def _network_errors(api: HfApi) -> Iterator[None]:
     """Turn connection errors, which are not `OSError`s, into an `OSError` that says what to do."""
@@ -197,9 +235,19 @@ def _contents(
 
 
 def card(
-    folder: str, name: str | None = None, results: Sequence[str] = (), about: str | None = None
+    folder: str,
+    name: str | None = None,
+    results: Sequence[str] = (),
+    about: str | None = None,
+    tags: Sequence[str] = (),
+    license: str | None = None,
+    language: Sequence[str] = (),
+    dataset: Sequence[str] = (),
 ) -> str:
     """Render the card of a checkpoint's folder, as a push would; its examples load `name`, by
     default the folder."""
     name = name or (f"./{folder}" if is_hub_id(folder) else folder)
-    return str(render_card(folder, read_folder(folder).kind, name, read_results(results), about))
+    metadata = card_metadata(license, language, dataset)
+    kind = read_folder(folder).kind
+    measured = read_results(results)
+    return str(render_card(folder, kind, name, measured, about, tags, metadata=metadata))

@@ -8,6 +8,7 @@ import yaml
 
 from modeling_mrp.model.layouts import is_hub_id
 
+from ..data.sources import DataPath
 from ..train.settings import RUN_FILE, changes_weights, read_yaml
 
 _COMMANDS = {"mrp": "head", "block_diffusion": "backbone"}
@@ -54,7 +55,7 @@ def _without_folders(value: Any) -> Any:
         return [_without_folders(item) for item in value]
     if isinstance(value, dict):
         return {name: _without_folders(item) for name, item in value.items()}
-    if isinstance(value, str) and "/" in value and _is_local(value):
+    if isinstance(value, str) and "/" in value and _is_local(DataPath.of(value).path):
         return Path(value).name
     return value
 
