@@ -24,20 +24,24 @@ HAPPEN = {*EVENTS} - {"on_init_end", "on_predict", "on_push_begin"}
 
 
 def flex_as_on_cuda(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
-) -> tuple[Tensor, None]:
-    """Attend as transformers' flex attention does on CUDA: a `BlockMask` hides keys, and any other
-    mask is added to the scores, whatever its dtype."""
-    key, value = (repeat_kv(states, module.num_key_value_groups) for states in (key, value))
-    scores = query @ key.transpose(2, 3) * kwargs["scaling"]
-    if isinstance(mask, BlockMask):
-        rows, _, queries, keys = mask.shape
+    query: Tensor, key: Tensor, value: Tensor, block_mask: Any, scale: float, enable_gqa: bool
+) -> Tensor:
+    """Attend as compiled flex attention does on CUDA: a `BlockMask` hides keys, and any other mask
+    is added to the scores, whatever its dtype."""
+    if enable_gqa:
+        groups = query.shape[1] // key.shape[1]
+        key = repeat_kv(key, groups)
+        value = repeat_kv(value, groups)
+    scores = query @ key.transpose(2, 3) * scale
+    if isinstance(block_mask, BlockMask):
+        rows, _, queries, keys = block_mask.shape
         indices = [torch.arange(size) for size in (rows, queries, keys)]
         row, column, seen = torch.meshgrid(*indices, indexing="ij")
-        scores = scores.masked_fill(~mask.mask_mod(row, None, column, seen)[:, None], -torch.inf)
+        visible = block_mask.mask_mod(row, None, column, seen)[:, None]
+        scores = scores.masked_fill(~visible, -torch.inf)
     else:
-        scores = scores + mask
-    return (scores.softmax(-1) @ value).transpose(1, 2).contiguous(), None
+        scores = scores + block_mask
+    return scores.softmax(-1) @ value
 
 
 def computed(model: Any) -> list[Tensor]:
@@ -96,7 +100,7 @@ def test_callbacks_compute_what_the_model_does_outside_of_training(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """At every event, also with dropout; and the passes of training attend as the option says."""
-    monkeypatch.setattr(attention, "flex_attention_forward", flex_as_on_cuda)
+    monkeypatch.setattr(attention, "compiled_flex_attention", lambda: flex_as_on_cuda)
     model = make_model(attention_dropout=0.25)
     attended = set()
     model.model.layers[0].register_forward_pre_hook(

@@ -18,6 +18,7 @@ from transformers import AttentionInterface
 
 from .arguments import MRPTrainingArguments
 from .attention import attention_implementation
+from .inputs import MAX_LENGTH
 from .losses import logits_at_once
 from .packed import CleanCache
 
@@ -74,7 +75,10 @@ def estimate_step(model: Any, arguments: MRPTrainingArguments, dtype: torch.dtyp
     the meta device, passes are in `dtype`."""
     config = model.config
     block = config.block_size
-    clean = max(block, arguments.max_length // block * block)
+    length = arguments.max_length
+    if length is None:  # the longest that rows can get
+        length = min(MAX_LENGTH, config.max_position_embeddings)
+    clean = max(block, length // block * block)
     noisy = arguments.noisy_copies * clean
     trains = [parameter.requires_grad for parameter in model.parameters()]
     model = model.to(dtype)

@@ -20,7 +20,7 @@ from .arguments import MRPTrainingArguments
 
 _DIGESTED = 256  # first values of each tensor that enter a digest
 _LEAST_STEPS = 100  # of a run, by default
-_MAX_LENGTH = 4096  # of samples, by default
+MAX_LENGTH = 4096  # of samples, by default
 _HALF = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 logger = logging.get_logger(__name__)
@@ -147,7 +147,7 @@ def encoder_of(
     return RecordEncoder(
         tokenizer,
         config.block_size,
-        min(_MAX_LENGTH, positions) if max_length is None else max_length,
+        min(MAX_LENGTH, positions) if max_length is None else max_length,
         config.mask_token_id,
         ends_of(bare),
         config.vocab_size,

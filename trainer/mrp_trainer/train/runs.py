@@ -28,7 +28,7 @@ from ..outputs import OwnFolder, replace_file, report_full_disk
 from .arguments import MRPTrainingArguments
 from .checkpoints import StopAtInterrupt, checkpoints_in, step_of, under_own_class
 from .estimate import estimate_step
-from .inputs import as_rows, prompts_of
+from .inputs import as_rows, bare_model, prompts_of
 from .measures import LOG_KEYS
 from .options import RunOptions
 from .settings import RUN_FILE, Settings, read_yaml
@@ -322,7 +322,7 @@ def dry_run(settings: Settings) -> str:
         memory["optimizer"] -= 4 * matrices
     at_once = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps
     dtype = torch.bfloat16 if settings.training.get("bf16") else torch.float32
-    row = estimate_step(model, arguments, dtype)
+    row = estimate_step(bare_model(model), arguments, dtype)
     size = arguments.per_device_train_batch_size
     memory |= {
         "saved by passes": size * row.saved,
