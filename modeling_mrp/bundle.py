@@ -224,6 +224,7 @@ EFFECTS = [
         "transformers' own `generate`. If a caller passes custom_generate and "
         "trust_remote_code=True, transformers FETCHES AND EXECUTES the code that they name",
     ),
+    ("MRPGenerationMixin.generate_batch", "generate", "the `generate` above"),
     (
         "generate_on_stock",
         "get_class_from_dynamic_module, generate",

@@ -29,6 +29,14 @@ AnyMask = Tensor | BlockMask
 _PASSED_ON = ("output_hidden_states", "output_attentions", "cache_position")
 
 
+class _LateClass:
+    """Gives `MRPGenerationConfig` when it is read, so that the rules and options of which that is
+    made can stand behind the model in a repository's file."""
+
+    def __get__(self, model: Any, owner: Any) -> type[MRPGenerationConfig]:
+        return MRPGenerationConfig
+
+
 class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
     """A block-diffusion language model with an optional MRP head.
 
@@ -45,7 +53,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
-    generation_config_class: type[MRPGenerationConfig] = MRPGenerationConfig
+    generation_config_class: Any = _LateClass()
 
     def __init__(self, config: MRPConfig) -> None:
         super().__init__(config)

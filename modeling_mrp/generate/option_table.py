@@ -16,14 +16,11 @@ from numbers import Integral, Real
 from typing import Annotated, Any, Literal, get_type_hints
 
 from ..rules.options import COUNT, POSITIVE, STEPS, Option, Values
-
-# All rules register themselves.
-from ..rules.published import LOW_THRESHOLD  # noqa: F401
+from ..rules.published import FastDLLM
 from ..rules.reveal import RULES, CheckedRule, RevealRule
 
 TARGETS = tuple(RULES)
-# Of these all but the four that are no paper's.
-PUBLISHED = tuple([name for name in RULES if name not in TARGETS[:4]])
+PUBLISHED = TARGETS[list(RULES.values()).index(FastDLLM) :]  # from papers
 DECODINGS = (*TARGETS, "self_spec", "mrp_direct", "mrp_spec", "mrp_remask")
 REMASK_RULES = ("reread", "threshold", "residual")
 DRAFTING = ("self_spec", "mrp_spec")

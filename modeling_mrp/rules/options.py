@@ -1,7 +1,7 @@
 """Options of `generate`: what one is, and the kinds of values that options take.
 
-A reveal rule declares its options in its class (`RevealRule.options`);
-`generate/option_table.py` declares all others.
+A reveal rule declares its options in its class (`RevealRule.options`), `DecodingOptions` all
+others.
 """
 
 from collections.abc import Callable

@@ -129,23 +129,23 @@ def decode_prompts(
     """
     if not prompts:
         raise ValueError("no prompt to decode: give at least one")
-    outs: list[tuple[Any, int]] = []
+    inputs = pad_left(prompts, padding_id(tokenizer))
+    if isinstance(seed := options.get("seed"), int):
+        # as in padded batches, which earlier results were decoded in
+        options["seed"] = [seed + index % batch_size for index in range(len(prompts))]
     started = time.perf_counter()
-    for begin in range(0, len(prompts), batch_size):
-        inputs = pad_left(prompts[begin : begin + batch_size], padding_id(tokenizer))
-        with torch.no_grad():
-            out = model.generate(
-                **{name: value.to(model.device) for name, value in inputs.items()},
-                max_new_tokens=max_new_tokens,
-                return_dict_in_generate=True,
+    with torch.no_grad():
+        out = model.generate(
+            **{name: value.to(model.device) for name, value in inputs.items()},
+            **{
+                "max_new_tokens": max_new_tokens,
+                "max_batch_size": batch_size,
+                "return_dict_in_generate": True,
                 **options,
-            )
-        out.past_key_values = None
-        outs.append((out, inputs["input_ids"].shape[1]))
+            },
+        )
     seconds = time.perf_counter() - started
-    ids: list[list[int]] = []
-    for out, width in outs:
-        ids += _generated_ids(out, width)
+    ids = _generated_ids(out, inputs["input_ids"].shape[1])
     eos = model.generation_config.eos_token_id
     ends = {tokenizer.eos_token_id, tokenizer.pad_token_id}
     if isinstance(eos, int):
@@ -156,30 +156,23 @@ def decode_prompts(
     for row in ids:
         texts.append(tokenizer.decode([token for token in row if token not in ends]))
     verdicts: list[bool | None] = judge_texts(texts) if judge_texts else [None] * len(texts)
-    stats = [out.stats for out, _ in outs]
-    forwards = {}
-    for role in stats[0].forwards:
-        forwards[role] = sum(batch_stats.forwards[role] for batch_stats in stats)
+    stats = out.stats
+    forwards = dict(stats.forwards)
     for name in ("drafted", "accepted", "revoked"):
-        forwards[name] = int(_row_statistic(stats, name).sum())
+        forwards[name] = int(getattr(stats, name).sum())
     return Decoded(
         texts,
         ids,
         verdicts,
         seconds,
         forwards,
-        row_forwards=_row_statistic(stats, "row_forwards").tolist(),
-        row_head_forwards=_row_statistic(stats, "row_head_forwards").tolist(),
-        rounds=_row_statistic(stats, "accepted_lengths").sum(1).tolist(),
-        accepted=_row_statistic(stats, "accepted").tolist(),
-        offered_at_depth=_row_statistic(stats, "offered_at_depth"),
-        accepted_at_depth=_row_statistic(stats, "accepted_at_depth"),
+        row_forwards=stats.row_forwards.tolist(),
+        row_head_forwards=stats.row_head_forwards.tolist(),
+        rounds=stats.accepted_lengths.sum(1).tolist(),
+        accepted=stats.accepted.tolist(),
+        offered_at_depth=stats.offered_at_depth.cpu().numpy(),
+        accepted_at_depth=stats.accepted_at_depth.cpu().numpy(),
     )
-
-
-def _row_statistic(stats: Sequence[Any], name: str) -> np.ndarray:
-    """Concatenate the statistic `name` of all batches; return an array [problems, ...]."""
-    return np.concatenate([getattr(batch_stats, name).cpu().numpy() for batch_stats in stats])
 
 
 def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -187,7 +187,9 @@ class EvaluateOptions(ModeOptions):
     max_new_tokens: int | None = flag(
         "Tokens per answer.", None, panel=_HOW, min=1, shown="the family's, or 256"
     )
-    batch_size: int = flag("Prompts per call of generate.", 32, panel=_HOW, min=1)
+    batch_size: int = flag(
+        "Prompts decoded at once; the others join as these end.", 32, panel=_HOW, min=1
+    )
     json: bool = flag("JSON lines, not a table.", False, panel=_OUTPUT)
     output: str | None = flag(
         "Append JSON lines here; skip results it has already.", None, panel=_OUTPUT, metavar="FILE"

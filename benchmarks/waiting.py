@@ -1,0 +1,152 @@
+"""Compare padded batches with a batch that rows join: idle places, forwards and wall clock.
+
+    python -m benchmarks.waiting --count 200 --turns 5
+
+Held-out problems of the embedded checkpoint of three kinds in turn (math, code, source text), whose
+prompts and texts differ in length; greedy, in float64; both ways give the same texts, which is
+checked. Padded batches are those of 16 prompts in their order, each decoded to its end; rows join
+as others end with `max_batch_size=16`. Both run in one process, in turns; a ratio of times is the
+median over turns, with their range. The result is a table of Markdown.
+"""
+
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from mrp_trainer.data.tasks import Family
+from mrp_trainer.evaluate.decoded import pad_left
+from mrp_trainer.evaluate.problem_sets import family_set
+
+from modeling_mrp import MRPForCausalLM
+
+from .common import TINY, deciding, load, parser_of
+
+FAMILIES: tuple[Family, ...] = ("math", "code", "source")
+MODES: tuple[dict[str, Any], ...] = (
+    {"decoding": "sequential"},
+    {"decoding": "mrp_spec", "target": "sequential", "num_draft_states": 4},
+)
+COLUMNS = (
+    *("mode", "idle places, padded", "idle places, joined", "forwards, padded"),
+    *("forwards, joined", "ratio", "wall clock", "CPU time"),
+)
+
+
+class Counted:
+    """Texts of prompts, and what they cost: forwards of the batch, places of its rows in these, and
+    those in which a row took part; seconds of wall clock and of the CPU."""
+
+    def __init__(self) -> None:
+        self.texts: list[list[int]] = []
+        self.forwards = self.places = self.taken = 0
+        self.wall = self.cpu = 0.0
+
+    @property
+    def idle(self) -> float:
+        """Return the share of places in which no row took part."""
+        return 1 - self.taken / self.places
+
+    def add(
+        self, model: MRPForCausalLM, prompts: Sequence[Sequence[int]], **options: Any
+    ) -> "Counted":
+        """Decode prompts in one call of `generate`, and add what it took; return this."""
+        wall = time.perf_counter()
+        cpu = time.process_time()
+        inputs: dict[str, Any] = {**pad_left(prompts, 0)}
+        out: Any = model.generate(**inputs, return_dict_in_generate=True, **options)
+        self.wall += time.perf_counter() - wall
+        self.cpu += time.process_time() - cpu
+        width = inputs["input_ids"].shape[1]
+        lengths = (out.reveal_step >= 0).sum(1).tolist()
+        for ids, length in zip(out.sequences[:, width:].tolist(), lengths, strict=True):
+            self.texts.append(ids[:length])
+        stats = out.stats
+        self.forwards += sum(stats.forwards[role] for role in ("prefill", "denoise", "verify"))
+        self.places += stats.slot_forwards
+        self.taken += int(stats.row_forwards.sum())
+        return self
+
+
+def padded(
+    model: MRPForCausalLM, prompts: Sequence[Sequence[int]], at_once: int, **options: Any
+) -> Counted:
+    """Decode prompts in batches of `at_once`, each to its end."""
+    counted = Counted()
+    for begin in range(0, len(prompts), at_once):
+        counted.add(model, prompts[begin : begin + at_once], **options)
+    return counted
+
+
+def joined(
+    model: MRPForCausalLM, prompts: Sequence[Sequence[int]], at_once: int, **options: Any
+) -> Counted:
+    """Decode prompts in a batch of `at_once`, which each joins as another ends."""
+    return Counted().add(model, prompts, max_batch_size=at_once, **options)
+
+
+def spread(values: Sequence[float]) -> str:
+    """Write the median of some ratios, and their range."""
+    return f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
+
+
+def row_of(
+    model: MRPForCausalLM, prompts: Sequence[Sequence[int]], at_once: int, turns: int, mode: Any
+) -> list[str]:
+    """Decode prompts both ways, in turns; return the cells of a mode."""
+    wall = []
+    cpu = []
+    for _ in range(turns):
+        together = padded(model, prompts, at_once, **mode)
+        joining = joined(model, prompts, at_once, **mode)
+        if joining.texts != together.texts:
+            raise AssertionError(f"{mode} gave other texts where rows join")
+        wall.append(joining.wall / together.wall)
+        cpu.append(joining.cpu / together.cpu)
+    return [
+        " ".join(map(str, (mode["decoding"], mode.get("num_draft_states", "")))).strip(),
+        f"{together.idle:.1%}",
+        f"{joining.idle:.1%}",
+        str(together.forwards),
+        str(joining.forwards),
+        f"{joining.forwards / together.forwards:.2f}",
+        spread(wall),
+        spread(cpu),
+    ]
+
+
+def main() -> None:
+    """Print the table."""
+    parser = parser_of("waiting", __doc__ or "")
+    parser.add_argument("--count", type=int, default=200, help="prompts")
+    parser.add_argument("--batch-size", type=int, default=16, help="prompts at once")
+    parser.add_argument("--turns", type=int, default=5, help="repetitions of both ways")
+    parser.add_argument("--threads", type=int, default=2, help="threads of torch")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    model, tokenizer = load(TINY)
+    model.double()
+    prompts: list[Sequence[int]] = []
+    limit = 0
+    for family in FAMILIES:
+        problems = family_set(family, "heldout", tokenizer, -(-options.count // len(FAMILIES)))
+        prompts += problems.prompts
+        limit = max(limit, problems.max_new_tokens)
+    random.Random(0).shuffle(prompts)
+    prompts = prompts[: options.count]
+    print(
+        f"deciding code {deciding()}, {len(prompts)} prompts of {min(map(len, prompts))} to "
+        f"{max(map(len, prompts))} tokens, at most {limit} new ones, {options.batch_size} at once, "
+        f"{options.threads} threads, {options.turns} turns\n"
+    )
+    print("| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS), sep="\n")
+    for mode in MODES:
+        how = {**mode, "max_new_tokens": limit}
+        cells = row_of(model, prompts, options.batch_size, options.turns, how)
+        print("| " + " | ".join(cells) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
