@@ -50,6 +50,8 @@ HOLDERS: dict[str, Callable[[], Any]] = {
     "_hf_hook": lambda: _with_hook(),
     "_call_impl": lambda: nn.Module(),
     "_compiled_call_impl": lambda: nn.Module(),
+    "_modules": lambda: nn.Module(),
+    "_parameters": lambda: nn.Module(),
     "_forward_hooks": lambda: nn.Module(),
     "_forward_pre_hooks": lambda: nn.Module(),
     "_version": lambda: torch.zeros(1),
