@@ -138,36 +138,25 @@ class Networks:
             states.append((row, row.state))
         return self.pick(self.picker, states, [first_blocks[index] for index in range(len(rows))])
 
-    def _catch_up(self, rows: Sequence[Row], lagging: Sequence[int]) -> None:
-        """Run the head over the committed text that rows have not read yet, given the indices of
-        these rows: in one pass, but for rows between them that have read theirs."""
-        spans: list[list[int]] = []
-        for index in lagging:
-            if spans and not any(row.head_held for row in rows[spans[-1][-1] + 1 : index]):
-                spans[-1].append(index)
-            else:
-                spans.append([index])
-        for span in spans:
-            first = span[0]
-            members = rows[first : span[-1] + 1]
-            with self.cache.of_rows(first, len(members)):
-                self._read_texts(members, first, [rows[index] for index in span])
-
-    def _read_texts(self, rows: Sequence[Row], first: int, lagging: Sequence[Row]) -> None:
-        """Run the head over committed text of rows side by side in the batch, `first` being the
-        index of their first one; those of `lagging` have read it then."""
+    def _catch_up(self, rows: Sequence[Row], indices: Sequence[int]) -> None:
+        """Run the head over the committed text that rows, given by their indices, have not read
+        yet; rows between them read theirs again, to the same keys and values."""
+        first = indices[0]
+        span = rows[first : indices[-1] + 1]
+        lagging = [rows[index] for index in indices]
         start = min(row.head_held for row in lagging)
         last = max(row.held for row in lagging)
-        for begin, end, ids, positions, mask in self._chunks(rows, start, last):
-            hidden = self.cache.hidden[first : first + len(rows), begin:end]
-            cached_lengths = torch.tensor([row.held for row in rows], device=hidden.device)
-            is_cached = torch.arange(begin, end, device=hidden.device) < cached_lengths[:, None]
-            self.model.residual(
-                ids, torch.where(is_cached[..., None], hidden, 0), positions, mask, self.cache
-            )
-            self.forwards["head"] += 1
-            for row in lagging:
-                row.counts.head_forwards += row.held > begin and row.head_held < end
+        with self.cache.of_rows(first, len(span)):
+            for begin, end, ids, positions, mask in self._chunks(span, start, last):
+                hidden = self.cache.hidden[first : first + len(span), begin:end]
+                cached_lengths = torch.tensor([row.held for row in span], device=hidden.device)
+                is_cached = torch.arange(begin, end, device=hidden.device) < cached_lengths[:, None]
+                self.model.residual(
+                    ids, torch.where(is_cached[..., None], hidden, 0), positions, mask, self.cache
+                )
+                self.forwards["head"] += 1
+                for row in lagging:
+                    row.counts.head_forwards += row.held > begin and row.head_held < end
         for row in lagging:
             row.head_held = row.held
 
