@@ -90,6 +90,7 @@ class Networks:
         )
         self.forwards = {"prefill": 0, "denoise": 0, "head": 0}
         self.slots = 0
+        self._rows_join = False
         self._swaps: list[list[tuple[int, int]]] = []
         # whether the backbone's hidden state at a position is for the next token
         self.shifted = cache.shifted
@@ -107,6 +108,7 @@ class Networks:
                 at the least of these.
             first: The index of the first row in the batch.
         """
+        self._rows_join |= len(rows) < self.cache.active
         with self.cache.of_rows(first, len(rows)):
             return self._prefill(rows, reused, first)
 
@@ -140,16 +142,29 @@ class Networks:
 
     def _catch_up(self, rows: Sequence[Row], indices: Sequence[int]) -> None:
         """Run the head over the committed text that rows, given by their indices, have not read
-        yet; rows between them read theirs again, to the same keys and values."""
-        first = indices[0]
-        span = rows[first : indices[-1] + 1]
-        lagging = [rows[index] for index in indices]
+        yet: over all rows, which read theirs again to the same keys and values, or, where rows join
+        one by one, over parts of the batch of which at least half lag."""
+        spans: list[list[int]] = []
+        for index in indices if self._rows_join else ():
+            if spans and index - spans[-1][0] < 2 * (len(spans[-1]) + 1):
+                spans[-1].append(index)
+            else:
+                spans.append([index])
+        for span in spans:
+            first = span[0]
+            self._read_texts(rows[first : span[-1] + 1], first, [rows[index] for index in span])
+        if not spans:
+            self._read_texts(rows, 0, [rows[index] for index in indices])
+
+    def _read_texts(self, rows: Sequence[Row], first: int, lagging: Sequence[Row]) -> None:
+        """Run the head over committed text of rows side by side, the first of which has the index
+        `first` in the batch; those of `lagging` have read it then."""
         start = min(row.head_held for row in lagging)
         last = max(row.held for row in lagging)
-        with self.cache.of_rows(first, len(span)):
-            for begin, end, ids, positions, mask in self._chunks(span, start, last):
-                hidden = self.cache.hidden[first : first + len(span), begin:end]
-                cached_lengths = torch.tensor([row.held for row in span], device=hidden.device)
+        with self.cache.of_rows(first, len(rows)):
+            for begin, end, ids, positions, mask in self._chunks(rows, start, last):
+                hidden = self.cache.hidden[first : first + len(rows), begin:end]
+                cached_lengths = torch.tensor([row.held for row in rows], device=hidden.device)
                 is_cached = torch.arange(begin, end, device=hidden.device) < cached_lengths[:, None]
                 self.model.residual(
                     ids, torch.where(is_cached[..., None], hidden, 0), positions, mask, self.cache

@@ -666,5 +666,5 @@ def test_a_message_without_content_is_named_with_its_line(tmp_path: Path) -> Non
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": None, "tool_calls": [call]},
     ]
-    with pytest.raises(RecordError, match="train_dataset, line 1, field messages"):
+    with pytest.raises(RecordError, match="train_dataset, record 1, field messages"):
         trainer_of(tmp_path, data=[{"messages": chat}])

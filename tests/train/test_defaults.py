@@ -4,6 +4,7 @@ adapter in place of a whole head."""
 import json
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,15 @@ class Interrupts(TrainerCallback):
                 os.kill(os.getpid(), signal.SIGINT)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Python's own handler of Ctrl-C, which a process started in the background lacks."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupted_run_loses_no_step(tmp_path: Path, small: str) -> None:
     """The same command goes on to the weights of a run that was not interrupted."""
     flags = {"model": small, "data": [chats(tmp_path / "chats.jsonl", 12)], "max_steps": 4}
@@ -179,6 +189,7 @@ def test_an_interrupted_run_loses_no_step(tmp_path: Path, small: str) -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_a_second_interrupt_ends_at_once(tmp_path: Path, small: str) -> None:
     data = chats(tmp_path / "chats.jsonl", 12)
     run = open_run(settings_of(tmp_path / "run", model=small, data=[data], max_steps=4))
