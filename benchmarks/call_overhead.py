@@ -18,9 +18,8 @@ from mrp_trainer.publish.card import markdown_table
 from torch import device, float32
 
 from modeling_mrp import MRPConfig
-from modeling_mrp.generate.generation import check_weights
 from modeling_mrp.kernels.dispatch import PYTORCH
-from modeling_mrp.networks.inspection import decide, fingerprint, weight_versions
+from modeling_mrp.networks.inspection import check_weights, decide, fingerprint, weight_versions
 from modeling_mrp.networks.layers import pack, plan_layers
 
 from .common import parser_of

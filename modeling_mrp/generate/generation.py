@@ -15,15 +15,22 @@ from transformers.generation import (
     StoppingCriteriaList,
 )
 from transformers.generation import logits_process as kinds
-from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
+from transformers.generation.continuous_batching.requests import GenerationOutput
 from transformers.generation.streamers import BaseStreamer
 
 from ..kernels.dispatch import PYTORCH, Dispatch
 from ..model.compat import CACHE_NAME, chosen_cache
-from ..model.loading import check_lm_head, device_of, dynamically_quantized, weights_on_device
-from ..networks.cache import BlockCache, devices_of_layers
+from ..model.loading import describe_token_mixing, weights_on_device
+from ..networks.cache import BlockCache, check_past
 from ..networks.graphs import release_graphs
-from ..networks.inspection import adapters_of_rows, decide, fingerprint, weight_versions
+from ..networks.inspection import (
+    adapters_of_rows,
+    check_weights,
+    decide,
+    fingerprint,
+    prompt_adapter,
+    weight_versions,
+)
 from ..networks.networks import networks_for
 from ..networks.picker import TRUNCATIONS, Picker
 from ..rules.bans import Bans
@@ -35,7 +42,15 @@ from .budget import budget_of
 from .loop import Decoder, Mode
 from .option_table import ids_in
 from .options import MRPGenerationConfig, check_ids, check_rows, logger, resolved, set_fields
-from .output import MRPGenerateOutput, Progress, Stopping, Streams, output_of
+from .output import (
+    CountsEnd,
+    MRPGenerateOutput,
+    Progress,
+    Stopping,
+    Streams,
+    by_request,
+    output_of,
+)
 
 # Processors that act at a column of the batch. The options that make them are not supported; as
 # objects they are right without padding, as each row's processors see its own text.
@@ -45,6 +60,8 @@ _OF_COLUMNS = (
     kinds.ExponentialDecayLengthPenalty,
     kinds.SuppressTokensAtBeginLogitsProcessor,
 )
+
+_AT_ONCE = 16  # prompts of `generate_batch`, by default
 
 
 class MRPGenerationMixin(GenerationMixin):
@@ -210,7 +227,7 @@ class MRPGenerationMixin(GenerationMixin):
         self,
         inputs: Sequence[Sequence[int]],
         generation_config: GenerationConfig | dict[str, Any] | None = None,
-        max_batch_size: int = 16,
+        *,
         progress_bar: bool = False,
         **kwargs: Any,
     ) -> dict[str, GenerationOutput]:
@@ -221,8 +238,7 @@ class MRPGenerationMixin(GenerationMixin):
 
         Args:
             inputs: The ids of each prompt, without padding.
-            generation_config: As for `generate`.
-            max_batch_size: Prompts that are decoded at once.
+            generation_config: As for `generate`; `max_batch_size` is 16 unless it is set.
             progress_bar: Whether to show how many texts are whole.
             **kwargs: Further options and arguments of `generate`.
 
@@ -241,37 +257,28 @@ class MRPGenerationMixin(GenerationMixin):
         for index, ids in enumerate(prompts):
             if not ids:
                 raise ValueError(f"inputs hold no id in prompt {index}: leave it out")
+        if kwargs.get("infill_ids") is not None:
+            raise ValueError(
+                "infill_ids: what is given stands among what is generated, so pass them to "
+                "generate, which has max_batch_size, too"
+            )
+        config, _ = resolved(self, generation_config, dict(kwargs))
+        if config.max_batch_size is None:
+            kwargs["max_batch_size"] = _AT_ONCE
+        texts = len(prompts) * (config.num_return_sequences or 1)
         width = max(map(len, prompts))
         padded = [[ids[0]] * (width - len(ids)) + ids for ids in prompts]
         mask = [[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts]
-        config, _ = resolved(self, generation_config, dict(kwargs))
-        copies = config.num_return_sequences or 1
-        with tqdm(total=len(prompts) * copies, disable=not progress_bar, unit="text") as bar:
-            streamers = [_Ended(bar) for _ in range(len(prompts) * copies)]
+        with tqdm(total=texts, disable=not progress_bar, unit="text") as bar:
             output: Any = self.generate(
                 torch.tensor(padded, device=self.device),
                 generation_config,
-                streamer=streamers if progress_bar else None,
+                streamer=[CountsEnd(bar) for _ in range(texts)] if progress_bar else None,
                 attention_mask=torch.tensor(mask, device=self.device),
-                max_batch_size=max_batch_size,
                 return_dict_in_generate=True,
                 **kwargs,
             )
-        results = {}
-        lengths = (output.reveal_step >= 0).sum(1).tolist()
-        tokens = output.sequences[:, width:].tolist()
-        logprobs = output.token_logprobs.tolist()
-        for row, length in enumerate(lengths):
-            prompt, child = divmod(row, copies)
-            name = f"req_{prompt}" + (f"__child#{child}" if child else "")
-            results[name] = GenerationOutput(
-                name,
-                prompts[prompt],
-                tokens[row][:length],
-                logprobs[row][:length],
-                status=RequestStatus.FINISHED,
-            )
-        return results
+        return by_request(prompts, output)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """Raise `ValueError`: transformers' manager decodes one token at a time with a causal
@@ -306,20 +313,6 @@ class MRPGenerationMixin(GenerationMixin):
         """Free the CUDA graphs that calls of `generate` keep for later calls, and the KV cache that
         the graphs write to."""
         release_graphs(self)
-
-
-class _Ended(BaseStreamer):
-    """Counts its row in a progress bar when the row has ended."""
-
-    def __init__(self, bar: Any) -> None:
-        self.bar = bar
-
-    def put(self, value: Tensor) -> None:
-        """See `BaseStreamer`."""
-
-    def end(self) -> None:
-        """See `BaseStreamer`."""
-        self.bar.update()
 
 
 def _decode(
@@ -584,123 +577,4 @@ def _picker(
         likeliest=sample and mode.drafting is not None,
         shortlist=0 if shaped else few,
         dispatch=dispatch if dispatch.allows("those of the pick", weight) else PYTORCH,
-    )
-
-
-def prompt_adapter(model: Any) -> Any:
-    """Return the config of peft's active adapter if it is one that learns prompts; else None."""
-    # a peft model puts its own there
-    wrapper: Any = getattr(model.prepare_inputs_for_generation, "__self__", None)
-    config: Any = getattr(wrapper, "active_peft_config", None)
-    return config if getattr(config, "is_prompt_learning", False) else None
-
-
-def check_weights(model: Any) -> None:
-    """Raise `ValueError` for an active adapter that does more than change weights of layers, and
-    for an `lm_head` whose weight cannot be read directly: divided among processes, packed, adapted,
-    or on no device."""
-    of_rows = adapters_of_rows(model) or ()
-    layers = [
-        one
-        for one in model.modules()
-        if hasattr(one, "merged_adapters") and not one.disable_adapters
-    ]
-    on = {name for layer in layers for name in (*layer.active_adapters, *of_rows)}
-    configs = [
-        config for name, config in (getattr(model, "peft_config", None) or {}).items() if name in on
-    ]
-    refused = [
-        one
-        for one in configs
-        if getattr(one, "alora_invocation_tokens", None) or one.peft_type == "SHADOW"
-    ]
-    if (prompts := prompt_adapter(model)) is not None:
-        refused.append(prompts)
-    for config in refused:
-        kind = (
-            "aLoRA (alora_invocation_tokens)"
-            if config.peft_type.value == "LORA"
-            else config.peft_type.value
-        )
-        raise ValueError(
-            f"an adapter of type {kind} has no effect on generate, which decodes from ids alone, "
-            "and not from the left. Train an adapter of the weights instead, such as LoRA, or "
-            "decode without it under model.disable_adapter()"
-        )
-    lm_head, weight, why = model.lm_head, model.lm_head.weight, None
-    check_lm_head(lm_head)
-    device_of(lm_head)
-    if hasattr(weight, "to_local"):
-        why = (
-            "is divided among processes: leave it, and embed_tokens if these are tied, out of "
-            "tp_plan"
-        )
-    elif not weight.is_floating_point():
-        why = (
-            f"has packed weights, {weight.dtype}: keep it as it was, with 'lm_head' in "
-            "llm_int8_skip_modules if that is given"
-        )
-    elif hasattr(lm_head, "base_layer") and not (lm_head.merged or lm_head.disable_adapters):
-        why = (
-            f"has an adapter ({', '.join(lm_head.active_adapters)}): merge_and_unload() it, or "
-            "leave it out of target_modules"
-        )
-    elif of_rows and hasattr(lm_head, "original_module"):  # peft's copy or rows of an adapter's own
-        why = (
-            "differs from adapter to adapter (modules_to_save or trainable_token_indices): decode "
-            "the rows of one adapter at a time, after set_adapter and without adapter_names"
-        )
-    if why is not None:
-        raise ValueError(f"rows of lm_head's own weight are read, and lm_head {why}")
-
-
-def check_past(past: Any, model: Any, rows: int, model_key: Hashable = None) -> None:
-    """Raise `ValueError` if a call with `rows` prompts cannot continue from a cache; `model_key` is
-    the model's `fingerprint`, if the caller has it."""
-    why, owner = None, getattr(past, "owner", None)
-    if owner is None or owner() is not model:
-        why = (
-            "are not those that generate(..., return_dict_in_generate=True) of this very model "
-            "gave, or went through a pickle"
-        )
-    elif past.rows != rows:
-        why = (
-            f"hold {past.rows} rows, and input_ids have {rows}, not the same conversations in the "
-            "same order"
-        )
-    elif changed := [
-        name
-        for name, seen in past.weights.items()
-        if seen != weight_versions(getattr(model, name) or nn.Module(), model_key)
-    ]:
-        why = f"are older than the weights of {changed[0]}, which have changed"
-    elif (was := (past.dtype, past.layer_devices)) != (
-        now := (model.dtype, devices_of_layers(model, past.head_layers > 0))
-    ):
-        why = f"have another dtype or other devices, {was}, than the model now, {now}"
-    if why is not None:
-        raise ValueError(f"past_key_values {why}: leave them unset")
-
-
-def describe_token_mixing(quantization: Any, model: Any = None) -> str | None:
-    """Return a warning if a `quantization_config`, or a layer, lets a forward's tokens change each
-    other's results; or None."""
-    # of torchao
-    scales = getattr(scheme := getattr(quantization, "quant_type", None), "granularity", None)
-    of_activations = scales[0] if isinstance(scales, list | tuple) else scales
-    if getattr(quantization, "load_in_8bit", False) and quantization.llm_int8_threshold > 0:
-        remedy = "BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)"
-    elif (
-        "DynamicActivation" in type(scheme).__name__
-        and type(of_activations).__name__ == "PerTensor"
-    ):
-        remedy = "granularity=PerRow()"
-    elif model is not None and dynamically_quantized(model):
-        remedy = "torchao's Int8DynamicActivationInt8WeightConfig() in place of quantize_dynamic"
-    else:
-        return None
-    return (
-        "the tokens of a forward change how each other's activations are quantized: drafted text "
-        "may differ from its target's, and the text of a row from what it is in another batch. "
-        f"Load with {remedy} for the same text"
     )

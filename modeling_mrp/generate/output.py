@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.generation import StoppingCriteria
+from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
+from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
 
 from ..model.compat import CacheOutput
@@ -206,6 +208,20 @@ class Streams:
                 put_draft(torch.tensor([draft]))
 
 
+class CountsEnd(BaseStreamer):
+    """Counts its row in a progress bar when the row has ended."""
+
+    def __init__(self, bar: Any) -> None:
+        self.bar = bar
+
+    def put(self, value: Tensor) -> None:
+        """See `BaseStreamer`."""
+
+    def end(self) -> None:
+        """See `BaseStreamer`."""
+        self.bar.update()
+
+
 class Stopping:
     """The stopping criteria of one `generate` call, checked at every token of a row once it is
     final (no mask before it).
@@ -352,3 +368,27 @@ def output_of(
         stats=stats,
         cache=cache,
     )
+
+
+def by_request(
+    prompts: Sequence[Sequence[int]], output: MRPGenerateOutput
+) -> dict[str, GenerationOutput]:
+    """Name each text of a call as transformers' `generate_batch` does: "req_0" and so on by prompt,
+    with "__child#1" and so on behind the name of a prompt's further texts."""
+    rows: Any = (output.sequences, output.reveal_step, output.token_logprobs)
+    copies = len(rows[0]) // len(prompts)
+    results = {}
+    for row, (ids, steps, logprobs) in enumerate(
+        zip(*(values.tolist() for values in rows), strict=True)
+    ):
+        prompt, child = divmod(row, copies)
+        name = f"req_{prompt}" + (f"__child#{child}" if child else "")
+        length = sum(step >= 0 for step in steps)
+        results[name] = GenerationOutput(
+            name,
+            list(prompts[prompt]),
+            ids[len(ids) - len(steps) :][:length],
+            logprobs[:length],
+            status=RequestStatus.FINISHED,
+        )
+    return results

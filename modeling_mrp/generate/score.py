@@ -17,8 +17,8 @@ from ..kernels.pick import Unembedding
 from ..model.diffusion import taken_from
 from ..model.loading import weights_on_device
 from ..networks.cache import BlockCache
+from ..networks.inspection import check_weights
 from ..networks.networks import prefill_chunks
-from .generation import check_weights
 from .options import check_ids, check_rows
 
 

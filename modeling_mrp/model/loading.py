@@ -499,6 +499,30 @@ def dynamically_quantized(model: nn.Module) -> bool:
     )
 
 
+def describe_token_mixing(quantization: Any, model: Any = None) -> str | None:
+    """Return a warning if a `quantization_config`, or a layer, lets a forward's tokens change each
+    other's results; or None."""
+    # of torchao
+    scales = getattr(scheme := getattr(quantization, "quant_type", None), "granularity", None)
+    of_activations = scales[0] if isinstance(scales, list | tuple) else scales
+    if getattr(quantization, "load_in_8bit", False) and quantization.llm_int8_threshold > 0:
+        remedy = "BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)"
+    elif (
+        "DynamicActivation" in type(scheme).__name__
+        and type(of_activations).__name__ == "PerTensor"
+    ):
+        remedy = "granularity=PerRow()"
+    elif model is not None and dynamically_quantized(model):
+        remedy = "torchao's Int8DynamicActivationInt8WeightConfig() in place of quantize_dynamic"
+    else:
+        return None
+    return (
+        "the tokens of a forward change how each other's activations are quantized: drafted text "
+        "may differ from its target's, and the text of a row from what it is in another batch. "
+        f"Load with {remedy} for the same text"
+    )
+
+
 def head_to_save(
     model: Any, state_dict: dict[str, Tensor] | None
 ) -> tuple[dict[str, Tensor], MRPConfig]:

@@ -2,16 +2,16 @@
 being scored."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from ..model.loading import device_of
-from .inspection import PassingReference
+from .inspection import PassingReference, weight_versions
 
 # Where shapes have to stay the same, attention reads the texts' slots rounded up to a power of two,
 # at least this one.
@@ -183,9 +183,9 @@ class BlockCache(Cache):
                 buffer = buffer.view(torch.int64)
             buffer[rows, targets] = buffer[rows, sources]
 
-    def blank(self, layers: range, row: int, begin: int, end: int) -> None:
-        """Zero slots of a row in some layers: attention multiplies masked slots by weight 0, but 0
-        times NaN is NaN."""
+    def blank(self, layers: range, row: int, begin: int = 0, end: int | None = None) -> None:
+        """Zero slots of a row, all by default, in some layers: attention multiplies masked slots by
+        weight 0, but 0 times NaN is NaN."""
         for buffer in self._layer_views(layers):
             buffer[row, begin:end] = 0
 
@@ -291,6 +291,34 @@ class BlockCache(Cache):
             ]
             if indices:
                 yield buffer[:, :, indices[0] : indices[-1] + 1]
+
+
+def check_past(past: Any, model: Any, rows: int, model_key: Hashable = None) -> None:
+    """Raise `ValueError` if a call with `rows` prompts cannot continue from a cache; `model_key` is
+    the model's `fingerprint`, if the caller has it."""
+    why, owner = None, getattr(past, "owner", None)
+    if owner is None or owner() is not model:
+        why = (
+            "are not those that generate(..., return_dict_in_generate=True) of this very model "
+            "gave, or went through a pickle"
+        )
+    elif past.rows != rows:
+        why = (
+            f"hold {past.rows} rows, and input_ids have {rows}, not the same conversations in the "
+            "same order"
+        )
+    elif changed := [
+        name
+        for name, seen in past.weights.items()
+        if seen != weight_versions(getattr(model, name) or nn.Module(), model_key)
+    ]:
+        why = f"are older than the weights of {changed[0]}, which have changed"
+    elif (was := (past.dtype, past.layer_devices)) != (
+        now := (model.dtype, devices_of_layers(model, past.head_layers > 0))
+    ):
+        why = f"have another dtype or other devices, {was}, than the model now, {now}"
+    if why is not None:
+        raise ValueError(f"past_key_values {why}: leave them unset")
 
 
 def bucket(slots: int) -> int:

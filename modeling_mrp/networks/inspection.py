@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..model.loading import check_lm_head, device_of
+
 Decision = TypeVar("Decision")
 
 # Attributes that every module has; what counts of these is read by name.
@@ -194,3 +196,70 @@ def adapters_of_rows(module: nn.Module) -> list[str] | None:
             if adapter_names is not None:
                 return list(adapter_names)
     return None
+
+
+def prompt_adapter(model: Any) -> Any:
+    """Return the config of peft's active adapter if it is one that learns prompts; else None."""
+    # a peft model puts its own there
+    wrapper: Any = getattr(model.prepare_inputs_for_generation, "__self__", None)
+    config: Any = getattr(wrapper, "active_peft_config", None)
+    return config if getattr(config, "is_prompt_learning", False) else None
+
+
+def check_weights(model: Any) -> None:
+    """Raise `ValueError` for an active adapter that does more than change weights of layers, and
+    for an `lm_head` whose weight cannot be read directly: divided among processes, packed, adapted,
+    or on no device."""
+    of_rows = adapters_of_rows(model) or ()
+    layers = [
+        one
+        for one in model.modules()
+        if hasattr(one, "merged_adapters") and not one.disable_adapters
+    ]
+    on = {name for layer in layers for name in (*layer.active_adapters, *of_rows)}
+    configs = [
+        config for name, config in (getattr(model, "peft_config", None) or {}).items() if name in on
+    ]
+    refused = [
+        one
+        for one in configs
+        if getattr(one, "alora_invocation_tokens", None) or one.peft_type == "SHADOW"
+    ]
+    if (prompts := prompt_adapter(model)) is not None:
+        refused.append(prompts)
+    for config in refused:
+        kind = (
+            "aLoRA (alora_invocation_tokens)"
+            if config.peft_type.value == "LORA"
+            else config.peft_type.value
+        )
+        raise ValueError(
+            f"an adapter of type {kind} has no effect on generate, which decodes from ids alone, "
+            "and not from the left. Train an adapter of the weights instead, such as LoRA, or "
+            "decode without it under model.disable_adapter()"
+        )
+    lm_head, weight, why = model.lm_head, model.lm_head.weight, None
+    check_lm_head(lm_head)
+    device_of(lm_head)
+    if hasattr(weight, "to_local"):
+        why = (
+            "is divided among processes: leave it, and embed_tokens if these are tied, out of "
+            "tp_plan"
+        )
+    elif not weight.is_floating_point():
+        why = (
+            f"has packed weights, {weight.dtype}: keep it as it was, with 'lm_head' in "
+            "llm_int8_skip_modules if that is given"
+        )
+    elif hasattr(lm_head, "base_layer") and not (lm_head.merged or lm_head.disable_adapters):
+        why = (
+            f"has an adapter ({', '.join(lm_head.active_adapters)}): merge_and_unload() it, or "
+            "leave it out of target_modules"
+        )
+    elif of_rows and hasattr(lm_head, "original_module"):  # peft's copy or rows of an adapter's own
+        why = (
+            "differs from adapter to adapter (modules_to_save or trainable_token_indices): decode "
+            "the rows of one adapter at a time, after set_adapter and without adapter_names"
+        )
+    if why is not None:
+        raise ValueError(f"rows of lm_head's own weight are read, and lm_head {why}")

@@ -108,7 +108,10 @@ class Networks:
                 at the least of these.
             first: The index of the first row in the batch.
         """
-        self._rows_join |= len(rows) < self.cache.active
+        if len(rows) < self.cache.active:
+            self._rows_join = True
+            for index in range(first, first + len(rows)):  # what rows before them left may be NaN
+                self.cache.blank(range(len(self.cache.layer_devices)), index)
         with self.cache.of_rows(first, len(rows)):
             return self._prefill(rows, reused, first)
 

@@ -79,6 +79,8 @@ class RevealRule(ABC):
 
     def __init_subclass__(cls, name: str = "", **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        if name in RULES:
+            raise TypeError(f"the reveal rule {cls.__name__} is named {name!r}, as another is")
         if name:
             RULES[name] = cls
 

@@ -13,6 +13,7 @@ from transformers.generation import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from modeling_mrp.generate.option_table import PUBLISHED, REMASK_RULES, TARGETS
+from modeling_mrp.networks.networks import Networks
 from tests.families import twin_of
 from tests.random_cases import Sways, make_model
 
@@ -193,6 +194,26 @@ def test_a_failed_call_leaves_the_model_as_it_was() -> None:
         assert model.generate(**call, max_batch_size=2, **options).equal(expected)
 
 
+def test_what_a_row_leaves_behind_reaches_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and values that are NaN, in the place of a row that has ended: attention multiplies
+    what it masks by 0, and 0 times NaN is NaN."""
+    model, call = make_model(2), padded(random_prompts(3))
+    options: dict[str, Any] = {"decoding": "mrp_spec", "num_draft_states": 3, "max_new_tokens": 14}
+    expected = model.generate(**call, **options)
+    prefill, poisoned = Networks.prefill, []
+
+    def poisons(self: Any, rows: Any, reused: Any, first: int = 0) -> Any:
+        if len(rows) < self.cache.active:
+            poisoned.append(first)
+            for buffer in self.cache._buffers.values():
+                buffer[first] = torch.nan
+        return prefill(self, rows, reused, first)
+
+    monkeypatch.setattr(Networks, "prefill", poisons)
+    assert model.generate(**call, max_batch_size=3, **options).equal(expected)
+    assert len(poisoned) == 6
+
+
 def test_what_goes_by_row_of_the_batch_is_refused() -> None:
     model, call = make_model(), padded(random_prompts(3))
     first = model.generate(**call, max_new_tokens=4, return_dict_in_generate=True)
@@ -229,5 +250,10 @@ def test_generate_batch(sample: bool, capsys: pytest.CaptureFixture[str]) -> Non
     assert model.generate_batch([]) == {}
     with pytest.raises(ValueError, match="inputs hold no id in prompt 1"):
         model.generate_batch([[1], []])
+    with pytest.raises(ValueError, match="infill_ids: what is given stands among"):
+        model.generate_batch([[1]], infill_ids=torch.tensor([[60]]))
+    model.generation_config.max_batch_size = 2
+    by_config = model.generate_batch(prompts, seed=seeds, **options)
+    assert by_config["req_8"].generated_tokens == results["req_8"].generated_tokens
     copies = model.generate_batch(prompts[:2], num_return_sequences=2, do_sample=True, seed=1)
     assert list(copies) == ["req_0", "req_0__child#1", "req_1", "req_1__child#1"]

@@ -15,7 +15,7 @@ from conftest import ROOT, TINY
 from torch import Tensor, nn
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.generate.generation import describe_token_mixing
+from modeling_mrp.model.loading import describe_token_mixing
 from tests.random_cases import make_model
 
 QUESTIONS = (

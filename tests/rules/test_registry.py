@@ -143,6 +143,14 @@ def table() -> Iterator[Any]:
         importlib.reload(option_table)
 
 
+def test_a_name_is_taken_once() -> None:
+    """A second class of that name would decode in place of the first."""
+    known = dict(RULES)
+    with pytest.raises(TypeError, match=r"^the reveal rule Other is named 'static', as"):
+        type("Other", (Static,), {}, name="static")
+    assert known == RULES
+
+
 def test_a_named_rule_declares_its_options(table: Any) -> None:
     """Name, default, range and help are in the table, for `decoding` and as a target; a default
     that no block of this size allows breaks nothing."""
