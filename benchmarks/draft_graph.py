@@ -31,11 +31,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from modeling_mrp.generate.budget import Amount, Fixed
-from modeling_mrp.generate.loop import Decoder, Mode
+from modeling_mrp.generate.loop import Decoder, Mode, Plan
 from modeling_mrp.modeling import MRPForCausalLM
 from modeling_mrp.networks.networks import Networks, gather_blocks
 from modeling_mrp.rules import draft
+from modeling_mrp.rules.gain import Fixed
 from modeling_mrp.rules.reveal import EntropyBound, RevealRule, Sequential
 from modeling_mrp.rules.state import Row, State
 
@@ -214,8 +214,10 @@ def drafted(graph: DraftGraph, row: Row, ranking: Ranking | None, states: int) -
         ranking: Ranks by the scores at the last accepted state; None if the row has no such scores.
         states: K, which counts the row's next state, too.
     """
-    nodes = draft.target_nodes(row, states < 2)
+    nodes = [draft.Node(row.state, -1, row.source)]
     next_block = row.opened(row.state.start + row.block_size)
+    if not row.state.masks and next_block.masks and states > 1:
+        nodes.append(draft.Node(next_block, 0, None))
     instances = {}
     if ranking is not None:
         instances = instantiated(graph, row, ranking)
@@ -250,13 +252,13 @@ class GraphDecoder(Decoder):
         super().__init__(*arguments)
         self.graph = graph
 
-    def draft(self, rows: Sequence[Row], amount: Amount) -> list[list[draft.Node]]:
+    def draft(self, rows: Sequence[Row], plan: Plan) -> list[list[draft.Node]]:
         """See `Decoder.draft`."""
         ranked = rankings(self.networks, self.mode.rule, rows)
         drafts: list[list[draft.Node]] = []
         for row in rows:
             if row.stop is None:
-                drafts.append(drafted(self.graph, row, ranked.get(row.place), amount.states))
+                drafts.append(drafted(self.graph, row, ranked.get(row.place), plan.amount.states))
             else:
                 drafts.append([])
         return drafts
@@ -302,9 +304,7 @@ def recorded_paths(
             if row.stop is None:
                 walks[row.place].append((row.state, ranked.get(row.place)))
 
-    Decoder(Mode(rule), networks, Fixed(Amount()), [note], len(prompts)).decode(
-        rows, [0] * len(rows)
-    )
+    Decoder(Mode(rule), networks, Fixed(), [note], len(prompts)).decode(rows, [0] * len(rows))
     paths = []
     for walk in walks.values():
         states = [state for state, _ in walk]

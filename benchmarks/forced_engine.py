@@ -81,12 +81,11 @@ class ForcedDecoder(EngineDecoder):
         rows: Sequence[Row],
         drafts: Sequence[Sequence[Node]],
         scores: Sequence[Sequence[Scores]],
-        drafted: bool,
     ) -> list[Frontier | None]:
         """See `Decoder.accept`."""
         for row, nodes, row_scores in zip(rows, drafts, scores, strict=True):
             force(nodes, row_scores, row.mask_id, float(os.environ[ACCEPTANCE]), self.coin)
-        return super().accept(rows, drafts, scores, drafted)
+        return super().accept(rows, drafts, scores)
 
 
 if ACCEPTANCE in os.environ:  # in the engine's processes

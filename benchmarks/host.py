@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from mrp_trainer.data.tasks import problems
 
-from modeling_mrp.generate.budget import Amount, Fixed
 from modeling_mrp.generate.loop import Decoder, Drafting, Mode
 from modeling_mrp.modeling import MRPForCausalLM
 from modeling_mrp.networks.networks import Networks
 from modeling_mrp.rules.draft import BRANCHES, CROWD
+from modeling_mrp.rules.gain import Fixed
 from modeling_mrp.rules.reveal import RevealRule
 
 from .common import TINY, emit, encode_prompts, greedy_decode, header, load, parser_of
@@ -91,14 +91,14 @@ def measured(
         repeats: Number of timed runs.
     """
     mode = Mode(rule)
-    amount = Amount()
+    amount = Fixed()
     if states > 1:
         branches = 1 if len(prompts) >= CROWD and states <= 4 else BRANCHES  # as by default
         mode = Mode(rule, drafting=Drafting(states, branches, 1))
-        amount = Amount(states, 1)
+        amount = Fixed(states, 1)
 
     def decoder(networks: Any) -> Decoder:
-        return Decoder(mode, networks, Fixed(amount), least_rows=len(prompts))
+        return Decoder(mode, networks, amount, least_rows=len(prompts))
 
     networks, rows = greedy_decode(model, mode, prompts, NEW, [], max(2, states))
     recording = Recording(networks)

@@ -18,10 +18,10 @@ from mrp_trainer.evaluate.intervals import (
 )
 from transformers import PreTrainedTokenizerBase
 
-from modeling_mrp.generate.budget import Amount, Fixed
 from modeling_mrp.generate.loop import Decoder, Drafting, Mode
 from modeling_mrp.modeling import MRPForCausalLM
 from modeling_mrp.networks.networks import Networks
+from modeling_mrp.rules.gain import Fixed
 from modeling_mrp.rules.reveal import RevealRule
 from modeling_mrp.rules.state import Row
 
@@ -140,7 +140,7 @@ def loop_of(
     Args:
         rule: The target's reveal rule.
         states: K, the row's next state included.
-        decoder: Function of a mode, networks and a budget that makes the decoder.
+        decoder: Function of a mode, networks and an amount of drafting that makes the decoder.
     """
 
     @torch.inference_mode()
@@ -149,7 +149,7 @@ def loop_of(
     ) -> Measured:
         mode = Mode(rule, drafting=Drafting(states, 1))
         networks, rows = greedy_decode(model, mode, prompts, new_tokens, eos, max(2, states))
-        decoder(mode, networks, Fixed(Amount(states))).decode(rows, [0] * len(rows))
+        decoder(mode, networks, Fixed(states)).decode(rows, [0] * len(rows))
         return Measured.of_rows(rows)
 
     return loop

@@ -24,8 +24,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from modeling_mrp.generate.budget import Amount
-from modeling_mrp.generate.loop import Decoder
+from modeling_mrp.generate.loop import Decoder, Plan
 from modeling_mrp.rules.draft import Node, build_draft
 from modeling_mrp.rules.reveal import Columns, Guesses, RevealRule, logit
 from modeling_mrp.rules.state import Key, Row, Scores, State
@@ -93,14 +92,13 @@ class PSDecoder(Decoder):
         self.min_chance = min_chance
         self.rules: dict[int, Consistent] = {}
 
-    def draft(self, rows: Sequence[Row], amount: Amount) -> list[list[Node]]:
+    def draft(self, rows: Sequence[Row], plan: Plan) -> list[list[Node]]:
         """See `Decoder.draft`."""
-        if amount.states == 1:
-            return super().draft(rows, amount)
+        states = plan.amount.states
         drafts = []
         for row in rows:
             rule = self.rules.setdefault(row.place, Consistent(self.mode.rule, self.min_chance))
-            nodes = build_draft(row, rule, amount.states, 1, {}) if row.stop is None else []
+            nodes = build_draft(row, rule, states, 1, {}) if row.stop is None else []
             rule.follow(nodes)
             drafts.append(nodes)
         return drafts

@@ -48,7 +48,8 @@ READING = [
     "rules.draft",
     "rules.sources",
     "rules.lookup",
-    "generate.budget",
+    "rules.costs",
+    "rules.gain",
     "generate.loop",
     "generate.refine",
     "generate",
@@ -56,6 +57,7 @@ READING = [
     "networks.picker",
     "networks.layers",
     "networks.cache",
+    "networks.predicted",
     "networks",
     "kernels",
 ]

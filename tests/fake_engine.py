@@ -157,7 +157,9 @@ class FakeEngine:
         self, model: Any, rows: int, pages: int, context: int = 256, graphs: bool = False
     ) -> None:
         self.model, self.block = FakeModel(model), model.config.block_size
-        self.model_config = SimpleNamespace(context_len=context, vocab_size=model.config.vocab_size)
+        self.model_config = SimpleNamespace(
+            context_len=context, vocab_size=model.config.vocab_size, hf_config=model.config
+        )
         self.req_to_token_pool = FakePool(rows, context)
         self.token_to_kv_pool_allocator = FakeAllocator(pages, self.block)
         self.kv_index_translator = SimpleNamespace(

@@ -38,8 +38,7 @@ from ..rules.draft import UnscoredError
 from ..rules.sources import CheckedSource, DraftSource
 from ..rules.state import Counts, Row
 from ..versions import tested_versions
-from .budget import budget_of
-from .loop import Decoder, Mode
+from .loop import Decoder, Mode, draft_amount
 from .option_table import ids_in
 from .options import MRPGenerationConfig, check_ids, check_rows, logger, resolved, set_fields
 from .output import (
@@ -408,7 +407,8 @@ def _decode(
         fewest = at_once if adapters_of_rows(model) else 1 if networks.recorded is None else 4
         if mode.drafting is not None:
             sources = [*sources, *mode.drafting.sources()]
-        decoder = Decoder(mode, networks, budget_of(model, mode), watches, fewest, sources)
+        amount = draft_amount(mode, picker, model.config, config.round_costs)
+        decoder = Decoder(mode, networks, amount, watches, fewest, sources)
         try:
             decoder.decode(batch, reused, rows[at_once:])
         except UnscoredError as error:

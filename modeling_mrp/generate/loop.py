@@ -22,26 +22,27 @@ Between rounds, rows that wait take the places of rows that have ended (`Decoder
 waits, the batch shrinks.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from time import perf_counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from ..networks.networks import Hidden, Networks
-from ..networks.picker import LIKELIEST, SHORTLIST
+from ..networks.picker import LIKELIEST, SHORTLIST, Picker
+from ..networks.predicted import predicted_costs
+from ..rules.costs import RoundCosts
 from ..rules.draft import (
     Node,
     accept,
     build_draft,
     draft_sizes,
     first_frontier,
-    target_nodes,
     write,
 )
+from ..rules.gain import Amount, DraftAmount, Drafts, ExpectedGain, Fixed
 from ..rules.lookup import PromptLookup
 from ..rules.reveal import RevealRule
 from ..rules.sources import DraftSource
 from ..rules.state import Frontier, Key, Row, Scores, State
-from .budget import Amount, Budget
 from .refine import Refinement, refined
 
 
@@ -56,8 +57,8 @@ class Drafting:
             chain.
         passes: Head passes per round, fewer than `states`; 0: drafts come from the backbone's own
             stale logits.
-        paced: Whether `states` and `passes` are upper bounds, and each round drafts as much as
-            measured time says pays (`Budget`).
+        by_gain: Whether `states` and `passes` are upper bounds, and each round drafts as much as
+            its expected gain is worth (`ExpectedGain`).
         shortlist: Tokens that a head pass chooses among at each position; 0: all; None: decided by
             the size of the vocabulary.
         lookup_tokens: Tokens of a `PromptLookup` at a state, at most; 0: none is made.
@@ -67,7 +68,7 @@ class Drafting:
     states: int
     branches: int
     passes: int = 0
-    paced: bool = False
+    by_gain: bool = False
     shortlist: int | None = None
     lookup_tokens: int = 0
     lookup_ngram_size: int = 2
@@ -116,13 +117,54 @@ class Mode:
         return max(2, 1 if self.drafting is None else self.drafting.states)
 
 
+def draft_amount(
+    mode: Mode, picker: Picker, config: Any, table: Mapping[str, Any] | None
+) -> DraftAmount:
+    """Return what decides how much the rounds of a call draft.
+
+    Args:
+        mode: Its `Mode`.
+        picker: Its `Picker`, which has the weight of `lm_head` and the size of shortlists.
+        config: The model's config.
+        table: What states cost (`RoundCosts.from_dict`); None: as is predicted.
+    """
+    drafting = mode.drafting
+    if drafting is None:
+        return Fixed()
+    if not drafting.by_gain:
+        return Fixed(drafting.states, drafting.passes)
+    if table is not None:
+        costs = RoundCosts.from_dict(table)
+    else:
+        costs = predicted_costs(config, picker.lm_head_weight, picker.shortlist)
+    return ExpectedGain(drafting.states, drafting.passes, costs)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is known of a round before its first forward.
+
+    Attributes:
+        amount: How much it drafts.
+        outlines: By row, its draft without the head.
+    """
+
+    amount: Amount
+    outlines: Drafts
+
+    def within(self, states: int) -> "Plan":
+        """Return the plan for rounds of at most `states` states a row."""
+        states = min(self.amount.states, states)
+        return replace(self, amount=Amount(states, min(self.amount.passes, states - 1)))
+
+
 class Decoder:
     """Decodes the rows of one call.
 
     Args:
         mode: What is revealed, refined and drafted.
         networks: Backbone, head and picks on the device.
-        budget: Chooses how much each round drafts.
+        amount: Decides how much each round drafts.
         watches: Callbacks that get the batch's rows after every prefill and every round; they may
             end rows (stopping criteria).
         least_rows: The batch is halved as its rows end, but keeps at least this many rows.
@@ -136,18 +178,16 @@ class Decoder:
         self,
         mode: Mode,
         networks: Networks,
-        budget: Budget,
+        amount: DraftAmount,
         watches: Sequence[Callable[[Sequence[Row]], None]] = (),
         least_rows: int = 1,
         sources: Sequence[DraftSource] = (),
     ) -> None:
-        self.mode, self.networks, self.budget, self.watches, self.least_rows = (
-            mode,
-            networks,
-            budget,
-            watches,
-            least_rows,
-        )
+        self.mode = mode
+        self.networks = networks
+        self.amount = amount
+        self.watches = watches
+        self.least_rows = least_rows
         self.sources = sources
         self.verified = 0
 
@@ -179,10 +219,7 @@ class Decoder:
                 batch = self.networks.narrow(batch, size)
             if not active:  # the texts of all that joined were whole with their first token
                 continue
-            start = perf_counter()
-            amount = self.budget.choose(batch)
-            steps = self.round(batch, amount)
-            self.budget.learn(amount, batch, steps, perf_counter() - start)
+            self.round(batch, self.plan(batch))
             self.watch(batch)
         self.networks.widen(max(row.held for row in batch))
 
@@ -227,39 +264,60 @@ class Decoder:
             size = half
         return size
 
-    def round(self, rows: Sequence[Row], amount: Amount) -> list[int]:
-        """Run one round; return the number of denoising steps that each row took in it."""
-        steps_before = [row.steps for row in rows]
-        drafts = self.draft(rows, amount)
+    def plan(self, rows: Sequence[Row]) -> Plan:
+        """Decide, on the host, how much the next round of the batch drafts."""
+        outlines = self.grown(rows, self.amount.outline)
+        return Plan(self.amount.plan(outlines), outlines)
+
+    def round(self, rows: Sequence[Row], plan: Plan) -> None:
+        """Run one round."""
+        drafts = self.draft(rows, plan)
         scores = self.networks.score(rows, drafts)
         self.verified += any(not node.opens for nodes in drafts for node in nodes[1:])
-        self.write(rows, self.accept(rows, drafts, scores, amount.states > 1))
-        return [row.steps - steps for row, steps in zip(rows, steps_before, strict=True)]
+        self.write(rows, self.accept(rows, drafts, scores))
+        self.amount.learn(plan.amount, plan.outlines, drafts)
 
-    def draft(self, rows: Sequence[Row], amount: Amount) -> list[list[Node]]:
+    def draft(self, rows: Sequence[Row], plan: Plan) -> list[list[Node]]:
         """Choose each row's nodes for the round; rows that have ended get none."""
-        drafting = self.mode.drafting
-        if drafting is None or amount.states == 1:
-            return [target_nodes(row, amount.narrow) if row.stop is None else [] for row in rows]
+        amount = plan.amount
+        drafts = plan.outlines
         estimates: list[dict[Key, Scores]] = [{} for _ in rows]
-
-        def grown(size: int) -> list[list[Node]]:
-            return [
-                build_draft(
-                    row, self.rule_of(row), size, drafting.branches, row_estimates, self.sources
-                )
-                if row.stop is None
-                else []
-                for row, row_estimates in zip(rows, estimates, strict=True)
-            ]
-
-        for pass_index, size in enumerate(
-            draft_sizes(amount.states, amount.passes) if amount.passes else []
-        ):
+        sizes = draft_sizes(amount.states, amount.passes) if amount.passes else []
+        for index, size in enumerate(sizes):
             # Only the first pass reads the row's own state: in later ones the head's input there
             # would be the same.
-            self.read(rows, [nodes[min(pass_index, 1) :] for nodes in grown(size)], estimates)
-        return grown(amount.states)
+            first = min(index, 1)
+            self.read(rows, [nodes[first:size] for nodes in drafts], estimates)
+            drafts = self.grown(rows, [*sizes, amount.states][index + 1], estimates)
+        states = self.amount.cut(amount, drafts)
+        return [list(nodes[:states]) for nodes in drafts]
+
+    def grown(
+        self,
+        rows: Sequence[Row],
+        size: int,
+        estimates: Sequence[Mapping[Key, Scores]] | None = None,
+    ) -> list[list[Node]]:
+        """Build a draft of `size` states for each row that has not ended, or of two where it ends a
+        block, from the head's estimates of scores."""
+        drafting = self.mode.drafting
+        branches = 1 if drafting is None else drafting.branches
+        drafts: list[list[Node]] = []
+        for index, row in enumerate(rows):
+            nodes: list[Node] = []
+            if row.stop is None:
+                least = 1 if row.state.masks else 2
+                row_estimates = {} if estimates is None else estimates[index]
+                nodes = build_draft(
+                    row,
+                    self.rule_of(row),
+                    max(size, least),
+                    branches,
+                    row_estimates,
+                    self.sources,
+                )
+            drafts.append(nodes)
+        return drafts
 
     def read(
         self,
@@ -300,10 +358,10 @@ class Decoder:
         rows: Sequence[Row],
         drafts: Sequence[Sequence[Node]],
         scores: Sequence[Sequence[Scores]],
-        drafted: bool,
     ) -> list[Frontier | None]:
         """Accept the longest verified path of each row, and commit its clean blocks; return the
         rows' frontiers."""
+        drafted = self.mode.drafting is not None
         frontiers: list[Frontier | None] = [None] * len(rows)
         clean: list[list[int]] = [[] for _ in rows]
         for row_index, (row, nodes) in enumerate(zip(rows, drafts, strict=True)):

@@ -15,6 +15,7 @@ from inspect import getdoc
 from numbers import Integral, Real
 from typing import Annotated, Any, Literal, get_type_hints
 
+from ..rules.costs import RoundCosts
 from ..rules.options import COUNT, POSITIVE, STEPS, Option, Values
 from ..rules.published import FastDLLM
 from ..rules.reveal import RULES, CheckedRule, RevealRule
@@ -50,6 +51,13 @@ _SEED = Values(
 )
 
 
+_COSTS = Values(
+    dict,
+    lambda value, _: RoundCosts.from_dict(value) is not None,
+    "use None (predicted from shape and device), or the table that `mrp doctor` prints",
+)
+
+
 def _one_of(names: tuple[str, ...]) -> Values:
     return Values(str, lambda value, _: value in names, f"choose one of {', '.join(names)}")
 
@@ -72,7 +80,7 @@ class DecodingOptions:
             an object
         mrp_steps: reveals of the head after each backbone step, unverified
         num_draft_states: K: states a row submits per round, at most: the next one, and drafts;
-            `auto`: as many as pay by measured time, no drafts if none do
+            `auto`: as many as their expected gain is worth, no drafts if none is (at most 8)
         draft_branches: followers considered per state; 1 drafts a chain; None: 3, but 1 for 16 rows
             or more if K is at most 4 or `auto`, where host time would add up
         draft_passes: head passes per round, at most; each re-reads what is drafted so far
@@ -84,6 +92,8 @@ class DecodingOptions:
             beside other drafts; None or 0: none
         max_matching_ngram_size: how many last tokens have to be the same, at most; the longest
             match counts
+        round_costs: for `auto`: what forwards cost by their number of states (`RoundCosts`), as
+            `mrp doctor` measures it; None: as is predicted from the model's shape and device
         remask_rule: `reread`, `threshold` or `residual`
         residual_delta: for the rule `residual`, in logits
         max_batch_size: rows that are decoded at once; the others wait, and each takes the place of
@@ -103,6 +113,7 @@ class DecodingOptions:
     draft_shortlist: Annotated[int | None, None, _LISTED, ("mrp_spec",)] = None
     prompt_lookup_num_tokens: Annotated[int | None, 0, _LISTED, DRAFTING] = None
     max_matching_ngram_size: Annotated[int | None, 2, COUNT, DRAFTING] = None
+    round_costs: Annotated[dict[str, Any] | None, None, _COSTS, DRAFTING] = None
     remask_rule: Annotated[str | None, "reread", _one_of(REMASK_RULES), ("mrp_remask",)] = None
     residual_delta: Annotated[float | None, 1.0, POSITIVE, ("mrp_remask",)] = None
     max_batch_size: Annotated[int | None, None, COUNT] = None

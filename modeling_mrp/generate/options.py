@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers.generation import GenerationConfig, StoppingCriteriaList, StopStringCriteria
 from transformers.utils import logging as transformers_logging
 
+from ..rules.costs import WIDTHS
 from ..rules.draft import BRANCHES, CROWD
 from ..rules.reveal import RevealRule, logit
-from .budget import WIDTHS
 from .loop import Drafting, Mode
 from .option_table import (
     DECODINGS,

@@ -47,11 +47,17 @@ class Node:
             besides the prefix; -1 if none.
         source: Scores, or the head's estimate of them, of the state before, from which this one was
             made; None if it has none.
+        chance: The estimated chance that the row's path reaches the state.
+        depth: Number of drafted states on the way to it; 0 for the row's own state.
+        accepted: Whether the row's path reached the state, once the round is over.
     """
 
     state: State
     parent: int
     source: Scores | None
+    chance: float = 1.0
+    depth: int = 0
+    accepted: bool = False
 
     @property
     def opens(self) -> bool:
@@ -161,20 +167,6 @@ def draft_sizes(width: int, passes: int) -> list[int]:
     return [-(-count * (width - 1) // passes) for count in range(1, passes + 1)]
 
 
-def target_nodes(row: Row, narrow: bool) -> list[Node]:
-    """List a row's nodes in a round without drafts: its own state and, if that is clean, the next
-    block's first state.
-
-    If `narrow`, only the row's own state is listed, and the next block begins a round later.
-    """
-    nodes = [Node(row.state, -1, row.source)]
-    if not row.state.masks and not narrow:
-        next_state = row.opened(row.state.start + row.block_size)
-        if next_state.masks:  # one block at a time: a given one has to wait
-            nodes.append(Node(next_state, 0, None))
-    return nodes
-
-
 def build_draft(
     row: Row,
     rule: RevealRule,
@@ -186,6 +178,9 @@ def build_draft(
     """Build a row's draft by best-first search from its next state, and return its nodes, the next
     state first.
 
+    The first nodes of a draft are the draft of fewer states. A draft of one state is the row's own
+    state; one of two behind a clean state adds the next block's first state, for certain.
+
     Args:
         row: The row to draft for.
         rule: Guesses what a step reveals (`RevealRule.likely`).
@@ -195,16 +190,19 @@ def build_draft(
         sources: Sources that are asked beside the scores.
     """
     waiting: list[Follower] = [(row.state, (), row.state.key, row.source, -1)]
-    # By candidate, the chance that the path reaches it, summed over orders, -inf once drafted; and
-    # candidates' indices by parent and key.
-    chances, index_of = [1.0], {(-1, row.state.key): 0}
+    # By candidate, the chance that the path reaches it, summed over orders, -inf once drafted; the
+    # number of drafts on the way to it; and candidates' indices by parent and key.
+    chances = [1.0]
+    depths = [0]
+    index_of = {(-1, row.state.key): 0}
     nodes: list[Node] = []
     while len(nodes) < size and (chance := max(chances)) > 0:
         index = chances.index(chance)
         chances[index] = -math.inf
         origin, columns, key, source, parent = waiting[index]
         state = origin.revealing(columns, key) if columns else origin
-        nodes.append(Node(state, parent, source))
+        depth = depths[index]
+        nodes.append(Node(state, parent, source, min(1.0, chance), depth))
         if len(nodes) == size:
             break
         if not state.masks:
@@ -213,6 +211,7 @@ def build_draft(
                 if next_state.masks:  # one block at a time: a given one has to wait
                     waiting.append((next_state, (), next_state.key, None, len(nodes) - 1))
                     chances.append(chance)
+                    depths.append(depth)
             continue
         scores = estimates.get(key, source)
         candidates: Sequence[Candidates] = ()
@@ -229,6 +228,7 @@ def build_draft(
                 chances[index] += share * chance
             else:
                 chances.append(share * chance)
+                depths.append(depth + 1)
                 waiting.append(candidate)
     return nodes
 
@@ -331,12 +331,14 @@ def accept(
             node_index = index_of.get((parent, state.key), -1)
             if node_index < 0:
                 break
+            nodes[node_index].accepted = True
             state_scores, remembered = scores[node_index], False
             continue
         frontier = reveal_at(row, rule, state, state_scores)
         state = frontier.successor
         node_index = index_of.get((parent, state.key), -1)
         if node_index >= 0:
+            nodes[node_index].accepted = True
             state_scores, remembered = scores[node_index], False
         elif drafts and (entry := row.memory.get(state.key)) is not None:
             state_scores, remembered = entry[1], True

@@ -8,7 +8,6 @@ from typing import Any
 
 from prometheus_client import Counter
 from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
-from sglang.srt.distributed import get_tp_group
 from sglang.srt.dllm.algorithm.base import DllmAlgorithm
 from sglang.srt.dllm.config import DllmConfig
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
@@ -20,7 +19,6 @@ from sglang.srt.models.utils import enable_fused_set_kv_buffer
 from sglang.srt.runtime_context import get_observability, get_parallel
 
 from .backends import SUPPORTED, WRITES_FIRST, backend_obstacle
-from .pace import share_in
 from .requests import GREEDY, refusal
 from .rounds import Rounds
 
@@ -42,8 +40,7 @@ class MRP(DllmAlgorithm):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        share = share_in(get_tp_group().cpu_group)
-        self.rounds = Rounds(config.mrp_settings, self.block_size, self.mask_id, abort, share)
+        self.rounds = Rounds(config.mrp_settings, self.block_size, self.mask_id, abort)
         self.batch: Any = None  # the scheduler's batch, while a round runs (`plugin.hold_batch`)
         SchedulerOutputStreamer.has_additional_customized_info = (
             True  # `plugin.stream_reports` fills it

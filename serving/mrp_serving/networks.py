@@ -224,7 +224,6 @@ class EngineNetworks(Networks):
         engine: The engine's `ModelRunner`.
         batch: The engine's `ForwardBatch` of the rows.
         request_rows: The rows that take part.
-        loan: Rows and slots borrowed for the round.
         with_head: Whether the head takes part.
         pickers: The pickers of tokens, for reveals and drafts.
         block: Tokens of a block.
@@ -238,7 +237,6 @@ class EngineNetworks(Networks):
         engine: Any,
         batch: Any,
         request_rows: RequestRows,
-        loan: BorrowedSlots,
         with_head: bool,
         pickers: Pickers,
         block: int,
@@ -246,7 +244,6 @@ class EngineNetworks(Networks):
         self.engine = engine
         self.batch = batch
         self.request_rows = request_rows
-        self.loan = loan
         self.with_head = with_head
         self.block = block
         self.pickers = pickers
@@ -257,18 +254,21 @@ class EngineNetworks(Networks):
         self.shifted = False
         self.forwards = {"prefill": 0, "denoise": 0, "head": 0}
         self.slots = 0
-        slots = batch.out_cache_loc_virtual
-        if slots is None:
-            slots = batch.out_cache_loc
-        self.slot_pool = SlotPool(slots.long().view(-1, block), request_rows, loan)
-        # the map's borrowed rows still lack the prefix
-        self._copies_prefix = loan.width > 0 and max(request_rows.starts) > 0
         self._scored: Tensor | None = None
         self._first_states: list[int] = []  # by row, the index of its first state in `_scored`
         # borrowed blocks that rows now keep, as `PackedStates.map_entries`
         self._kept_entries: list[tuple[int, int, int]] = []
         # the last result; its free columns, on host and device
         self._last_result: tuple[Tensor, np.ndarray, Tensor] | None = None
+
+    def borrow(self, loan: BorrowedSlots) -> None:
+        """Take the rows and slots that are borrowed for the round; before its first forward."""
+        slots = self.batch.out_cache_loc_virtual
+        if slots is None:
+            slots = self.batch.out_cache_loc
+        self.slot_pool = SlotPool(slots.long().view(-1, self.block), self.request_rows, loan)
+        # the map's borrowed rows still lack the prefix
+        self._copies_prefix = loan.width > 0 and max(self.request_rows.starts) > 0
 
     def _forward(
         self,

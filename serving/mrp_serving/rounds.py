@@ -1,26 +1,24 @@
 """Rounds of `modeling_mrp` on the batches of an engine, which owns requests, memory and
 attention."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from modeling_mrp.generate.budget import Amount, Budget
-from modeling_mrp.generate.loop import Decoder
+from modeling_mrp.generate.loop import Decoder, draft_amount
 from modeling_mrp.generate.refine import Refinement, refined
 from modeling_mrp.networks.picker import Picker
 from modeling_mrp.rules.draft import Node, UnscoredError
+from modeling_mrp.rules.gain import DraftAmount
 from modeling_mrp.rules.reveal import RevealRule
 from modeling_mrp.rules.state import Counts, Frontier, Key, Scores
 
 from .networks import EngineNetworks, RequestRows
 from .options import Settings
-from .pace import Share, pace_of
 from .picker import Pickers, Sampling
 from .requests import EngineRow, Progress, end_of_text, parse_options, text_of_block
 from .scratch import borrow_slots
@@ -66,9 +64,14 @@ class EngineDecoder(Decoder):
         rule: RevealRule = row.options.mode.rule
         return rule
 
-    def draft(self, rows: Sequence[Any], amount: Amount) -> list[list[Node]]:
-        """See `Decoder.draft`; no row has more states than its request allows."""
-        drafts = super().draft(rows, amount)
+    def grown(
+        self,
+        rows: Sequence[Any],
+        size: int,
+        estimates: Sequence[Mapping[Key, Scores]] | None = None,
+    ) -> list[list[Node]]:
+        """See `Decoder.grown`; no row has more states than its request allows."""
+        drafts = super().grown(rows, size, estimates)
         for row_index, (row, nodes) in enumerate(zip(rows, drafts, strict=True)):
             drafting = row.options.mode.drafting
             # A request without drafts still has the next block's first state scored beside a clean
@@ -78,7 +81,7 @@ class EngineDecoder(Decoder):
             elif drafting is not None:
                 limit = drafting.states
             else:
-                limit = 1 + (not row.state.masks and not amount.narrow)
+                limit = 1 + (not row.state.masks)
             drafts[row_index] = [node for node in nodes[:limit] if self.sees_new or node.parent < 0]
         return drafts
 
@@ -120,7 +123,6 @@ class Rounds:
         block: Tokens of a block.
         mask_id: The mask's id.
         abort: Ends a request with a message as soon as the engine looks at it.
-        share: See `pace_of`.
 
     Attributes:
         rows: For each row of the engine's pool, the `Name` and the `EngineRow` of its request, kept
@@ -136,14 +138,12 @@ class Rounds:
         block: int,
         mask_id: int,
         abort: Callable[[Any, str], None],
-        share: Share | None = None,
     ) -> None:
         self.settings = settings
         self.block = block
         self.mask_id = mask_id
         self.abort = abort
-        self.share = share
-        self.budget: Budget | None = None
+        self.amount: DraftAmount | None = None
         self.rows: dict[int, tuple[Name, EngineRow]] = {}
         self.finished_blocks: dict[Name, list[int]] = {}
         self.report = Report()
@@ -319,43 +319,41 @@ class Rounds:
         CUDA graph ran."""
         mode = self.settings.mode
         drafting = self.settings.mode.drafting
-        budget = self.budget = self.budget or pace_of(engine.model, mode, self.share)
-        amount = budget.choose(rows)
+        weight = engine.model.lm_head.weight
+        vocab_size = engine.model_config.vocab_size
+        # The weight is neither packed (quantized) nor divided among devices.
+        weight_is_complete = (
+            type(weight) in (torch.Tensor, torch.nn.Parameter) and len(weight) >= vocab_size
+        )
+        shared_arguments = {
+            "lm_head_weight": weight,
+            "mask_token_id": self.mask_id,
+            "dispatch": self.settings.dispatch,
+        }
+        unembed = partial(unembed_in_place, engine, batch)
+
+        def shortlist_of(sampling: Sampling) -> int:
+            if drafting is None or not weight_is_complete:
+                return 0
+            return drafting.listed(vocab_size, sampling.sample)
+
+        def make_picker(sampling: Sampling) -> Picker:
+            return sampling.picker(unembed, shortlist_of(sampling), **shared_arguments)
+
+        if self.amount is None:
+            config = engine.model_config.hf_config
+            table = self.settings.options.get("round_costs")
+            self.amount = draft_amount(mode, make_picker(rows[0].sampling), config, table)
+        pickers = Pickers(weight, make_picker)
+        networks = EngineNetworks(engine, batch, request_rows, mode.uses_head, pickers, self.block)
+        decoder = EngineDecoder(sees_new, replace(mode, refine=None), networks, self.amount)
+        plan = decoder.plan(rows)
         pool = engine.req_to_token_pool
         allocator = engine.token_to_kv_pool_allocator
-        clean = any(not row.state.masks for row in rows)
-        width = amount.states - 1 or int(clean and not amount.narrow)
+        width = plan.amount.states - 1
         with borrow_slots(pool, allocator, evict, len(rows), width, self.block) as loan:
-            states = min(amount.states, 1 + loan.width)
-            amount = Amount(states, min(amount.passes, states - 1), narrow=not loan.width)
-            weight = engine.model.lm_head.weight
-            vocab_size = engine.model_config.vocab_size
-            # The weight is neither packed (quantized) nor divided among devices.
-            weight_is_complete = (
-                type(weight) in (torch.Tensor, torch.nn.Parameter) and len(weight) >= vocab_size
-            )
-            shared_arguments = {
-                "lm_head_weight": weight,
-                "mask_token_id": self.mask_id,
-                "dispatch": self.settings.dispatch,
-            }
-            unembed = partial(unembed_in_place, engine, batch)
-
-            def make_picker(sampling: Sampling) -> Picker:
-                shortlist = 0
-                if drafting is not None and weight_is_complete:
-                    shortlist = drafting.listed(vocab_size, sampling.sample)
-                return sampling.picker(unembed, shortlist, **shared_arguments)
-
-            pickers = Pickers(weight, make_picker)
-            networks = EngineNetworks(
-                engine, batch, request_rows, loan, mode.uses_head, pickers, self.block
-            )
-            start_time = perf_counter()
-            steps = EngineDecoder(sees_new, replace(mode, refine=None), networks, budget).round(
-                rows, amount
-            )
-            budget.learn(amount, rows, steps, perf_counter() - start_time)
+            networks.borrow(loan)
+            decoder.round(rows, plan.within(1 + loan.width))
         return networks.graph_ran
 
 

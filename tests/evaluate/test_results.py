@@ -188,7 +188,7 @@ def test_digests_change_with_their_part_alone(tmp_path: Path) -> None:
     reveal.write_text('"""Rules."""\n# of reveals\n' + reveal.read_text().split('"""', 2)[2])
     loop = copy / "generate" / "loop.py"
     loop.write_text(ast.unparse(ast.parse(loop.read_text())))
-    (copy / "generate" / "budget.py").write_text("")
+    (copy / "generate" / "output.py").write_text("")
     assert deciding(copy) == deciding()
     other = Path(shutil.copytree(copy, tmp_path / "b"))
     (other / "rules" / "draft.py").write_text((copy / "rules" / "draft.py").read_text() + "1 + 1\n")

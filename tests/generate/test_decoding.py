@@ -14,21 +14,21 @@ from transformers import GenerationConfig, NoBadWordsLogitsProcessor, NoRepeatNG
 
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.generate import generation
-from modeling_mrp.generate.budget import Amount, Fixed
+from modeling_mrp.rules.gain import Fixed
 from tests.random_cases import dampened, make_model, random_prompts
 
 
 def test_where_nothing_is_drafted_a_round_is_the_targets(
     random_model: MRPForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Behind a clean block the next one's first state rides along, also if it is the budget that
-    wants no drafts."""
-    monkeypatch.setattr(generation, "budget_of", lambda *_: Fixed(Amount()))
-    alone, paced = (
+    """Behind a clean block the next one's first state rides along, also if drafts may be
+    made and none is."""
+    monkeypatch.setattr(generation, "draft_amount", lambda *_: Fixed())
+    alone, undrafted = (
         generate(random_model, PROMPTS, decoding=mode, num_draft_states="auto", max_new_tokens=12)
         for mode in ("static", "mrp_spec")
     )
-    assert paced.stats.row_forwards.equal(alone.stats.row_forwards)
+    assert undrafted.stats.row_forwards.equal(alone.stats.row_forwards)
 
 
 def test_the_model_keeps_nothing_of_a_call(random_model: MRPForCausalLM) -> None:

@@ -15,8 +15,9 @@ from helpers import close
 from tape import TapeRecorder
 
 from modeling_mrp.generate import generation
-from modeling_mrp.generate.budget import Amount, budget_of
+from modeling_mrp.generate.loop import draft_amount
 from modeling_mrp.networks import graphs, networks
+from modeling_mrp.rules.gain import Amount
 from tests.random_cases import MASK, VOCAB, WAYS, Case, SlowRow, assert_same_text, of_slow
 from tests.watches import Blocks, Drafts, Watch, assert_asked, assert_streamed
 
@@ -32,17 +33,21 @@ PROCESSORS = (
 )
 
 
-class AnyBudget:
+class AnyAmount:
     """Chooses at random how much each round drafts, so that the head rests and comes back at any
     time."""
 
     def __init__(self, rng: random.Random, states: int, passes: int) -> None:
-        self.rng, self.states, self.passes = rng, states, passes
+        self.rng, self.outline, self.passes = rng, states, passes
 
-    def choose(self, rows: Any) -> Amount:
-        states = self.rng.choice((1, self.rng.randint(1, self.states)))
-        passes = self.rng.randint(0, min(self.passes, states - 1))
-        return Amount(states, passes, states == 1 and self.rng.random() < 0.5)
+    def plan(self, drafts: Any) -> Amount:
+        states = self.rng.choice((1, self.rng.randint(1, self.outline)))
+        if states == 1 and not any(nodes and nodes[0].state.masks for nodes in drafts):
+            states = 2  # rows that all end a block would not go on
+        return Amount(states, self.rng.randint(0, min(self.passes, states - 1)))
+
+    def cut(self, amount: Amount, drafts: Any) -> int:
+        return amount.states if amount.states < 3 else self.rng.randint(2, amount.states)
 
     def learn(self, *_: Any) -> None: ...
 
@@ -131,15 +136,13 @@ def test_random_decodes(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(networks, "PREFILL_CHUNK", chunk := rng.choice((8, networks.PREFILL_CHUNK)))
     monkeypatch.setitem(graphs.RECORDERS, "cpu", TapeRecorder)
 
-    def any_budget(model: Any, mode: Any) -> Any:
+    def any_amount(mode: Any, *others: Any) -> Any:
         drafting = mode.drafting
-        return (
-            AnyBudget(rng, drafting.states, drafting.passes)
-            if drafting and drafting.paced
-            else budget_of(model, mode)
-        )
+        if drafting and drafting.by_gain and rng.random() < 0.7:
+            return AnyAmount(rng, drafting.states, drafting.passes)
+        return draft_amount(mode, *others)
 
-    monkeypatch.setattr(generation, "budget_of", any_budget)
+    monkeypatch.setattr(generation, "draft_amount", any_amount)
     for trial in range(CASES):
         case, past = Case(f"{seed}/{trial}", SIZES), None
         while True:

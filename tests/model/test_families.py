@@ -22,8 +22,8 @@ from published import backbone_config
 
 from modeling_mrp import MRPConfig, MRPForCausalLM
 from modeling_mrp.generate import generation
-from modeling_mrp.generate.budget import Amount, Fixed
 from modeling_mrp.model.families.sdar import families
+from modeling_mrp.rules.gain import Amount, Fixed
 from tests.random_cases import dampened, make_model
 
 PROMPTS = [
@@ -296,11 +296,14 @@ def test_a_loss_of_fast_dllm_is_that_of_the_shifted_logits(tmp_path: Path) -> No
 def test_rounds_of_unequal_width_of_fast_dllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """As under `auto`: a head pass may ask for all that the round before scored, in order."""
     numbers = random.Random(0)
-    paced = SimpleNamespace(
-        choose=lambda rows: Amount(numbers.choice((2, 3)), 1), learn=lambda *_: None
+    unequal = SimpleNamespace(
+        outline=3,
+        plan=lambda drafts: Amount(numbers.choice((2, 3)), 1),
+        cut=lambda amount, drafts: amount.states,
+        learn=lambda *_: None,
     )
     monkeypatch.setattr(
-        generation, "budget_of", lambda _, mode: paced if mode.drafting else Fixed(Amount())
+        generation, "draft_amount", lambda mode, *_: unequal if mode.drafting else Fixed()
     )
     model = dampened(
         make_model(69, family="fast_dllm_v2", block_size=8, initializer_range=0.6), 0.3

@@ -7,15 +7,12 @@ from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
 from conftest import TINY
 from fake_engine import FakeAllocator, FakePool, FakeRequest
 from mrp_serving.checkpoint import ARCHITECTURES, backbone_weights, head_weight, open_checkpoint
-from mrp_serving.options import settings_of
-from mrp_serving.pace import BroadcastBudget, pace_of
 from mrp_serving.picker import CountPenalties, Sampling
 from mrp_serving.room import fetch_fitting
 from mrp_serving.scratch import borrow_slots
@@ -23,7 +20,6 @@ from published import as_published
 from safetensors.torch import load_file, save_file
 
 from modeling_mrp import MRPConfig, MRPForCausalLM
-from modeling_mrp.generate.budget import Amount, Auto, Fixed
 from modeling_mrp.kernels.dispatch import AUTOMATIC
 
 
@@ -80,26 +76,6 @@ def test_requests_wait_for_room_in_their_order(
     assert scheduler.dllm_manager.waiting_queue == begun + waiting[:taken]
     assert scheduler.waiting_queue == waiting[taken:]
     assert [req.sampling_params.max_new_tokens for req in waiting] == [limit, 24, 24, 24]
-
-
-def test_all_processes_draft_as_the_clock_of_the_first_one_chooses() -> None:
-    """And each learns from what all have done."""
-    said, chosen, other = list[int](), Amount(4, 3), Mock()
-    other.choose.return_value = Amount(1, narrow=True)
-    leads, follows = (
-        BroadcastBudget(Fixed(chosen), lambda numbers: said.extend(numbers) or said),
-        BroadcastBudget(other, lambda numbers: said),
-    )
-    assert [each.choose([]) for each in (leads, follows)] == [chosen, chosen]
-    follows.learn(chosen, [], [], 0.1)
-    other.learn.assert_called_once_with(chosen, [], [], 0.1)
-    for states, share, kind in (
-        ("auto", None, Auto),
-        ("auto", list, BroadcastBudget),
-        (4, list, Fixed),
-    ):
-        mode = settings_of({"num_draft_states": states, "target": "dynamic"}, {}, 16, True).mode
-        assert isinstance(pace_of(torch.nn.Linear(1, 1), mode, share), kind)
 
 
 def picker(stock: bool, shortlist: int = 0) -> Any:

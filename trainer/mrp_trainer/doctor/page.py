@@ -1,6 +1,7 @@
 """The report of `mrp doctor`: machine, checks and times on one page."""
 
 import copy
+import json
 import platform
 import sys
 from collections.abc import Iterable, Sequence
@@ -14,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from modeling_mrp import __version__
 from modeling_mrp.kernels.dispatch import triton
 from modeling_mrp.modeling import MRPForCausalLM
+from modeling_mrp.rules.costs import RoundCosts
 
 from ..evaluate.roofline import BYTES, Device
 from ..loading import checked_device, load_model, tokenizer_of
@@ -34,7 +36,7 @@ from .checks import (
 from .log_odds import check_log_odds
 from .options import DoctorOptions
 from .replays import PARTS, Replayed, measure_device, replay_rounds
-from .rounds import Timed, proposed, time_rounds
+from .rounds import Timed, measure_costs, proposed, time_rounds
 
 # Rows of compared texts; states per row and round; and the most parameters of a model that a CPU
 # compares in float64.
@@ -42,6 +44,8 @@ ROWS, STATES, WIDENED = 3, 8, 500_000_000
 WIDTH = 80
 # Rows and tokens of a prefix that are timed: everywhere, and on CUDA.
 BATCHES, PREFIXES = [1, 4], [512]
+# Numbers of states whose cost is measured; on a CPU not the last two.
+COSTED_STATES = (1, 2, 4, 8, 16, 32)
 CUDA_BATCHES, CUDA_PREFIXES = [1, 4, 16], [512, 4096]
 
 
@@ -67,6 +71,7 @@ class Report:
     baselines: list[Baseline] = field(default_factory=list)
     rounds: list[Timed] = field(default_factory=list)
     proposed: dict[int, int] = field(default_factory=dict)
+    costs: RoundCosts | None = None
 
     @property
     def failed(self) -> list[str]:
@@ -95,14 +100,25 @@ class Report:
             sections.append(
                 _wrapped(
                     f"Most tokens a second on these prompts, {proposals}. `auto`, the default, "
-                    "finds it by trying."
+                    "chooses in every round, by the costs below."
                 )
             )
+        if self.costs is not None:
+            sections += ["## Costs of rounds", self._costs()]
         if self.failed:
             verdict = f"**Failed: {'; '.join(self.failed)}.**"
         else:
             verdict = f"All {sum(check.ok is True for check in self.checks)} checks passed."
         return "\n\n".join([*sections, _wrapped(verdict)])
+
+    def _costs(self) -> str:
+        assert self.costs is not None
+        note = (
+            'Milliseconds of a forward by its number of states, as `num_draft_states="auto"` '
+            "takes them: set `model.generation_config.round_costs` to this dict and save the "
+            "config. Without it, `auto` goes by costs that are predicted for the device."
+        )
+        return f"{_wrapped(note)}\n\n```json\n{json.dumps(self.costs.to_dict())}\n```"
 
     def _check_table(self) -> list[str]:
         """Format the checks as a table; a note that does not fit beside its check stands below,
@@ -255,6 +271,10 @@ def examine(options: DoctorOptions) -> Report:
                 options.states,
                 options.turns,
             )
+        if batches and options.states:
+            states = COSTED_STATES[: None if on_cuda else -2]
+            prompt = inputs_of(model, tokenizer, 1, prefixes[0])
+            report.costs = measure_costs(model, prompt, states)
         return Check("times", True)
 
     gather(check_weights(model))

@@ -3,22 +3,25 @@ second."""
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from modeling_mrp.generate.budget import budget_of
 from modeling_mrp.generate.generation import laid_out
-from modeling_mrp.generate.loop import Decoder
+from modeling_mrp.generate.loop import Decoder, Mode, draft_amount
 from modeling_mrp.generate.options import resolved
 from modeling_mrp.kernels.dispatch import AUTOMATIC, PYTORCH
 from modeling_mrp.modeling import MRPForCausalLM
-from modeling_mrp.networks.networks import Networks, networks_for
+from modeling_mrp.networks.networks import Hidden, Networks, networks_for
 from modeling_mrp.networks.picker import Picker
-from modeling_mrp.rules.state import Counts
+from modeling_mrp.rules.costs import WIDTHS, RoundCosts
+from modeling_mrp.rules.draft import Node
+from modeling_mrp.rules.state import Counts, Row, Scores, State
 
 from .checks import TOKENS, WARM_UPS, decode, drafters
 
@@ -121,10 +124,11 @@ class _Stopwatch:
         return timed
 
 
-@torch.inference_mode()
-def time_host(model: MRPForCausalLM, inputs: dict[str, Tensor], **options: Any) -> float:
-    """Time what the host decides in a round of `generate`, in seconds: drafts, acceptance and what
-    is written. `options` are those of `generate`."""
+@contextmanager
+def _call(
+    model: MRPForCausalLM, inputs: dict[str, Tensor], **options: Any
+) -> Iterator[tuple[Mode, Networks, list[Row]]]:
+    """Set up a call of `generate` with `options`; give its mode, networks and rows."""
     options = {"max_new_tokens": TOKENS, "eos_token_id": None, **options}
     config, _ = resolved(model, None, options)
     prompts = []
@@ -146,9 +150,98 @@ def time_host(model: MRPForCausalLM, inputs: dict[str, Tensor], **options: Any) 
     size = (len(rows), length, mode.width * model.config.block_size)
     with networks_for(model, picker, None, None, *size, mode.uses_head) as networks:
         networks.cache.empty()
+        yield mode, networks, rows
+
+
+@torch.inference_mode()
+def time_host(model: MRPForCausalLM, inputs: dict[str, Tensor], **options: Any) -> float:
+    """Time what the host decides in a round of `generate`, in seconds: drafts, acceptance and what
+    is written. `options` are those of `generate`."""
+    with _call(model, inputs, **options) as (mode, networks, rows):
         watch = _Stopwatch(networks)
-        decoder = Decoder(mode, cast(Networks, watch), budget_of(model, mode))
+        amount = draft_amount(mode, networks.picker, model.config, None)
+        decoder = Decoder(mode, cast(Networks, watch), amount)
         start = now(model.device)
         decoder.decode(rows, [0] * len(rows))
         seconds = now(model.device) - start
     return (seconds - watch.seconds) / max(1, networks.forwards["denoise"])
+
+
+@torch.inference_mode()
+def measure_costs(
+    model: MRPForCausalLM,
+    inputs: dict[str, Tensor],
+    state_counts: Sequence[int] = (1, 2, 3, 4, 6, 8, 16, 32),
+    repetitions: int = 5,
+) -> RoundCosts:
+    """Measure what forwards cost by their number of states, for `round_costs`: milliseconds, the
+    least of several, once a forward is recorded. Rows of the first prompt have up to 8 states each.
+
+    Args:
+        model: The model.
+        inputs: `input_ids` [batch, length] and `attention_mask`, of which the first row counts.
+        state_counts: The numbers of states, up to 8 or multiples of 8.
+        repetitions: Timed forwards of each number.
+    """
+    mode: dict[str, Any] = {"decoding": drafters(model)[0], "target": "static"}
+    backbone = []
+    head = []
+    for states in state_counts:
+        width = min(states, WIDTHS[-1])
+        some = {name: tensor[:1].expand(states // width, -1) for name, tensor in inputs.items()}
+        with _call(model, some, **mode, num_draft_states=WIDTHS[-1]) as (_, networks, rows):
+            scores = networks.prefill(rows, [0] * len(rows))
+            forwards = (
+                partial(_score, networks, rows, width),
+                partial(_read, networks, rows, scores, width),
+            )
+            backbone.append(_least_milliseconds(forwards[0], model.device, repetitions))
+            if model.mrp_head is not None:
+                head.append(_least_milliseconds(forwards[1], model.device, repetitions))
+    model.release_graphs()
+    drafted = 4
+    host = time_host(model, inputs, **mode, num_draft_states=drafted)
+    host_of_state = 1e3 * host / (drafted * len(inputs["input_ids"]))
+    return RoundCosts(
+        tuple(state_counts), _rising(backbone), _rising(head), round(host_of_state, 4)
+    )
+
+
+def _score(networks: Networks, rows: Sequence[Row], width: int) -> None:
+    """Score the state of each row `width` times."""
+    networks.score(rows, [[Node(row.state, -1, None)] * width for row in rows])
+
+
+def _read(networks: Networks, rows: Sequence[Row], scores: Sequence[Scores], width: int) -> None:
+    """Run the head over the state of each row `width` times, and pick."""
+    asked: list[list[tuple[State, Hidden]]] = []
+    states: list[tuple[Row, State]] = []
+    shortlists: list[Hidden | None] = []
+    for row, row_scores in zip(rows, scores, strict=True):
+        assert row_scores.hidden is not None
+        asked.append([(row.state, row_scores.hidden)] * width)
+        states += [(row, row.state)] * width
+        shortlists += [row_scores.shortlist] * width
+    outputs = [hidden for row in networks.head(rows, asked) for hidden in row]
+    networks.pick(networks.drafter, states, outputs, shortlists=shortlists)
+
+
+def _least_milliseconds(
+    forward: Callable[[], None], device: torch.device, repetitions: int
+) -> float:
+    """Return the least time of a forward, after those that may record it."""
+    times = []
+    for repetition in range(-WARM_UPS, repetitions):
+        start = now(device)
+        forward()
+        if repetition >= 0:
+            times.append(now(device) - start)
+    return 1e3 * min(times)
+
+
+def _rising(values: Sequence[float]) -> tuple[float, ...]:
+    """Round values, and raise each to the one before it: more states never cost less."""
+    rising: list[float] = []
+    for value in values:
+        rising.append(round(max([value, *rising[-1:]]), 4))
+    return tuple(rising)

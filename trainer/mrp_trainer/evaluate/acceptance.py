@@ -12,10 +12,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from modeling_mrp.generate.budget import UNTIMED_STATES
-
 from .decoded import Decoded, decode_prompts
 from .intervals import Interval, ratio_of_sums
+
+# K where the model's config says `auto`, whose number of states depends on the device.
+USUAL_STATES = 4
 
 
 def acceptance_by_depth(decoded: Decoded) -> list[tuple[int, Interval]]:
@@ -69,7 +70,7 @@ def measure_acceptance(
     """
     states = getattr(model.generation_config, "num_draft_states", None)
     if not isinstance(states, int):
-        states = UNTIMED_STATES
+        states = USUAL_STATES
     defaults = {"decoding": "mrp_spec", "do_sample": False, "num_draft_states": states}
     decoded = decode_prompts(
         model, tokenizer, prompts, None, max_new_tokens, batch_size, **{**defaults, **options}

@@ -1,0 +1,108 @@
+"""The costs of a round's forwards as they are predicted from a model's shape and its device.
+
+A forward takes the time of its weights' bytes or of its operations, whichever is longer, and a
+share for each layer's launches. Keys and values of the text are left out.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..rules.costs import RoundCosts
+
+# Numbers of states in the predicted table.
+STATES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256, 512)
+# Seconds that the host takes for a drafted state.
+HOST = 20e-6
+# Dense bf16 FLOPs of a multiprocessor's tensor cores per clock, by compute capability.
+TENSOR_FLOPS = {(8, 0): 2048, (9, 0): 4096, (10, 0): 8192, (10, 3): 8192}
+SMALL_TENSOR_FLOPS = 512  # of other capabilities: consumer cards
+PLAIN_FLOPS = 256  # in float32, without tensor cores
+REACHED = 0.6  # share of its peak that a large product reaches
+# FLOPs and bytes of a CPU's thread a second, and bytes of all threads together.
+CPU_FLOPS, CPU_THREAD_BYTES, CPU_BYTES = 6e10, 1e10, 8e10
+# Seconds of a layer's launches: run by CUDA graphs, and one by one.
+GRAPH_LAYER, CPU_LAYER, OTHER_LAYER = 5e-6, 250e-6, 200e-6
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device does in a second, and the seconds that it takes beyond that for a layer."""
+
+    bytes: float
+    flops: float
+    layer: float
+
+
+def rates_of(device: torch.device, dtype: torch.dtype) -> Rates:
+    """Look up a device's rates for a dtype, from what it says of itself."""
+    if device.type == "cpu":
+        threads = torch.get_num_threads()
+        flops = threads * CPU_FLOPS / (2 if dtype == torch.float64 else 1)
+        return Rates(min(CPU_BYTES, threads * CPU_THREAD_BYTES), flops, CPU_LAYER)
+    if device.type != "cuda":
+        return Rates(2e11, 1e13, OTHER_LAYER)
+    card = torch.cuda.get_device_properties(device)
+    per_clock = TENSOR_FLOPS.get((card.major, card.minor), SMALL_TENSOR_FLOPS)
+    if dtype.itemsize > 2:
+        per_clock = PLAIN_FLOPS
+    clock = 1e3 * getattr(card, "clock_rate", 1.7e6)
+    memory_clock = 1e3 * getattr(card, "memory_clock_rate", 2.6e6)
+    bus = getattr(card, "memory_bus_width", 5120) / 8
+    flops = REACHED * card.multi_processor_count * clock * per_clock
+    return Rates(2 * memory_clock * bus, flops, GRAPH_LAYER)
+
+
+def predicted_costs(config: Any, weight: Tensor, shortlist: int = 0) -> RoundCosts:
+    """Predict the costs of a model's forwards, in seconds, on the device of its weights.
+
+    Args:
+        config: The model's sizes, named as in config.json.
+        weight: [vocab, hidden_size], that of `lm_head`; it tells device and dtype.
+        shortlist: Tokens that a head pass chooses among at each position; 0: all.
+    """
+    rates = rates_of(weight.device, weight.dtype)
+    return costs_at(config, rates, weight.element_size(), shortlist)
+
+
+def costs_at(config: Any, rates: Rates, item_bytes: float, shortlist: int = 0) -> RoundCosts:
+    """Predict the costs of a model's forwards, in seconds, at given rates; its weights take
+    `item_bytes` a number."""
+    hidden_size = config.hidden_size
+    heads = config.num_attention_heads
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or hidden_size // heads
+    attention = 2 * (heads + key_heads) * head_dim * hidden_size
+    dense = attention + 3 * hidden_size * config.intermediate_size
+    experts = getattr(config, "num_experts", None) or 0
+    expert = 3 * hidden_size * (getattr(config, "moe_intermediate_size", None) or 0)
+    chosen = getattr(config, "num_experts_per_tok", None) or 0
+
+    def seconds(read: float, computed: float, tokens: float) -> float:
+        return max(read * item_bytes / rates.bytes, 2 * computed * tokens / rates.flops)
+
+    def forward(layers: int, tokens: int, listed: int, sparse: bool) -> float:
+        read = computed = float(dense)
+        if sparse:
+            share = 1 - (1 - chosen / experts) ** tokens
+            read = attention + experts * share * expert
+            computed = attention + chosen * expert
+        picked = tokens / 2  # about half of the positions of states are masked
+        per_pick = (listed or config.vocab_size) * hidden_size
+        unembedding = min(config.vocab_size * hidden_size, per_pick * picked)
+        total = seconds(layers * read, layers * computed, tokens) + layers * rates.layer
+        return total + seconds(unembedding, per_pick, picked)
+
+    backbone = []
+    head = []
+    layers = getattr(config, "num_nextn_predict_layers", 0)
+    for states in STATES:
+        tokens = states * config.block_size
+        backbone.append(forward(config.num_hidden_layers, tokens, 0, experts > 0))
+        if layers:
+            projection = 2 * hidden_size**2
+            pass_seconds = forward(layers, tokens, shortlist, False)
+            head.append(pass_seconds + seconds(projection, projection, tokens))
+    return RoundCosts(STATES, tuple(backbone), tuple(head), HOST)

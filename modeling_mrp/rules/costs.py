@@ -1,0 +1,89 @@
+"""What the forwards of a round cost by the number of states in them: a table, measured by `mrp
+doctor` (`round_costs` of the generation config) or predicted (`predicted_costs`). Only ratios
+matter."""
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .draft import draft_sizes
+
+# The numbers of states per row to choose from; each has its own CUDA graph.
+WIDTHS = (1, 2, 3, 4, 6, 8)
+
+
+@dataclass(frozen=True)
+class RoundCosts:
+    """Costs, in any unit, of a forward by its number of states (rows of the batch times states of a
+    row).
+
+    Attributes:
+        states: Numbers of states, increasing. Between two of them costs are interpolated, beyond
+            the last one they grow in proportion.
+        backbone: Cost of a backbone forward with picks, for each of `states`.
+        head: Cost of a head pass with picks; empty for a model without a head.
+        host: Cost of drafting a state on the host.
+    """
+
+    states: tuple[int, ...]
+    backbone: tuple[float, ...]
+    head: tuple[float, ...] = ()
+    host: float = 0.0
+    _rounds: dict[tuple[int, int, int], float] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+
+    @classmethod
+    def from_dict(cls, table: Mapping[str, Any]) -> "RoundCosts":
+        """Make costs from their JSON form; raise `ValueError` for a table that has none."""
+        unknown = {*table} - {"states", "backbone", "head", "host"}
+        states, backbone = (tuple(table.get(name) or ()) for name in ("states", "backbone"))
+        head = tuple(table.get("head") or ())
+        numbers = [*states, *backbone, *head, table.get("host", 0.0)]
+        valid = not unknown and states and len(states) == len(backbone)
+        valid = valid and len(head) in (0, len(states))
+        valid = valid and all(
+            isinstance(number, int | float) and 0 <= number < float("inf") for number in numbers
+        )
+        if not valid or min(*states, *backbone, *head) <= 0 or sorted({*states}) != [*states]:
+            raise ValueError(
+                f"round_costs is {table!r}: give increasing numbers of `states`, and for each of "
+                "them the cost of a `backbone` forward and, with a head, of a `head` pass, all "
+                "above 0, and `host`, the cost of drafting a state, or leave it out"
+            )
+        return cls(states, backbone, head, table.get("host", 0.0))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form, without the cost of head passes if there are none."""
+        table = {"states": [*self.states], "backbone": [*self.backbone], "head": [*self.head]}
+        return {name: costs for name, costs in table.items() if costs} | {"host": self.host}
+
+    def of_round(self, rows: int, width: int, passes: int) -> float:
+        """Return the cost of a round in which each of `rows` rows has `width` states, and the head
+        runs `passes` times."""
+        key = (rows, width, passes)
+        if (cost := self._rounds.get(key)) is None:
+            cost = interpolated(self.states, self.backbone, rows * width)
+            cost += self.host * rows * width + self.of_head(rows, width, passes)
+            self._rounds[key] = cost
+        return cost
+
+    def of_head(self, rows: int, width: int, passes: int) -> float:
+        """Return the cost of the head passes of a round."""
+        if not passes:
+            return 0.0
+        sizes = draft_sizes(width, passes)
+        return sum([interpolated(self.states, self.head, rows * size) for size in sizes])
+
+
+def interpolated(points: Sequence[int], values: Sequence[float], point: int) -> float:
+    """Interpolate values between points; before the first it is the first value, and beyond the
+    last one the last value grows in proportion."""
+    index = bisect_left(points, point)
+    if index == len(points):
+        return values[-1] * point / points[-1]
+    if index == 0 or points[index] == point:
+        return values[index]
+    share = (point - points[index - 1]) / (points[index] - points[index - 1])
+    return values[index - 1] + share * (values[index] - values[index - 1])

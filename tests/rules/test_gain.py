@@ -1,0 +1,203 @@
+"""How much a round drafts: by a table of costs, from the chances of drafts and what came of earlier
+ones."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from handmade import A, B, C, D, M, row, says, state
+from helpers import LIVELY, PROMPTS, generate
+
+from modeling_mrp import MRPForCausalLM, MRPGenerationConfig
+from modeling_mrp.networks.predicted import STATES, Rates, costs_at, predicted_costs
+from modeling_mrp.rules.costs import RoundCosts, interpolated
+from modeling_mrp.rules.draft import Node, accept
+from modeling_mrp.rules.gain import Amount, Calibration, ExpectedGain, Fixed
+from modeling_mrp.rules.reveal import Static
+
+FREE = {"states": [1, 1024], "backbone": [1.0, 1.0], "head": [1e-6, 1e-6]}
+STEEP = {"states": [1, 2, 1024], "backbone": [1.0, 2.0, 1024.0], "head": [1.0, 2.0, 1024.0]}
+
+
+def draft(chances: list[float], depths: list[int], ids: Any = (M, M, M, M)) -> list[Node]:
+    """Make nodes of equal states with these chances, the row's own state first."""
+    nodes = [Node(state(list(ids)), -1, None)]
+    for chance, depth in zip(chances, depths, strict=True):
+        nodes.append(Node(state(list(ids)), -1, None, chance, depth))
+    return nodes
+
+
+def gain(costs: dict[str, Any], passes: int = 0, states: int = 8) -> ExpectedGain:
+    return ExpectedGain(states, passes, RoundCosts.from_dict(costs))
+
+
+def test_costs_between_and_beyond_what_is_measured() -> None:
+    assert [interpolated((2, 4), (3.0, 5.0), states) for states in (1, 2, 3, 4, 8)] == [
+        3.0,
+        3.0,
+        4.0,
+        5.0,
+        10.0,
+    ]
+    costs = RoundCosts((1, 8), (1.0, 8.0), (0.5, 4.0), 0.25)
+    assert costs.of_round(1, 4, 0) == 4.0 + 4 * 0.25
+    assert costs.of_head(1, 4, 1) == 1.5  # of the three drafts that it reads
+    assert costs.of_round(2, 4, 1) == 8.0 + 8 * 0.25 + 3.0
+    assert RoundCosts.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        {},
+        {"states": [1, 2], "backbone": [1.0]},
+        {"states": [2, 1], "backbone": [1.0, 1.0]},
+        {"states": [1, 2], "backbone": [1.0, 0.0]},
+        {"states": [1, 2], "backbone": [1.0, "2"]},
+        {"states": [1, 2], "backbone": [1.0, float("nan")]},
+        {"states": [1, 2], "backbone": [1.0, 2.0], "head": [1.0]},
+        {"states": [1], "backbone": [1.0], "speed": 3},
+    ],
+)
+def test_tables_that_are_none_are_refused(table: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="round_costs is"):
+        MRPGenerationConfig(round_costs=table)
+
+
+def test_a_draft_has_as_many_states_as_are_worth_their_cost() -> None:
+    nodes = draft([0.9, 0.8, 0.1, 0.1, 0.1, 0.1, 0.1], [1] * 7)
+    linear = {"states": [1, 64], "backbone": [1.0, 64.0]}
+    gentle = {"states": [1, 64], "backbone": [1.0, 1 + 63 * 0.4]}
+    assert gain(FREE).plan([nodes]) == Amount(8)
+    assert gain(linear).plan([nodes]) == Amount(1)
+    assert gain(gentle).plan([nodes]) == Amount(3)
+    assert gain(gentle, states=2).plan([nodes]) == Amount(2)
+    # a row that has ended costs what the others cost
+    assert gain(gentle).plan([nodes, [], [], []]) == Amount(1)
+
+
+def test_the_head_runs_where_that_is_worth_its_passes() -> None:
+    nodes = draft([0.9, 0.8, 0.7], [1, 2, 3])
+    assert gain(FREE, passes=1).plan([nodes]).passes == 1
+    assert gain({**FREE, "head": [1.0, 1.0]}, passes=1).plan([nodes]).passes == 0
+    amount = Amount(8, 1)
+    steep = gain({**STEEP, "head": [1e-6, 1e-6, 1e-6]}, passes=1)
+    assert steep.cut(amount, [nodes]) == 1, "what the head has read may be worth no state"
+    assert gain(FREE, passes=1).cut(amount, [nodes]) == 4
+    assert Fixed(8, 1).cut(amount, [nodes]) == 8
+
+
+def test_rows_that_end_a_block_wait_where_that_pays() -> None:
+    """Their first state of the next block is a second one for all rows."""
+    clean = [Node(state([A, B, C, D]), -1, None), Node(state([M] * 4, 8), 0, None)]
+    open_rows = [draft([], []) for _ in range(3)]
+    for slope, states in ((1.0, 1), (0.1, 2)):
+        table = {"states": [4, 8], "backbone": [1.0, 1.0 + slope]}
+        assert gain(table).plan([clean, *open_rows]).states == states
+    assert gain(STEEP).plan([clean]).states == 2
+    assert Fixed().plan([clean, *open_rows]) == Amount(2)
+    assert Fixed().plan(open_rows) == Amount(1)
+
+
+def test_chances_are_corrected_by_what_came_of_drafts() -> None:
+    calibration = Calibration(decay=0.5)
+    assert calibration.factors(2) == [1.0, 0.5, 0.25]
+    for _ in range(300):
+        nodes = draft([0.8, 0.4], [1, 2])
+        nodes[1].accepted = _ % 2 == 0
+        calibration.learn([nodes], [nodes])
+    first, second, third = calibration.factors(3)[1:]
+    assert first == pytest.approx(0.5 / 0.8, abs=0.03)
+    assert second < 0.05
+    assert third == second / 2
+
+
+def test_the_path_marks_the_nodes_that_it_reached() -> None:
+    of = row(width=4)
+    of.state = state([M, M, M, M])
+    scores = says([0, 3, 2, 1], [10, 11, 12, 13])
+    nodes = [
+        Node(of.state, -1, None),
+        Node(state([M, M, 12, M], 4), -1, None, 0.5, 1),
+        Node(state([M, 11, M, M], 4), -1, None, 0.5, 1),
+    ]
+    accept(of, Static((1, 1, 1, 1)), nodes, [scores] * 3, True)
+    assert [node.accepted for node in nodes] == [False, False, True]
+
+
+def test_where_nothing_pays_nothing_is_drafted(random_model: MRPForCausalLM) -> None:
+    """And a call's counts are a function of the call."""
+    options: dict[str, Any] = {**LIVELY, "max_new_tokens": 24, "seed": 3}
+    alone = generate(random_model, PROMPTS[:1], decoding="sequential", **options)
+    options |= {"decoding": "mrp_spec", "target": "sequential", "num_draft_states": "auto"}
+    steep = generate(
+        random_model,
+        PROMPTS[:1],
+        **options,
+        round_costs=STEEP,
+    )
+    assert steep.sequences.equal(alone.sequences)
+    assert int(steep.stats.drafted.sum()) == 0
+    assert steep.stats.forwards["head"] == 0
+    free = [
+        generate(
+            random_model,
+            PROMPTS[:1],
+            **options,
+            round_costs=FREE,
+        )
+        for _ in range(2)
+    ]
+    assert free[0].sequences.equal(alone.sequences)
+    assert int(free[0].stats.drafted.sum()) > 12
+    for name in ("row_forwards", "row_head_forwards", "drafted", "accepted"):
+        assert getattr(free[0].stats, name).equal(getattr(free[1].stats, name))
+
+
+def test_a_table_travels_with_the_config(random_model: MRPForCausalLM, tmp_path: Any) -> None:
+    random_model.generation_config.round_costs = STEEP
+    try:
+        random_model.save_pretrained(tmp_path)
+        loaded = MRPForCausalLM.from_pretrained(tmp_path)
+        assert loaded.generation_config.round_costs == STEEP
+        drafted = generate(
+            loaded, PROMPTS[:1], decoding="mrp_spec", num_draft_states="auto", max_new_tokens=8
+        )
+        assert int(drafted.stats.drafted.sum()) == 0
+    finally:
+        random_model.generation_config.round_costs = None
+
+
+def test_predicted_costs_of_published_shapes() -> None:
+    """A 4B model at an H200's rates: a forward reads its weights, until operations take longer."""
+    config = MRPForCausalLM.config_class(
+        hidden_size=2560,
+        intermediate_size=9728,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=151936,
+        block_size=16,
+        num_nextn_predict_layers=3,
+    )
+    costs = costs_at(config, Rates(4.3e12, 0.6 * 989e12, 0.0), 2, 16)
+    assert costs.states == STATES
+    assert 1.5e-3 < costs.backbone[0] < 2.1e-3
+    by_states = dict(zip(costs.states, costs.backbone, strict=True))
+    assert by_states[4] < 1.02 * by_states[1]
+    assert by_states[64] > 2 * by_states[1]
+    assert costs.head[0] < 0.15 * costs.backbone[0]
+    for states, others in ((1, 8), (8, 64)):
+        assert by_states[states] <= by_states[others]
+
+
+def test_costs_are_predicted_for_the_weights_at_hand(random_model: MRPForCausalLM) -> None:
+    weight = random_model.lm_head.weight
+    narrow, wide = (
+        predicted_costs(random_model.config, weight.detach().to(dtype))
+        for dtype in (torch.float32, torch.float64)
+    )
+    assert narrow.head
+    assert all(one < other for one, other in zip(narrow.backbone, wide.backbone, strict=True))
