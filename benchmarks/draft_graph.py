@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from modeling_mrp.generate.loop import Decoder, Mode, Plan
+from modeling_mrp.generate.loop import Decoder, Mode, RoundPlan
 from modeling_mrp.modeling import MRPForCausalLM
 from modeling_mrp.networks.networks import Networks, gather_blocks
 from modeling_mrp.rules import draft
@@ -252,7 +252,7 @@ class GraphDecoder(Decoder):
         super().__init__(*arguments)
         self.graph = graph
 
-    def draft(self, rows: Sequence[Row], plan: Plan) -> list[list[draft.Node]]:
+    def draft(self, rows: Sequence[Row], plan: RoundPlan) -> list[list[draft.Node]]:
         """See `Decoder.draft`."""
         ranked = rankings(self.networks, self.mode.rule, rows)
         drafts: list[list[draft.Node]] = []

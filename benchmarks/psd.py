@@ -24,7 +24,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from modeling_mrp.generate.loop import Decoder, Plan
+from modeling_mrp.generate.loop import Decoder, RoundPlan
 from modeling_mrp.rules.draft import Node, build_draft
 from modeling_mrp.rules.reveal import Columns, Guesses, RevealRule, logit
 from modeling_mrp.rules.state import Key, Row, Scores, State
@@ -92,7 +92,7 @@ class PSDecoder(Decoder):
         self.min_chance = min_chance
         self.rules: dict[int, Consistent] = {}
 
-    def draft(self, rows: Sequence[Row], plan: Plan) -> list[list[Node]]:
+    def draft(self, rows: Sequence[Row], plan: RoundPlan) -> list[list[Node]]:
         """See `Decoder.draft`."""
         states = plan.amount.states
         drafts = []

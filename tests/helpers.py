@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from mrp_trainer.data.samples import Sample
 from mrp_trainer.train.collator import DiffusionCollator
 from mrp_trainer.train.packed import PackedBatch
+from packaging.version import Version
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, set_seed
 
@@ -68,6 +70,11 @@ def chi_square_p(counts: Tensor, probabilities: Tensor) -> float:
     return torch.special.gammaincc(
         torch.tensor((len(counts) - 1) / 2, dtype=torch.float64), statistic / 2
     ).item()
+
+
+def older_than(release: str) -> bool:
+    """Tell if the installed transformers is older than a release."""
+    return Version(transformers.__version__) < Version(release)
 
 
 def generate(model: MRPForCausalLM, prompts: Sequence[list[int]], **options: Any) -> Any:

@@ -141,7 +141,7 @@ def draft_amount(
 
 
 @dataclass(frozen=True)
-class Plan:
+class RoundPlan:
     """What is known of a round before its first forward.
 
     Attributes:
@@ -152,7 +152,7 @@ class Plan:
     amount: Amount
     outlines: Drafts
 
-    def within(self, states: int) -> "Plan":
+    def within(self, states: int) -> "RoundPlan":
         """Return the plan for rounds of at most `states` states a row."""
         states = min(self.amount.states, states)
         return replace(self, amount=Amount(states, min(self.amount.passes, states - 1)))
@@ -264,12 +264,12 @@ class Decoder:
             size = half
         return size
 
-    def plan(self, rows: Sequence[Row]) -> Plan:
+    def plan(self, rows: Sequence[Row]) -> RoundPlan:
         """Decide, on the host, how much the next round of the batch drafts."""
         outlines = self.grown(rows, self.amount.outline)
-        return Plan(self.amount.plan(outlines), outlines)
+        return RoundPlan(self.amount.plan(outlines), outlines)
 
-    def round(self, rows: Sequence[Row], plan: Plan) -> None:
+    def round(self, rows: Sequence[Row], plan: RoundPlan) -> None:
         """Run one round."""
         drafts = self.draft(rows, plan)
         scores = self.networks.score(rows, drafts)
@@ -277,7 +277,7 @@ class Decoder:
         self.write(rows, self.accept(rows, drafts, scores))
         self.amount.learn(plan.amount, plan.outlines, drafts)
 
-    def draft(self, rows: Sequence[Row], plan: Plan) -> list[list[Node]]:
+    def draft(self, rows: Sequence[Row], plan: RoundPlan) -> list[list[Node]]:
         """Choose each row's nodes for the round; rows that have ended get none."""
         amount = plan.amount
         drafts = plan.outlines

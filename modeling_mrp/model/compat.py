@@ -1,9 +1,11 @@
 """What differs between versions of transformers: from 5.24 on, `past_key_values` of models and
-outputs is called `cache`."""
+outputs is called `cache`; before 5.18, `load_adapter` leaves out modules saved with an adapter."""
 
 from inspect import signature
 from typing import Any
 
+import transformers
+from packaging.version import Version
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from transformers.utils import ModelOutput
 
@@ -12,6 +14,19 @@ OLD_CACHE_NAME = "past_key_values"
 CACHE_NAME = (
     "cache" if "cache" in signature(Qwen3DecoderLayer.forward).parameters else OLD_CACHE_NAME
 )
+
+
+def check_saved_modules(model: Any, adapter_name: str) -> None:
+    """Raise `ImportError`, and delete the adapter, if the installed version has loaded it without
+    the modules that were saved with it."""
+    saved = getattr(model.peft_config[adapter_name], "modules_to_save", None)
+    if saved and Version(transformers.__version__) < Version("5.18"):
+        model.delete_adapter(adapter_name)
+        raise ImportError(
+            f"the adapter has {', '.join(saved)} saved whole (modules_to_save), which load_adapter "
+            f"of transformers {transformers.__version__} leaves out: install transformers 5.18 or "
+            "later, or load it with peft.PeftModel.from_pretrained"
+        )
 
 
 def chosen_cache(cache: Any, past_key_values: Any) -> Any:

@@ -21,7 +21,7 @@ from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, 
 from transformers.utils import logging as transformers_logging
 
 from ..versions import tested_versions
-from .compat import CACHE_NAME
+from .compat import CACHE_NAME, check_saved_modules
 from .configuration import MRPConfig
 from .head import MRPHead, check_same_backbone
 from .layouts import (
@@ -74,6 +74,19 @@ class MRPPreTrainedModel(PreTrainedModel):
     # Source of the backbone, as a head saved alone names it: a repository's id and commit, or a
     # folder's absolute path, None.
     backbone_source: tuple[str, str | None] | None = None
+
+    def load_adapter(
+        self,
+        peft_model_id: str | None = None,
+        adapter_name: str | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Load an adapter as transformers does; raise `ImportError` where the installed version
+        would leave out a part of it."""
+        info = super().load_adapter(peft_model_id, adapter_name, *args, **kwargs)
+        check_saved_modules(self, adapter_name or "default")
+        return info
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:

@@ -15,6 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
+from helpers import older_than
 
 from modeling_mrp import MRPForCausalLM, MRPGenerationConfig
 from modeling_mrp.model import head as head_module
@@ -103,6 +104,8 @@ def test_every_field_of_a_config(saved: Path, kind: str, tmp_path: Path) -> None
     for name in good:
         said = f"{name}|{ABOUT.get(name, 'does not fit|backbone')}"
         errors = check(folder, "config.json", tampered(good, name), said)
+        if name in NOTES and older_than("5.18"):  # transformers' own errors
+            continue
         assert (errors > 0) == (name not in NOTES), name
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from conftest import TINY
-from helpers import same_tensors
+from helpers import older_than, same_tensors
 from hub_server import HubServer
 from huggingface_hub import ModelCard
 from mrp_trainer.train.arguments import MRPTrainingArguments
@@ -123,6 +123,7 @@ def test_heads_are_pushed_while_training(
     assert told in caplog.text
 
 
+@pytest.mark.skipif(older_than("5.23"), reason="transformers saves parts of a sharded head")
 def test_sharded_checkpoints_of_a_head_hold_the_head(tmp_path: Path) -> None:
     options = {"objective": "mrp", "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
     options |= {"fsdp": True, "fsdp_config": {"version": 2, "state_dict_type": "FULL_STATE_DICT"}}
