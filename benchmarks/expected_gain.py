@@ -9,8 +9,8 @@ Each target is decoded with every fixed number of states, without and with head 
 states and head passes. So times play no part, and a second run gives the same numbers. The fixed
 numbers know the whole run; the best of them is what `auto` is compared with.
 
-Tables, as predicted: the embedded checkpoint on two threads of a CPU; the published 4B on devices by
-their data sheets (`benchmarks.cost_model`).
+Tables, as predicted: the embedded checkpoint on two threads of a CPU; the published 4B on
+devices by their data sheets (`benchmarks.cost_model`).
 """
 
 import json
@@ -195,7 +195,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command line."""
     parser = parser_of("expected_gain", __doc__)
     parser.add_argument("--count", type=int, default=24, help="problems")
-    parser.add_argument("--split", choices=("tune", "fresh"), default="tune")
+    parser.add_argument("--split", choices=("tune", "heldout"), default="tune")
     parser.add_argument("--family", default="math")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--targets", nargs="+", default=TARGETS)
