@@ -54,14 +54,18 @@ def harmless() -> dict[tuple[str, str, str], str]:
 
 
 def drawn(files: Iterable[str], seed: int, count: int) -> list[Fault]:
-    """Draw faults, the same number of each kind as far as there are so many."""
+    """Draw faults, the same number of each kind as far as there are so many.
+
+    Whether a fault is drawn depends on the seed and its own lines, so that an edit elsewhere draws
+    few others.
+    """
     texts = {file: (ROOT / file).read_bytes() for file in files}
     by_kind: dict[str, list[Fault]] = {kind: [] for kind in KINDS}
     for file in texts:
         for fault in faults_of(ROOT, file):
             by_kind[fault.kind].append(fault)
-    for kind, faults in by_kind.items():
-        random.Random(f"{seed} {kind}").shuffle(faults)
+    for faults in by_kind.values():
+        faults.sort(key=lambda fault: random.Random(f"{seed} {fault.key}").random())
     chosen: dict[tuple[str, str, str], Fault] = {}
     while len(chosen) < count and any(by_kind.values()):
         for faults in by_kind.values():
