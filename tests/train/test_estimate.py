@@ -61,6 +61,10 @@ def test_products_by_hand(tmp_path: Path) -> None:
     vocabulary = 2 * 64 * 32 * 8 * 3
     assert step.columns == (16, 16)
     assert step.flops == backbone + head + attention + vocabulary
+    # ten float32 tensors of a chunk, which here is all of the noisy columns' logits
+    assert step.logits == 10 * 4 * 64 * 16
+    # keys and values of two layers' clean columns, and all columns of a layer's widest tensors
+    assert step.transient == 4 * (2 * 2 * 16 * 16 + 32 * (2 * 48 + 4 * 32))
 
 
 def test_more_passes_take_more(tmp_path: Path) -> None:

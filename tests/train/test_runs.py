@@ -21,6 +21,7 @@ from mrp_trainer.outputs import LISTING
 from mrp_trainer.train.decode import decode
 from mrp_trainer.train.inputs import digest, encoder_of
 from mrp_trainer.train.objectives import HeadObjective
+from mrp_trainer.train.optimizer import MuonAdamW
 from mrp_trainer.train.options import DecodeOptions
 from mrp_trainer.train.reveals import Reveals
 from mrp_trainer.train.runs import dry_run, meta_model, open_run
@@ -164,6 +165,27 @@ def test_a_model_that_is_nowhere_is_named_as_the_model(
         ):
             call(settings)
     assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize("name", ["model", "head"])
+def test_a_dry_run_asks_no_repository(
+    name: str, files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine that is online, too: a config that is not in the cache is an error."""
+    asked: list[str] = []
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("socket.getaddrinfo", fail)
+    monkeypatch.setattr(
+        "huggingface_hub.file_download.get_hf_file_metadata",
+        lambda url, *_, **__: asked.append(url) or fail(),
+    )
+    with pytest.raises(OSError, match=r"^'org/none' is no folder here"):
+        dry_run(settings_of(files, tmp_path / "o", **{name: "org/none"}))
+    assert asked == []
 
 
 def test_a_run_with_other_settings_or_records_is_not_taken_up(
@@ -357,6 +379,20 @@ def test_muon_keeps_one_number_of_a_matrix_where_adam_keeps_two() -> None:
     matrices = sum(size for size, matrix in sizes if matrix)
     assert 0 < matrices < 159_402_752
     assert f"\noptimizer: {(8 * 159_402_752 - 4 * matrices) / 2**30:.4g} GiB\n" in dry_run(settings)
+
+
+def test_embeddings_have_both_numbers_of_adam_beside_muon(
+    files: dict[str, str], tmp_path: Path
+) -> None:
+    settings = settings_of(files, tmp_path, "block_diffusion", muon_learning_rate=0.01)
+    model = meta_model(settings)
+    optimizer = MuonAdamW(model, 0.01, 0.01)
+    muon, adamw = (
+        {id(p) for g in part.param_groups for p in g["params"]} for part in optimizer.optimizers
+    )
+    numbers = sum((1 if id(p) in muon else 2) * p.numel() for p in model.parameters())
+    assert id(model.get_input_embeddings().weight) in adamw
+    assert f"\noptimizer: {4 * numbers / 2**30:.4g} GiB\n" in dry_run(settings)
 
 
 # Texts that a model decodes itself
