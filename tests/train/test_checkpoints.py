@@ -69,6 +69,18 @@ def test_a_checkpoint_is_a_head_repository(
         loaded.save_pretrained(tmp_path / "head", head_only=True)
 
 
+@pytest.mark.parametrize("state", [None, '{"global_'])
+def test_weights_without_a_state_are_no_checkpoint(state: str | None, tmp_path: Path) -> None:
+    folder = tmp_path / "weights"
+    model: Any = make_model().float()
+    model.save_pretrained(folder)
+    if state is not None:
+        (folder / "trainer_state.json").write_text(state)
+    with pytest.raises(ValueError, match=rf"{folder} holds no whole trainer_state\.json: resume"):
+        saving(tmp_path / "run").train(resume_from_checkpoint=str(folder))
+    assert checkpoints(tmp_path / "run") == []
+
+
 # Two steps an epoch, seven in all, so that runs are taken up in the middle of an epoch; lines of
 # the log over three steps.
 KILLED = {
