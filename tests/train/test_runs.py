@@ -18,6 +18,7 @@ from mrp_trainer.data.tasks import training_lines
 from mrp_trainer.evaluate.decoded import NEW_TOKENS
 from mrp_trainer.heads import with_new_head
 from mrp_trainer.outputs import LISTING
+from mrp_trainer.train.arguments import MRPTrainingArguments
 from mrp_trainer.train.decode import decode
 from mrp_trainer.train.inputs import digest, encoder_of
 from mrp_trainer.train.objectives import HeadObjective
@@ -152,6 +153,17 @@ def test_a_value_of_another_type_is_refused_for_every_name(objective: str) -> No
     for name in known_names(objective):
         with pytest.raises(ValueError, match=rf"^a flag: {name} is \(1, 'a'\), and must be "):
             read_settings(objective, None, {"model": "m", "output_dir": "o", name: (1, "a")})
+
+
+def test_a_default_that_is_written_out_is_no_other_setting() -> None:
+    """A run goes on whether or not an option at its default is named."""
+    options: dict[str, Any] = {"model": "m", "output_dir": "o"}
+    defaults = {"unroll": MRPTrainingArguments.unroll, "weight_decay": 0.0, "head_layers": 3}
+    plain = read_settings("mrp", None, options)
+    written = read_settings("mrp", None, {**options, **defaults})
+    assert plain.differences(written.as_dict()) == written.differences(plain.as_dict()) == []
+    other = read_settings("mrp", None, {**options, "weight_decay": 0.5})
+    assert plain.differences(other.as_dict()) == ["weight_decay was 0.5 and is 0.0"]
 
 
 def test_a_model_that_is_nowhere_is_named_as_the_model(
