@@ -4,7 +4,8 @@ see it.
 `python tests/mutants.py --measure` has to run before: it measures which tests run which lines
 (`line_map.py`). Then `--seed 7 --count 150 --only trainer/mrp_trainer` draws faults, as many of
 each kind (`fault_kinds.py`), and tries each in a copy of the tree, in a fork of a process that has
-imported the libraries, up to the first test that fails. Results lie in `build/mutants`; the same
+collected the tests (`fault_server.py`) or has imported the libraries alone, up to the first test
+that fails. Results lie in `build/mutants`; the same
 command goes on where it was interrupted, and tries those again that survived.
 `tests/harmless_faults.json` lists faults that no test can find, with the reason.
 """
@@ -21,20 +22,24 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from importlib.util import cache_from_source
 from pathlib import Path
+from queue import Empty
 from types import ModuleType
 from typing import Any
 
 from fault_kinds import KINDS, Fault, faults_of
+from fault_server import FaultServer, exchange
 from line_map import FOLDER, ROOT, LineMap, sources
 
 HARMLESS = ROOT / "tests" / "harmless_faults.json"
 # of a process that tries a fault; one that takes longer has no end
 CPU_SECONDS, WALL_SECONDS = 300, 1200
 ENDLESS, CRASHED, HARMLESS_NAME = "a run without end", "a crash", "harmless"
+OUT_OF_REACH = "not within a function"
 Result = dict[str, Any]
 
 
@@ -54,14 +59,18 @@ def harmless() -> dict[tuple[str, str, str], str]:
 
 
 def drawn(files: Iterable[str], seed: int, count: int) -> list[Fault]:
-    """Draw faults, the same number of each kind as far as there are so many."""
+    """Draw faults, the same number of each kind as far as there are so many.
+
+    Whether a fault is drawn depends on the seed and its own lines, so that an edit elsewhere draws
+    few others.
+    """
     texts = {file: (ROOT / file).read_bytes() for file in files}
     by_kind: dict[str, list[Fault]] = {kind: [] for kind in KINDS}
     for file in texts:
         for fault in faults_of(ROOT, file):
             by_kind[fault.kind].append(fault)
-    for kind, faults in by_kind.items():
-        random.Random(f"{seed} {kind}").shuffle(faults)
+    for faults in by_kind.values():
+        faults.sort(key=lambda fault: random.Random(f"{seed} {fault.key}").random())
     chosen: dict[tuple[str, str, str], Fault] = {}
     while len(chosen) < count and any(by_kind.values()):
         for faults in by_kind.values():
@@ -96,8 +105,18 @@ class Tree:
     def first_failure(
         self, tests: Sequence[str], fault: Fault | None = None, options: Sequence[str] = ("-x",)
     ) -> str:
-        """Run tests in a process of its own; return the names of those that failed, by lines, or
-        what else ended it."""
+        """Run tests in a process that imports the package; return the names of those that failed,
+        by lines, or what else ended it."""
+
+        def run() -> str:
+            self.enter()
+            return self.run(tests, options)
+
+        return self.outcome(run, fault)
+
+    def outcome(self, work: Callable[[], str], fault: Fault | None = None) -> str:
+        """Call `work` in a process of its own, with a fault in its file, and return its result, or
+        what else ended the process."""
         path = self.folder / fault.file if fault else None
         if fault and path:
             source = (ROOT / fault.file).read_bytes()
@@ -107,7 +126,7 @@ class Tree:
         if not (child := os.fork()):
             os.setsid()
             resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 1))
-            self.run(tests, report, options)
+            report.write_text(work(), encoding="utf-8")
             os._exit(0)
         status = waited(child)
         if fault and path:
@@ -121,22 +140,9 @@ class Tree:
         # it has the seconds of a file's time, and its size
         Path(cache_from_source(str(path))).unlink(missing_ok=True)
 
-    def run(self, tests: Sequence[str], report: Path, options: Sequence[str]) -> None:
-        import pytest
-
-        class Failures:
-            """A pytest plugin that notes failures; a test that was renamed is none."""
-
-            names: list[str] = []
-
-            def pytest_collectreport(
-                self, report: pytest.CollectReport | pytest.TestReport
-            ) -> None:
-                if report.failed:
-                    self.names.append(report.nodeid)
-
-            pytest_runtest_logreport = pytest_collectreport
-
+    def enter(self) -> None:
+        """Let this process, and those that it starts, import what is in the copy; it says
+        nothing."""
         null = os.open(os.devnull, os.O_RDWR)
         for stream in range(3):
             os.dup2(null, stream)
@@ -153,11 +159,28 @@ class Tree:
                 if not Path(entry or ".").resolve().is_relative_to(ROOT / "tests")
             ),
         ]
+
+    def run(self, tests: Sequence[str], options: Sequence[str]) -> str:
+        import pytest
+
+        class Failures:
+            """A pytest plugin that notes failures; a test that was renamed is none."""
+
+            names: list[str] = []
+
+            def pytest_collectreport(
+                self, report: pytest.CollectReport | pytest.TestReport
+            ) -> None:
+                if report.failed:
+                    self.names.append(report.nodeid)
+
+            pytest_runtest_logreport = pytest_collectreport
+
         pytest.main(
             ["-q", *options, "-p", "no:cacheprovider", "-p", "no:xdist", *tests],
             plugins=[Failures()],
         )
-        report.write_text("\n".join(Failures.names), encoding="utf-8")
+        return "\n".join(Failures.names)
 
 
 def waited(child: int) -> int | None:
@@ -199,9 +222,81 @@ def prepare(folder: str, lines: LineMap) -> None:
 
 
 def tried(work: tuple[Fault, float]) -> Result:
+    """Try a fault in a process that imports the package anew."""
     fault, seconds = work
-    tests, start = chosen_tests(fault, _lines, seconds), time.monotonic()
+    tests = chosen_tests(fault, _lines, seconds)
+    start = time.monotonic()
     failure = _tree.first_failure(tests, fault).split("\n")[0] if tests else ""
+    return result_of(fault, tests, start, failure)
+
+
+def serve(folder: str, files: Sequence[str], faults: Any, results: Any) -> None:
+    """Try faults with their tests from a queue until it gives None, in forks of this process, which
+    has collected files of tests; the results are pairs of a fault and its result, None if it needs
+    `tried`."""
+    tree = Tree(Path(folder) / str(os.getpid()))
+
+    def work(server: FaultServer) -> None:
+        while (chosen := faults.get()) is not None:
+            fault, tests = chosen
+            start = time.monotonic()
+            failure = OUT_OF_REACH
+            if items := server.named(tests):
+                failure = tree.outcome(partial(attempt, server, fault, items), fault)
+            result = result_of(fault, tests, start, failure)
+            results.put((fault, None if failure == OUT_OF_REACH else result))
+
+    def attempt(server: FaultServer, fault: Fault, items: Sequence[Any]) -> str:
+        source = (ROOT / fault.file).read_bytes()
+        if not exchange(tree.folder / fault.file, source, fault, server.executed):
+            return OUT_OF_REACH
+        return server.first_failure(items)
+
+    tree.enter()
+    FaultServer(work).serve(files)
+
+
+def tried_all(
+    faults: Sequence[Fault], lines: LineMap, seconds: float, workers: int
+) -> Iterator[Result]:
+    """Try faults, those within functions first, in workers that have collected the tests."""
+    context = multiprocessing.get_context("fork")
+    queue, results = context.Queue(), context.Queue()
+    chosen = [(fault, chosen_tests(fault, lines, seconds)) for fault in faults]
+    files = sorted({test.split("::")[0] for _, tests in chosen for test in tests})
+    left = []
+    with tempfile.TemporaryDirectory() as scratch:
+        arguments = (scratch, files, queue, results)
+        servers = [context.Process(target=serve, args=arguments) for _ in range(workers)]
+        for server in servers:
+            server.start()
+        for work in [*chosen, *[None] * workers]:
+            queue.put(work)
+        for _ in faults:
+            fault, result = taken(results, servers)
+            if result is None:
+                left.append(fault)
+            else:
+                yield result
+        for server in servers:
+            server.join()
+        with context.Pool(workers, prepare, (scratch, lines)) as pool:
+            yield from pool.imap_unordered(tried, [(fault, seconds) for fault in left])
+
+
+def taken(results: Any, servers: Sequence[Any]) -> Any:
+    """Wait for a result; an error if no server is left to give one."""
+    while True:
+        try:
+            return results.get(timeout=10)
+        except Empty:
+            if not any(server.is_alive() for server in servers):
+                raise SystemExit(
+                    "the tests could not be collected: run them without a fault"
+                ) from None
+
+
+def result_of(fault: Fault, tests: Sequence[str], start: float, failure: str) -> Result:
     return {
         **described(fault),
         **{"tests": len(tests), "seconds": round(time.monotonic() - start, 1), "found_by": failure},
@@ -275,16 +370,12 @@ def campaign(seed: int, count: int, only: Sequence[str], seconds: float, workers
             left.append(fault)
     total = len(results) + len(left)
     print(f"{total} faults, {len(results)} of them known to be found or harmless", flush=True)
-    context = multiprocessing.get_context("fork")
+    with path.open("a", encoding="utf-8") as file:
+        for result in tried_all(left, lines, seconds, workers):
+            results.append(result)
+            print(json.dumps(result), file=file, flush=True)
+            print(f"{len(results)}/{total} {summary_of(result)}", flush=True)
     with tempfile.TemporaryDirectory() as scratch:
-        with (
-            context.Pool(workers, prepare, (scratch, lines)) as pool,
-            path.open("a", encoding="utf-8") as file,
-        ):
-            for result in pool.imap_unordered(tried, [(fault, seconds) for fault in left]):
-                results.append(result)
-                print(json.dumps(result), file=file, flush=True)
-                print(f"{len(results)}/{total} {summary_of(result)}", flush=True)
         alarms = false_alarms(results, Path(scratch))
     for result in results:
         if result["found_by"] in alarms:

@@ -206,7 +206,10 @@ def main(arguments: Sequence[str]) -> int:
         "--workers", type=int, default=os.cpu_count(), help="processes side by side"
     )
     options = parser.parse_args(arguments)
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # triton reads it where it is imported
+    # read where libraries are imported, which here is before tests/conftest.py sets them
+    for name in ("TRITON_INTERPRET", "HF_HUB_OFFLINE"):
+        os.environ.setdefault(name, "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     for name in WARM:
         import_module(name)
     if options.measure:

@@ -429,6 +429,17 @@ def test_a_full_disk_leaves_what_was_there(
     assert tree(tmp_path) == before
 
 
+def test_what_a_killed_save_left_is_no_result(tmp_path: Path) -> None:
+    """The next one saves as if it was not there."""
+    folder = OwnFolder(tmp_path / "runs" / "run")
+    left = folder.saving()
+    (left.__enter__() / "half").write_text("of an earlier save")  # a killed process exits nothing
+    with folder.saving() as partial:
+        (partial / "whole").write_text("result")
+    assert tree(folder.path).keys() == {LISTING, "whole"}
+    assert folder.names() == ["whole"]
+
+
 @pytest.mark.parametrize(
     "error",
     [

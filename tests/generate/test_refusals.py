@@ -6,6 +6,7 @@ import reprlib
 from collections.abc import Callable
 from functools import partial
 from itertools import product
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,8 @@ NAN = float("nan")
 PROMPT = torch.tensor([[1, 2, 3, 4, 5]])
 PAIR = torch.tensor([[1, 2, 3], [4, 5, 6]])
 EMBEDS = torch.zeros(1, 5, 32, dtype=torch.float64)
+QUEUE = SimpleQueue[int]()  # can `put`, and has no `end`
+MATCH = re.match("a", "a")  # has an `end`, and cannot `put`
 
 
 class ForwardRan(Exception):
@@ -344,6 +347,13 @@ ARGUMENTS: dict[str, list[tuple[dict[str, Any], str]]] = {
         *(
             ({"streamer": value}, f"^streamer is {value!r}, without put and end: pass")
             for value in (5, "a", len)
+        ),
+        *(
+            (
+                {"streamer": value},
+                f"^streamer is {re.escape(repr(value))}, without put and end: pass",
+            )
+            for value in (QUEUE, MATCH)
         ),
         ({"sequence_bias": {(3, 99): 1.0}}, "bad_words_ids or sequence_bias hold the id 99"),
         (

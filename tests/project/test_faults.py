@@ -3,9 +3,11 @@ ones are of every kind."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 from drawn_faults import drawn, harmless
 from fault_kinds import KINDS, faults_of
+from fault_server import exchange
 from line_map import sources
 from mutants import RECORD, changed
 
@@ -66,6 +68,43 @@ def test_every_kind_of_fault(tmp_path: Path) -> None:
     assert (left_out.line, left_out.first, left_out.last) == (3, 4, 4), (
         "tests are asked for that run what it guards"
     )
+
+
+def test_functions_that_are_there_get_a_fault(tmp_path: Path) -> None:
+    """Through decorators and from elsewhere; what ran at import, and what is no function's body,
+    needs a new import."""
+    path = tmp_path / "counted.py"
+    path.write_text(
+        "from functools import cache\n"
+        "class Counter:\n"
+        "    @property\n"
+        "    def double(self):\n"
+        "        return 2 + len('ab')\n"
+        "@cache\n"
+        "def early(count=2):\n"
+        "    return [count < item for item in (1, 2, 3)]\n"
+        "TABLE = early()\n"
+        "def make():\n"
+        "    return lambda: 1 + 1\n"
+        "inner = make()\n"
+    )
+    source = path.read_bytes()
+    names: dict[str, Any] = {}
+    exec(compile(source, path, "exec"), names)
+    counter = names["Counter"]()
+    reached = {}
+    for fault in faults_of(tmp_path, "counted.py"):
+        executed = {(str(path), "early")}
+        reach = exchange(path, source, fault, executed)
+        reached[f"{fault.line}: {fault.after}"] = reach
+        if "2 - len" in fault.after:
+            assert counter.double == 0
+    assert {name for name, reach in reached.items() if reach} == {
+        "5: return (2 - len('ab'))",
+        "5: return None",
+    }
+    assert {"7: def early(count=3):", "11: return lambda: (1 - 1)"} <= reached.keys()
+    assert names["early"]() == [False, False, True]
 
 
 def test_a_seed_draws_the_same_faults_of_every_kind() -> None:

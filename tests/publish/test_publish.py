@@ -16,6 +16,7 @@ from helpers import hashes
 from hub_server import HubServer
 from huggingface_hub import ModelCard, snapshot_download
 from mrp_trainer.publish import push
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -326,6 +327,20 @@ def test_what_is_sent_is_tried_before(
     ):
         push(outside, REPO)
     assert hub.repositories == {}
+
+
+@pytest.mark.real_trial
+def test_an_adapter_is_tried_on_the_revision_it_names(
+    hub: HubServer, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its base is there on a branch alone."""
+    with monkeypatch.context() as untried:
+        untried.setattr("mrp_trainer.publish.command.try_out", lambda *_: "")
+        push(folders["full"], "org/base", revision="v1")
+    adapted: Any = get_peft_model(make_model().float(), LoraConfig(target_modules=["eh_proj"]))
+    adapted.save_pretrained(tmp_path)
+    tried = push(tmp_path, REPO, "org/base", "v1", dry_run=True).trial
+    assert tried == "Loaded in a fresh process, and decoded a block with and without drafts."
 
 
 @pytest.mark.parametrize("kind", ["full", "shards", "head", "adapter"])

@@ -36,8 +36,9 @@ def test_a_checkpoint_is_a_head_repository(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of the size of its head; it loads with its backbone, and training goes on from it, bit for
-    bit, without a word of missing weights, unless they are of the head. An explicit `save_model`
-    writes the same; a backbone that trained is another."""
+    bit, without a word of missing weights, unless they are of the head; weights that the model has
+    not are named in a warning. An explicit `save_model` writes the same; a backbone that trained is
+    another."""
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     make_model().float().save_pretrained(tmp_path / "base")
     loaded, other = (MRPForCausalLM.from_pretrained(tmp_path / "base") for _ in range(2))
@@ -53,6 +54,11 @@ def test_a_checkpoint_is_a_head_repository(
     assert "missing" not in caplog.text
     trainer.save_model(str(tmp_path / "final"))
     assert load_file(tmp_path / "final" / "model.safetensors").keys() == stored.keys()
+    newest = tmp_path / "run" / "checkpoint-3"
+    spare = {**stored, "mrp_head.spare": torch.ones(1)}
+    save_file(spare, newest / "model.safetensors", {"format": "pt"})
+    again.train(resume_from_checkpoint=str(newest))
+    assert "unexpected keys in the checkpoint model loaded: ['mrp_head.spare']" in caplog.text
     del stored["mrp_head.eh_proj.weight"]
     save_file(stored, tmp_path / "run" / "checkpoint-3" / "model.safetensors", {"format": "pt"})
     with pytest.raises(
@@ -67,6 +73,18 @@ def test_a_checkpoint_is_a_head_repository(
     )
     with pytest.raises(ValueError, match=r"model\.backbone_source"):
         loaded.save_pretrained(tmp_path / "head", head_only=True)
+
+
+@pytest.mark.parametrize("state", [None, '{"global_'])
+def test_weights_without_a_state_are_no_checkpoint(state: str | None, tmp_path: Path) -> None:
+    folder = tmp_path / "weights"
+    model: Any = make_model().float()
+    model.save_pretrained(folder)
+    if state is not None:
+        (folder / "trainer_state.json").write_text(state)
+    with pytest.raises(ValueError, match=rf"{folder} holds no whole trainer_state\.json: resume"):
+        saving(tmp_path / "run").train(resume_from_checkpoint=str(folder))
+    assert checkpoints(tmp_path / "run") == []
 
 
 # Two steps an epoch, seven in all, so that runs are taken up in the middle of an epoch; lines of

@@ -62,6 +62,10 @@ def test_products_by_hand(tmp_path: Path) -> None:
     assert step.columns == (16, 16)
     # transformers before 5.20 has products in its rotary embeddings
     assert step.flops == pytest.approx(backbone + head + attention + vocabulary, rel=1e-3)
+    # ten float32 tensors of a chunk, which here is all of the noisy columns' logits
+    assert step.logits == 10 * 4 * 64 * 16
+    # keys and values of two layers' clean columns, and all columns of a layer's widest tensors
+    assert step.transient == 4 * (2 * 2 * 16 * 16 + 32 * (2 * 48 + 4 * 32))
 
 
 def test_more_passes_take_more(tmp_path: Path) -> None:

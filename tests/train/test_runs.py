@@ -18,9 +18,11 @@ from mrp_trainer.data.tasks import training_lines
 from mrp_trainer.evaluate.decoded import NEW_TOKENS
 from mrp_trainer.heads import with_new_head
 from mrp_trainer.outputs import LISTING
+from mrp_trainer.train.arguments import MRPTrainingArguments
 from mrp_trainer.train.decode import decode
 from mrp_trainer.train.inputs import digest, encoder_of
 from mrp_trainer.train.objectives import HeadObjective
+from mrp_trainer.train.optimizer import MuonAdamW
 from mrp_trainer.train.options import DecodeOptions
 from mrp_trainer.train.reveals import Reveals
 from mrp_trainer.train.runs import dry_run, meta_model, open_run
@@ -153,6 +155,17 @@ def test_a_value_of_another_type_is_refused_for_every_name(objective: str) -> No
             read_settings(objective, None, {"model": "m", "output_dir": "o", name: (1, "a")})
 
 
+def test_a_default_that_is_written_out_is_no_other_setting() -> None:
+    """A run goes on whether or not an option at its default is named."""
+    options: dict[str, Any] = {"model": "m", "output_dir": "o"}
+    defaults = {"unroll": MRPTrainingArguments.unroll, "weight_decay": 0.0, "head_layers": 3}
+    plain = read_settings("mrp", None, options)
+    written = read_settings("mrp", None, {**options, **defaults})
+    assert plain.differences(written.as_dict()) == written.differences(plain.as_dict()) == []
+    other = read_settings("mrp", None, {**options, "weight_decay": 0.5})
+    assert plain.differences(other.as_dict()) == ["weight_decay was 0.5 and is 0.0"]
+
+
 def test_a_model_that_is_nowhere_is_named_as_the_model(
     files: dict[str, str], tmp_path: Path
 ) -> None:
@@ -164,6 +177,27 @@ def test_a_model_that_is_nowhere_is_named_as_the_model(
         ):
             call(settings)
     assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize("name", ["model", "head"])
+def test_a_dry_run_asks_no_repository(
+    name: str, files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine that is online, too: a config that is not in the cache is an error."""
+    asked: list[str] = []
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("socket.getaddrinfo", fail)
+    monkeypatch.setattr(
+        "huggingface_hub.file_download.get_hf_file_metadata",
+        lambda url, *_, **__: asked.append(url) or fail(),
+    )
+    with pytest.raises(OSError, match=r"^'org/none' is no folder here"):
+        dry_run(settings_of(files, tmp_path / "o", **{name: "org/none"}))
+    assert asked == []
 
 
 def test_a_run_with_other_settings_or_records_is_not_taken_up(
@@ -357,6 +391,20 @@ def test_muon_keeps_one_number_of_a_matrix_where_adam_keeps_two() -> None:
     matrices = sum(size for size, matrix in sizes if matrix)
     assert 0 < matrices < 159_402_752
     assert f"\noptimizer: {(8 * 159_402_752 - 4 * matrices) / 2**30:.4g} GiB\n" in dry_run(settings)
+
+
+def test_embeddings_have_both_numbers_of_adam_beside_muon(
+    files: dict[str, str], tmp_path: Path
+) -> None:
+    settings = settings_of(files, tmp_path, "block_diffusion", muon_learning_rate=0.01)
+    model = meta_model(settings)
+    optimizer = MuonAdamW(model, 0.01, 0.01)
+    muon, adamw = (
+        {id(p) for g in part.param_groups for p in g["params"]} for part in optimizer.optimizers
+    )
+    numbers = sum((1 if id(p) in muon else 2) * p.numel() for p in model.parameters())
+    assert id(model.get_input_embeddings().weight) in adamw
+    assert f"\noptimizer: {4 * numbers / 2**30:.4g} GiB\n" in dry_run(settings)
 
 
 # Texts that a model decodes itself

@@ -118,10 +118,13 @@ def test_evaluation_measures_held_out_samples(
     )
     seen = set()
     model.get_submodule("mrp_head").register_forward_pre_hook(
-        lambda module, inputs: seen.add((module.training, model.config._attn_implementation))
+        lambda module, inputs: seen.add(
+            (module.training, model.config._attn_implementation, torch.is_grad_enabled())
+        )
     )
     trainer.train()
-    assert {attention for training, attention in seen if training} == {"tiles"}
+    assert {attention for training, attention, _ in seen if training} == {"tiles"}
+    assert {grads for training, _, grads in seen if not training} == {False}, "they take memory"
     assert model.config._attn_implementation == "sdpa"
     _, line = logged(trainer, "eval_loss")
     losses, held_out = [], trainer.eval_dataset

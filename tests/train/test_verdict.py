@@ -9,7 +9,7 @@ import pytest
 import torch
 from commands import mrp
 from conftest import ROOT, TINY
-from helpers import word_model
+from helpers import sample, word_model
 from mrp_trainer.data.chat import RecordEncoder
 from mrp_trainer.data.rows import RecordRows
 from mrp_trainer.data.sources import Source
@@ -58,6 +58,16 @@ def test_a_trained_head_wins_and_a_new_one_does_not(tiny_tokenizer: Any) -> None
         # a head that adds nothing drafts as the backbone's own logits do
         assert without.drafted == pytest.approx(without.without, rel=0.1)
         assert with_head.drafted > with_head.per_unit
+
+
+def test_a_prompt_is_what_comes_before_the_first_response_token() -> None:
+    """A text that is learned whole has none, nor has one of which nothing is learned."""
+    learned_from = (1, 3, 0, 9, 5)
+    samples = [sample(index, 9, start) for index, start in enumerate(learned_from)]
+    prompts = [samples[index].ids[:length].tolist() for index, length in ((0, 1), (1, 3), (4, 5))]
+    rows = [samples[:2], *samples[2:]]
+    assert prompts_of(rows, 5) == prompts
+    assert prompts_of(rows, 2) == prompts[:2]
 
 
 def test_prompts_are_held_back(word_tokenizer: Any) -> None:

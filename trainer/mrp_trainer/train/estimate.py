@@ -130,10 +130,9 @@ def _head_passes(model: Any, arguments: MRPTrainingArguments, noisy: int, clean:
     """Run the passes of the head's objective; return the bytes that are saved."""
     of_backbone = CleanCache(noisy)
     of_head = CleanCache(noisy)
-    with torch.no_grad():
-        hidden = _backbone(model, noisy + clean, of_backbone)
-        for _ in range(arguments.unroll + bool(arguments.reread_weight)):
-            _backbone(model, noisy, of_backbone)
+    hidden = _backbone(model, noisy + clean, of_backbone)  # whose weights are frozen
+    for _ in range(arguments.unroll + bool(arguments.reread_weight)):
+        _backbone(model, noisy, of_backbone)
 
     def run() -> Tensor:
         estimate = hidden

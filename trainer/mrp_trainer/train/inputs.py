@@ -230,8 +230,9 @@ def prompts_of(rows: Any, count: int) -> list[list[int]]:
     prompts: list[list[int]] = []
     for number in range(len(rows)):  # later epochs have larger numbers
         for sample in samples_of(rows[number]):
-            if len(prompts) < count and not sample.response[0]:
-                prompts.append(sample.ids[: int(sample.response.argmax())].tolist())
+            prompt = sample.ids[: int(sample.response.argmax())].tolist()
+            if prompt and len(prompts) < count:
+                prompts.append(prompt)
         if len(prompts) >= count:
             break
     return prompts

@@ -172,13 +172,20 @@ class MRPTrainer(Trainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
         """Train as `Trainer.train` does; `resume_from_checkpoint=True` resumes from the newest
         complete checkpoint, if any. A run whose last step is done makes no further one.
-        `FloatingPointError` if a gradient norm or a weight is not finite."""
+        `ValueError` if the checkpoint is not whole, `FloatingPointError` if a gradient norm or a
+        weight is not finite."""
         if resume_from_checkpoint is True:
             newest = self.newest_checkpoint()
             resume_from_checkpoint = None if newest is None else str(newest)
         self._steps_done = 0
         if isinstance(resume_from_checkpoint, str):
-            self._steps_done = step_of(Path(resume_from_checkpoint)) or 0
+            steps_done = step_of(Path(resume_from_checkpoint))
+            if steps_done is None:
+                raise ValueError(
+                    f"{resume_from_checkpoint} holds no whole trainer_state.json: resume from "
+                    "another checkpoint, or load its weights as the model and begin a new run"
+                )
+            self._steps_done = steps_done
         if self.args.objective == "block_diffusion":
             # trained, it is no longer the one of that name
             bare_model(self.model).backbone_source = None
