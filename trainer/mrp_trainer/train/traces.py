@@ -36,7 +36,7 @@ def trace_logprobs(
     attention_mask: Tensor | None = None,
     temperature: float = 1.0,
     trailing_reveals: Tensor | None = None,
-    tokens_per_forward: int = 4096,
+    tokens_per_forward: int = 2048,
 ) -> Tensor:
     """Compute the log-probability of each generated token at the state where it was revealed.
 
