@@ -158,6 +158,12 @@ def held_out(policy: Policy, arguments: argparse.Namespace, reward: RewardFuncti
     }
 
 
+def _lines(policy: Policy, arguments: argparse.Namespace) -> Iterator[Any]:
+    yield {"step": 0, **held_out(policy, arguments, solved)}
+    yield from train(policy, arguments, solved)
+    yield {"step": arguments.steps, **held_out(policy, arguments, solved)}
+
+
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -166,7 +172,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--problems", type=int, default=8, help="problems per step")
     parser.add_argument("--group", type=int, default=8, help="texts per problem")
-    parser.add_argument("--lr", type=float, default=2e-4)
+    parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--clip", type=float, default=0.2, help="of the ratio, at both sides")
     parser.add_argument("--denoising-steps", type=int, default=4, help="steps per block of 16")
     parser.add_argument("--warmup", type=int, default=10, help="steps until the rate is whole")
@@ -189,15 +195,14 @@ def main() -> None:
             "max_batch_size": 16,
         },
     )
-    lines = [{"step": 0, **held_out(policy, arguments, solved)}]
-    print(json.dumps(lines[0]), flush=True)
-    for line in train(policy, arguments, solved):
-        lines.append(line)
-        print(json.dumps(line), flush=True)
-    lines.append({"step": arguments.steps, **held_out(policy, arguments, solved)})
-    print(json.dumps(lines[-1]))
     if arguments.output:
-        Path(arguments.output).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        Path(arguments.output).unlink(missing_ok=True)
+    for line in _lines(policy, arguments):
+        text = json.dumps(line)
+        print(text, flush=True)
+        if arguments.output:
+            with open(arguments.output, "a", encoding="utf-8") as file:
+                file.write(f"{text}\n")
     if arguments.save:
         policy.model.save_pretrained(arguments.save)
         policy.tokenizer.save_pretrained(arguments.save)

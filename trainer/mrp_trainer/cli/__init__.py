@@ -119,8 +119,8 @@ def evaluate(**flags: Any) -> None:
 @app.command()
 @takes_flags(DecodeOptions, required=["model", "data", "output"])
 def decode(**flags: Any) -> None:
-    """Decode prompts in mode static to make training data for the model's head; a repeated call
-    resumes."""
+    """Decode prompts to make training data for the model's head, here or on a server; a repeated
+    call resumes."""
     options = DecodeOptions(**flags)
     from ..train.decode import decode as decode_prompts
 

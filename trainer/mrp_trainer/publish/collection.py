@@ -72,7 +72,7 @@ def published_heads(
     """
     api = HfApi(token=token)
     heads = []
-    with network_errors(api, "repeat the command"):
+    with network_errors(f"the Hub at {api.endpoint}", "repeat the command"):
         models = api.list_models(
             filter=[model_tags(DENSE)[-1], HEAD_TAG], author=author, sort="downloads", limit=limit
         )

@@ -164,7 +164,7 @@ def push(
     if dry_run:
         return Publication(repo_id, checkpoint.kind, sizes, checkpoint.left_out, trial)
     api = HfApi(token=token)
-    with network_errors(api, "repeat the push"):
+    with network_errors(f"the Hub at {api.endpoint}", "repeat the push"):
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         if revision is not None:
             api.create_branch(repo_id, branch=revision, exist_ok=True)
@@ -215,7 +215,7 @@ def _license_of(base: str, token: str | bool | None) -> dict[str, Any]:
 
 
 @contextmanager
-def network_errors(api: HfApi, remedy: str) -> Iterator[None]:
+def network_errors(server: str, remedy: str) -> Iterator[None]:
     """Turn connection errors, which are not `OSError`s, into an `OSError` that says what to do."""
     try:
         yield
@@ -223,8 +223,7 @@ def network_errors(api: HfApi, remedy: str) -> Iterator[None]:
         raise
     except _HTTP_ERRORS as error:
         raise OSError(
-            f"the Hub at {api.endpoint} cannot be reached: check the network, and {remedy} "
-            f"({error})"
+            f"{server} cannot be reached: check the network, and {remedy} ({error})"
         ) from error
 
 
