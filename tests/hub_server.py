@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi, RepoUrl, constants
+from huggingface_hub import (
+    CommitInfo,
+    CommitOperationAdd,
+    HfApi,
+    ModelCard,
+    ModelInfo,
+    RepoUrl,
+    constants,
+)
 
 Files = dict[str, bytes]
 URL = "https://huggingface.co"
@@ -35,7 +43,8 @@ class Repository(NamedTuple):
 
 
 class HubServer:
-    """Answers the calls of a push; `using` makes this process call it in place of the Hub.
+    """Answers the calls of a push and of `mrp heads`; `using` makes this process call it in place
+    of the Hub.
 
     Attributes:
         cache: The Hub's cache that commits are written to.
@@ -87,6 +96,21 @@ class HubServer:
     def list_repo_files(self, repo_id: str, revision: str | None = None) -> list[str]:
         return list(self.files(repo_id, revision or "main"))
 
+    def list_models(
+        self, filter: Sequence[str], author: str | None = None, limit: int | None = None, **_: Any
+    ) -> list[ModelInfo]:
+        """List the repositories whose cards have all tags of `filter`, those of `author` alone."""
+        models = []
+        for repo_id in self.repositories:
+            text = self.files(repo_id).get("README.md", b"").decode()
+            card = ModelCard(text, ignore_metadata_errors=True)
+            if set(filter) <= set(card.data.tags or ()) and author in (
+                None,
+                repo_id.partition("/")[0],
+            ):
+                models.append(ModelInfo(id=repo_id))
+        return models[:limit]
+
     def create_commit(
         self,
         repo_id: str,
@@ -127,7 +151,13 @@ def using(hub: HubServer, home: Path) -> Iterator[None]:
     hub.cache = home / "hub-cache"
     methods = {
         name: method(name)
-        for name in ("create_repo", "create_branch", "list_repo_files", "create_commit")
+        for name in (
+            "create_repo",
+            "create_branch",
+            "list_repo_files",
+            "create_commit",
+            "list_models",
+        )
     }
     methods["_validate_yaml"] = lambda *_, **__: None
     with (

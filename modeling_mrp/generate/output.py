@@ -43,6 +43,8 @@ class MRPGenerateStats(ModelOutput):
             draft; their sum is `accepted`.
         revocations: [n, 3]: row, column of the generated text (as in `reveal_step`; it may lie
             beyond the end) and token of each reveal that `mrp_remask` re-masked, in order.
+        trailing_reveals: [n, 4]: row, column of the generated text, token and step (as in
+            `reveal_step`) of each token that was revealed beyond the end of its text.
         rounds: [1 + rounds, rows] by name, each row's counts after the prefill and each round:
             `row_forwards`, `drafted`, `accepted`, `steps` of denoising and `column`, its block's
             start in the generated text (below 0 in the prompt). None if rows had to wait for others
@@ -60,6 +62,7 @@ class MRPGenerateStats(ModelOutput):
     offered_at_depth: Tensor | None = None
     accepted_at_depth: Tensor | None = None
     revocations: Tensor | None = None
+    trailing_reveals: Tensor | None = None
     rounds: dict[str, Tensor] | None = None
 
 
@@ -345,6 +348,13 @@ def output_of(
         counted = torch.tensor(progress.rounds, device=device).unbind(2)
         rounds = dict(zip(round_names, counted, strict=True))
     revocations = torch.tensor(progress.revocations, dtype=torch.long, device=device)
+    trailing = []
+    for row, text in zip(rows, texts, strict=True):
+        for column in range(len(text), len(row.step)):
+            if row.step[column] >= 0:
+                token = row.text[row.prompt + column]
+                trailing.append((row.place, column, token, row.step[column]))
+    trailing_reveals = torch.tensor(trailing, dtype=torch.long, device=device)
     stats = MRPGenerateStats(
         forwards=forwards,
         row_forwards=row_forwards,
@@ -357,6 +367,7 @@ def output_of(
         offered_at_depth=counts("offered_at_depth"),
         accepted_at_depth=counts("accepted_at_depth"),
         revocations=revocations.view(-1, 3),
+        trailing_reveals=trailing_reveals.view(-1, 4),
         rounds=rounds,
     )
     return MRPGenerateOutput(

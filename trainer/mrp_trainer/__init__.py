@@ -8,11 +8,13 @@ if TYPE_CHECKING:
     from modeling_mrp import __version__ as __version__
 
     from .train.arguments import MRPTrainingArguments
+    from .train.traces import trace_logprobs
     from .train.trainer import MRPTrainer
 
 _HOMES = {
     "MRPTrainer": ".train.trainer",
     "MRPTrainingArguments": ".train.arguments",
+    "trace_logprobs": ".train.traces",
     "__version__": "modeling_mrp",
 }
 
@@ -32,4 +34,11 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-__all__ = ["TINY", "MRPTrainer", "MRPTrainingArguments", "embedded_checkpoint", "__version__"]
+__all__ = [
+    "TINY",
+    "MRPTrainer",
+    "MRPTrainingArguments",
+    "embedded_checkpoint",
+    "trace_logprobs",
+    "__version__",
+]

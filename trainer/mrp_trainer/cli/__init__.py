@@ -23,7 +23,7 @@ from ..outputs import write_output
 from ..picture.options import ShowOptions
 from ..serve.options import ServeOptions
 from ..train.options import DecodeOptions, RunOptions, TrainCommand, TrainerFlags
-from .options import CardOptions, PushOptions
+from .options import CardOptions, HeadsOptions, PushOptions
 
 app = typer.Typer(
     cls=Commands,
@@ -119,8 +119,8 @@ def evaluate(**flags: Any) -> None:
 @app.command()
 @takes_flags(DecodeOptions, required=["model", "data", "output"])
 def decode(**flags: Any) -> None:
-    """Decode prompts in mode static to make training data for the model's head; a repeated call
-    resumes."""
+    """Decode prompts to make training data for the model's head, here or on a server; a repeated
+    call resumes."""
     options = DecodeOptions(**flags)
     from ..train.decode import decode as decode_prompts
 
@@ -228,6 +228,15 @@ def card(output: str | None = None, overwrite: bool = False, **flags: Any) -> No
     folder = resolve_source(flags.pop("folder"))
     text = rendered_card(folder, tags=flags.pop("tag", []), **flags)
     _print_or_write(text, output, overwrite)
+
+
+@app.command()
+@takes_flags(HeadsOptions)
+def heads(output: str | None = None, overwrite: bool = False, **flags: Any) -> None:
+    """List the heads on the Hub with backbone, recipe and measured speed, as a Markdown page."""
+    from ..publish.collection import heads_page, published_heads
+
+    _print_or_write(heads_page(published_heads(**flags)), output, overwrite)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

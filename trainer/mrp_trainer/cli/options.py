@@ -1,5 +1,5 @@
-"""Flags of `mrp push` and `mrp card`, named like the arguments of `publish.push` and
-`publish.command.card`."""
+"""Flags of `mrp push`, `mrp card` and `mrp heads`, named like the arguments of `publish.push`,
+`publish.command.card` and `publish.collection.published_heads`."""
 
 from dataclasses import dataclass
 
@@ -54,6 +54,23 @@ class PushOptions(_Rendered):
     )
     commit_message: str | None = flag("The commit's title.", None, panel=_TARGET, name="--message")
     new_card: bool = flag("Render the card even where a person wrote one.", False, panel=_CARD)
+    benchmark: list[str] = flag(
+        "Benchmark on the Hub that a family or file of the results is, for .eval_results.",
+        [],
+        panel=_CARD,
+        metavar="NAME=ID:TASK",
+    )
+
+
+@dataclass(kw_only=True)
+class HeadsOptions:
+    """Options of `mrp heads`."""
+
+    author: str | None = flag("Only heads of this user or organisation.", None)
+    backbone: str | None = flag("Only heads of this backbone.", None, metavar="ID")
+    limit: int = flag("The most heads to ask for, the most downloaded first.", 100, min=1)
+    output: str | None = flag("File to write.", None, metavar="FILE", shown="standard output")
+    overwrite: bool = flag("Replace another file there.", False)
 
 
 @dataclass(kw_only=True)

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, RepoCard
@@ -18,9 +19,11 @@ from modeling_mrp.versions import TESTED
 
 from ..evaluate.cost import CHARGED, charged, charged_as
 from ..evaluate.results import mode_name
+from .evaluations import Benchmark
 from .folder import CONFIGS, PICTURE, json_of, tensors_in
 from .recipe import model_of, recipe_of
 
+HEAD_TAG = "draft-model"
 TEMPLATE = Path(__file__).with_name("card_template.md")
 _RENDERED = re.compile(
     r"<!-- Rendered from a template for (.+); without this line, pushing keeps the card as it is\. "
@@ -109,12 +112,17 @@ def results_table(lines: Sequence[Mapping[str, Any]], shape: str = CHARGED) -> s
     return markdown_table(head, rows)
 
 
-def eval_results(lines: Sequence[Mapping[str, Any]], shape: str = CHARGED) -> list[EvalResult]:
+def eval_results(
+    lines: Sequence[Mapping[str, Any]],
+    shape: str = CHARGED,
+    benchmarks: Mapping[str, Benchmark] = MappingProxyType({}),
+) -> list[EvalResult]:
     """List accuracy and cost of every measurement, for the card's `model-index`; head passes are
-    charged as at `shape`."""
+    charged as at `shape`. Of `benchmarks` the id on the Hub is the type of the dataset."""
     results = []
     for line in lines:
         values = charged(line, shape)
+        benchmark = benchmarks.get(line["family"])
         for metric, label in _METRICS.items():
             value = values.get(metric)
             if value is None:  # without answers, or without counts of head passes
@@ -122,7 +130,7 @@ def eval_results(lines: Sequence[Mapping[str, Any]], shape: str = CHARGED) -> li
             results.append(
                 EvalResult(
                     task_type="text-generation",
-                    dataset_type=line["family"],
+                    dataset_type=benchmark.dataset if benchmark else line["family"],
                     dataset_name=line["family"],
                     metric_type=metric,
                     metric_value=round(value, 3),
@@ -167,6 +175,7 @@ def render_card(
     extra_tags: Sequence[str] = (),
     base: str | None = None,
     metadata: Mapping[str, Any] | None = None,
+    benchmarks: Mapping[str, Benchmark] = MappingProxyType({}),
 ) -> ModelCard:
     """Render the card of a saved checkpoint.
 
@@ -182,6 +191,7 @@ def render_card(
         base: The base model of a head or an adapter, in place of the one that its config names.
         metadata: Further metadata, such as `license`, `language` and `datasets`, which override
             those of `about`.
+        benchmarks: The problem sets of the results that are on the Hub, by name.
     """
     folder = Path(folder)
     config = json_of(folder / CONFIGS[kind])
@@ -199,7 +209,7 @@ def render_card(
     user_metadata |= metadata or {}
     tags = list(model_tags(family_name))
     if kind == "head":
-        tags.append("draft-model")
+        tags.append(HEAD_TAG)
     fields: dict[str, Any] = {
         "library_name": "peft" if kind == "adapter" else "transformers",
         "pipeline_tag": "text-generation",
@@ -211,7 +221,10 @@ def render_card(
     if fields["base_model"]:
         fields.setdefault("base_model_relation", "finetune" if kind == "full" else "adapter")
     if results:
-        fields |= {"model_name": _title(name), "eval_results": eval_results(results, shape)}
+        fields |= {
+            "model_name": _title(name),
+            "eval_results": eval_results(results, shape, benchmarks),
+        }
     chosen = json_of(folder / "generation_config.json")
     contents = kind
     if kind == "full" and not config.get("num_nextn_predict_layers"):

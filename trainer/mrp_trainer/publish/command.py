@@ -16,6 +16,7 @@ from modeling_mrp.model.code import AUTO_MAP
 from modeling_mrp.model.layouts import is_hub_id
 
 from .card import FORM, is_users_card, read_results, renamed, render_card
+from .evaluations import EVALUATIONS, Benchmark, evaluation_entries, evaluations_file
 from .folder import CONFIGS, KINDS, Folder, json_of, read_folder, tensors_in
 from .trial import try_out
 
@@ -69,6 +70,7 @@ def push(
     license: str | None = None,
     language: Sequence[str] = (),
     dataset: Sequence[str] = (),
+    benchmark: Sequence[str] = (),
 ) -> Publication:
     """Push a saved checkpoint in one commit; the folder is only read. The remote code is what this
     package generates.
@@ -94,6 +96,8 @@ def push(
             which a dry run does not ask for.
         language: Languages in the card's metadata.
         dataset: Hub ids of the training data, in the card's metadata.
+        benchmark: Problem sets of the results that are on the Hub, "NAME=DATASET:TASK" each: their
+            accuracy goes to `.eval_results`, too, which the Hub shows beside the benchmark.
 
     Raises:
         ValueError: if the folder, the card, the base or the id is not fit to be published, or what
@@ -119,6 +123,9 @@ def push(
             "the command"
         )
     metadata = card_metadata(license, language, dataset)
+    measured = read_results(results)
+    benchmarks = Benchmark.named(benchmark)
+    evaluations = evaluation_entries(measured, benchmarks)
     card_text = FORM
     if "README.md" in checkpoint.files:
         card_text = checkpoint.files["README.md"].read_text(encoding="utf-8")
@@ -137,16 +144,19 @@ def push(
                 checkpoint.path,
                 checkpoint.kind,
                 repo_id,
-                read_results(results),
+                measured,
                 about,
                 tags,
                 base_model,
                 metadata,
+                benchmarks,
             )
         )
     contents = _contents(checkpoint, base_model, base_revision) | {
         "README.md": renamed(card_text, repo_id).encode()
     }
+    if evaluations:
+        contents[EVALUATIONS] = evaluations_file(evaluations)
     sizes = {}
     for name, content in sorted(contents.items()):
         sizes[name] = len(content) if isinstance(content, bytes) else content.stat().st_size
@@ -154,7 +164,7 @@ def push(
     if dry_run:
         return Publication(repo_id, checkpoint.kind, sizes, checkpoint.left_out, trial)
     api = HfApi(token=token)
-    with _network_errors(api):
+    with network_errors(f"the Hub at {api.endpoint}", "repeat the push"):
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         if revision is not None:
             api.create_branch(repo_id, branch=revision, exist_ok=True)
@@ -205,7 +215,7 @@ def _license_of(base: str, token: str | bool | None) -> dict[str, Any]:
 
 
 @contextmanager
-def _network_errors(api: HfApi) -> Iterator[None]:
+def network_errors(server: str, remedy: str) -> Iterator[None]:
     """Turn connection errors, which are not `OSError`s, into an `OSError` that says what to do."""
     try:
         yield
@@ -213,8 +223,7 @@ def _network_errors(api: HfApi) -> Iterator[None]:
         raise
     except _HTTP_ERRORS as error:
         raise OSError(
-            f"the Hub at {api.endpoint} cannot be reached: check the network, and repeat the push "
-            f"({error})"
+            f"{server} cannot be reached: check the network, and {remedy} ({error})"
         ) from error
 
 

@@ -9,6 +9,7 @@ import yaml
 from modeling_mrp.model.layouts import is_hub_id
 
 from ..data.sources import DataPath
+from ..flags import parse_yaml
 from ..train.settings import RUN_FILE, changes_weights, read_yaml
 
 _COMMANDS = {"mrp": "head", "block_diffusion": "backbone"}
@@ -39,6 +40,15 @@ def recipe_of(folder: Path, base: str | None = None) -> str | None:
         "```yaml\n"
         f"{settings}```"
     )
+
+
+def settings_in(card: str) -> dict[str, Any]:
+    """Read the settings of a run from a card that tells them as `recipe_of` does; empty if it tells
+    none."""
+    _, _, trained = card.partition("\nTrained by `mrp train ")
+    text = trained.partition("```yaml\n")[2].partition("```")[0]
+    settings = parse_yaml(text, "the recipe of the card") if text else None
+    return settings if isinstance(settings, dict) else {}
 
 
 def model_of(folder: Path) -> str | None:

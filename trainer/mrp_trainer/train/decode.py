@@ -3,18 +3,19 @@ training data for its head.
 
 Random masks show a head states that decoding does not reach. Decoding reveals the most confident
 positions first, so that what is still masked is what the backbone cannot know yet, and the text is
-the backbone's own. The command decodes the prompts of a user's records with `static` and writes
-lines that `mrp train` reads (see `mrp_trainer.data.records`).
+the backbone's own. The command decodes the prompts of a user's records with `static`, or another
+target, and writes lines that `mrp train` reads (see `mrp_trainer.data.records`). A server answers
+with text alone (`endpoint.py`), and the lines are chats.
 """
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from accelerate import PartialState
@@ -22,16 +23,45 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from ..data.records import FieldError
-from ..data.sources import checked, open_source
+from ..data.sources import Source, checked, open_source
+from ..evaluate.command import check_setting
 from ..evaluate.decoded import pad_left, padding_id
+from ..evaluate.options import generate_options
 from ..loading import load_model, tokenizer_of
 from ..outputs import OwnFolder, check_output
+from .data_card import write_data_card
+from .endpoint import EndpointDecoder
 from .inputs import check_tokenizer, digest, encoder_of
 from .options import DecodeOptions
 
 # How long finished processes wait for the others, in place of the short default of
 # torch.distributed.
 _PATIENCE = timedelta(days=30)
+
+
+class TextMaker(Protocol):
+    """What makes texts for prompts: a model here, or a server.
+
+    Attributes:
+        decoded_by: What made the texts, for their lines.
+        fingerprint: What decides the texts, beside the prompts.
+    """
+
+    decoded_by: dict[str, Any]
+    fingerprint: dict[str, Any]
+
+    @property
+    def prompts(self) -> Sequence[Any]:
+        """The prompts, as JSON holds them."""
+        ...
+
+    def lines(self, begin: int, count: int) -> list[str]:
+        """Make the JSON lines of `count` prompts from `begin` on."""
+        ...
+
+    def note(self, lines: Sequence[str]) -> str:
+        """Say what is to be known of the written lines; empty if there is nothing."""
+        ...
 
 
 def decode(options: DecodeOptions) -> str | None:
@@ -47,9 +77,9 @@ def decode(options: DecodeOptions) -> str | None:
 
     Raises:
         RecordError: if a record is malformed, its prompt is too long, or there is none.
-        ValueError: if the output exists, the tokenizer is another model's, or `max_new_tokens` is
-            less than a block.
-        OSError: if there is no such checkpoint.
+        ValueError: if the output exists, the tokenizer is another model's, `max_new_tokens` is less
+            than a block, or an option is one that `generate` refuses.
+        OSError: if there is no such checkpoint, or a server cannot be reached or refuses.
     """
     state = PartialState(
         cpu=options.device == "cpu" or not torch.accelerator.is_available(), timeout=_PATIENCE
@@ -57,40 +87,20 @@ def decode(options: DecodeOptions) -> str | None:
     path = Path(options.output)
     folder = OwnFolder(f"{options.output}.part")
     _check_free(path)
+    if options.card is not None:
+        _check_free(Path(options.card))
     folder.check()
     source = open_source(options.data, options.split)
-    tokenizer = tokenizer_of(options)
-    device = options.device or str(state.device)
-    model = load_model(options.model, options.dtype, device, options.revision, options.backbone)
-    check_tokenizer(tokenizer, model)
-    block_size = model.config.block_size
-    longest = model.config.max_position_embeddings - options.max_new_tokens
-    if options.max_new_tokens < block_size:
-        raise ValueError(
-            f"max_new_tokens is {options.max_new_tokens}: training takes whole blocks, give at "
-            f"least {block_size}, one of them"
-        )
-    encoder = encoder_of(model, tokenizer, None)
-
-    def read(row: Any) -> list[int]:
-        if (length := len(ids := encoder.prompt(row))) > longest:
-            fitting = f"{longest} leave room for the new ones: shorten it, or ask for fewer"
-            raise FieldError(None, f"its prompt has {length} tokens, and {fitting}")
-        return ids
-
-    prompts = [ids for _, ids in islice(checked(source, read), options.limit)]
-    decoded_by = {
-        "model": options.model,
-        "digest": digest(model),
-        "block_size": block_size,
-        "mask_token_id": model.config.mask_token_id,
-        "max_new_tokens": options.max_new_tokens,
-    }
-    fingerprint = json.dumps([prompts, {**decoded_by, "model": None}, options.batch_size])
+    maker: TextMaker
+    if options.endpoint is None:
+        maker = ModelDecoder(options, source, options.device or str(state.device))
+    else:
+        maker = EndpointDecoder(options, source)
+    fingerprint = json.dumps([maker.prompts, maker.fingerprint, options.batch_size])
     key = sha256(fingerprint.encode()).hexdigest()[:16]
     batches = {}
     names = ["whole"]
-    for begin in range(0, len(prompts), options.batch_size):
+    for begin in range(0, len(maker.prompts), options.batch_size):
         batches[begin] = folder.path / f"{key}-{begin}.jsonl"
         names += [f"{key}-{begin}.jsonl", f"{key}-{begin}.partial"]
     folder.claim(*names)
@@ -98,13 +108,8 @@ def decode(options: DecodeOptions) -> str | None:
         list(batches.items())[state.process_index :: state.num_processes], "decoding"
     ):
         if not batch.exists():
-            inputs = pad_left(prompts[begin : begin + options.batch_size], padding_id(tokenizer))
-            limits = {
-                "max_new_tokens": options.max_new_tokens,
-                "eos_token_id": list(encoder.end_token_ids),
-            }
-            batch_lines = _decoded_lines(model, inputs, decoded_by, **limits)
             partial = batch.with_suffix(".partial")
+            batch_lines = maker.lines(begin, options.batch_size)
             partial.write_text("".join(f"{line}\n" for line in batch_lines))
             partial.replace(batch)
     state.wait_for_everyone()
@@ -117,10 +122,10 @@ def decode(options: DecodeOptions) -> str | None:
     _check_free(path)  # others had time to write it, meanwhile
     (folder.path / "whole").replace(os.path.realpath(path))
     folder.give_up()
-    cut = sum(json.loads(line)["ids"][-1] not in encoder.end_token_ids for line in lines)
-    message = f"wrote {len(lines)} texts to {path}"
-    if cut:
-        message += f", {cut} of them without an end (of these training takes whole blocks)"
+    message = f"wrote {len(lines)} texts to {path}{maker.note(lines)}"
+    if options.card is not None:
+        write_data_card(options, maker.decoded_by, lines)
+        message += f"\nwrote their card to {options.card}"
     return message
 
 
@@ -131,16 +136,79 @@ def _check_free(path: Path) -> None:
         raise ValueError(f"{path} is there already: name another file, or remove it")
 
 
+class ModelDecoder:
+    """A model that decodes here, on `device`; see `TextMaker`. Drawn texts of a batch have the
+    seeds s, s + 1 and so on, where s is the option `seed` (by default 0) plus the number of prompts
+    before the batch."""
+
+    def __init__(self, options: DecodeOptions, source: Source, device: str) -> None:
+        tokenizer = tokenizer_of(options)
+        model = load_model(options.model, options.dtype, device, options.revision, options.backbone)
+        check_tokenizer(tokenizer, model)
+        config = model.config
+        if options.max_new_tokens < config.block_size:
+            raise ValueError(
+                f"max_new_tokens is {options.max_new_tokens}: training takes whole blocks, give at "
+                f"least {config.block_size}, one of them"
+            )
+        setting = {"decoding": options.target or "static", "set": options.extra()}
+        check_setting(setting, config)
+        self.encoder = encoder_of(model, tokenizer, None)
+        self.longest = config.max_position_embeddings - options.max_new_tokens
+        self.prompts = [ids for _, ids in islice(checked(source, self.prompt), options.limit)]
+        self.model: Any = model
+        self.pad_token_id = padding_id(tokenizer)
+        self.options = {
+            "do_sample": False,
+            "max_new_tokens": options.max_new_tokens,
+            "eos_token_id": list(self.encoder.end_token_ids),
+            **generate_options(setting),
+        }
+        chosen = {"target": setting["decoding"]} if options.target else {}
+        if setting["set"]:
+            chosen["options"] = setting["set"]
+        self.decoded_by: dict[str, Any] = {
+            "model": options.model,
+            "digest": digest(model),
+            "block_size": config.block_size,
+            "mask_token_id": config.mask_token_id,
+            "max_new_tokens": options.max_new_tokens,
+            **chosen,
+        }
+        self.fingerprint = {**self.decoded_by, "model": None}
+
+    def prompt(self, row: Any) -> list[int]:
+        """Encode a record's prompt; `FieldError` if it is malformed or too long."""
+        ids = self.encoder.prompt(row)
+        if len(ids) > self.longest:
+            fitting = f"{self.longest} leave room for the new ones: shorten it, or ask for fewer"
+            raise FieldError(None, f"its prompt has {len(ids)} tokens, and {fitting}")
+        return ids
+
+    def lines(self, begin: int, count: int) -> list[str]:
+        """See `TextMaker`."""
+        inputs = pad_left(self.prompts[begin : begin + count], self.pad_token_id)
+        options = dict(self.options)
+        if options["do_sample"]:
+            options["seed"] = options.get("seed", 0) + begin
+        return _decoded_lines(self.model, inputs, self.decoded_by, **options)
+
+    def note(self, lines: Sequence[str]) -> str:
+        """See `TextMaker`."""
+        cut = sum(json.loads(line)["ids"][-1] not in self.encoder.end_token_ids for line in lines)
+        return (
+            f", {cut} of them without an end (of these training takes whole blocks)" if cut else ""
+        )
+
+
 def _decoded_lines(
     model: Any, inputs: dict[str, Tensor], decoded_by: Mapping[str, Any], **options: Any
 ) -> list[str]:
-    """Decode padded prompts, `inputs` [rows, length] long, greedily; return a JSON line that
-    training reads for each prompt."""
+    """Decode padded prompts, `inputs` [rows, length] long; return a JSON line that training reads
+    for each prompt."""
     tensors = {name: value.to(model.device) for name, value in inputs.items()}
     with torch.inference_mode():
-        out = model.generate(
-            **tensors, decoding="static", do_sample=False, return_dict_in_generate=True, **options
-        )
+        out = model.generate(**tensors, return_dict_in_generate=True, **options)
     lines = []
     width = inputs["input_ids"].shape[1]
     lengths = inputs["attention_mask"].sum(1)

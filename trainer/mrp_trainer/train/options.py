@@ -7,8 +7,10 @@ Nothing here imports torch, so that help appears at once.
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
+from modeling_mrp.generate.option_table import TARGETS
+
 from ..embedded import resolve_source
-from ..evaluate.options import ModelOptions
+from ..evaluate.options import GenerateOptions
 from ..flags import declared_of, flag
 
 RevealRule = Literal["on_policy", "random"]
@@ -211,15 +213,27 @@ class TrainCommand:
 
 
 @dataclass(kw_only=True)
-class DecodeOptions(ModelOptions):
+class DecodeOptions(GenerateOptions):
     """Options of `mrp decode`; each field is a flag. Without `device` each process takes its own
-    GPU."""
+    GPU. With `endpoint` the model is that of a server, which knows `model` by its name."""
 
     data: list[str] = flag(
         "JSON lines or a datasets folder, with prompts.", panel=_PROMPTS, metavar="FILE"
     )
     output: str = flag("JSON lines that mrp train reads.", panel=_OUTPUT, metavar="FILE")
+    card: str | None = flag(
+        "Also write a data card, the README.md of a data set.", None, panel=_OUTPUT, metavar="FILE"
+    )
     split: str = flag("Split of a datasets folder.", "train", panel=_PROMPTS)
     limit: int | None = flag("Limit of records.", None, panel=_PROMPTS, min=1)
+    target: str | None = flag(
+        "Mode that decodes.", None, panel=_HOW, kind=Literal[TARGETS], shown="static"
+    )
     max_new_tokens: int = flag("Limit of tokens per prompt.", 256, panel=_HOW, min=1)
-    batch_size: int = flag("Prompts per call of generate.", 32, panel=_HOW, min=1)
+    batch_size: int = flag("Prompts at once.", 32, panel=_HOW, min=1)
+    endpoint: str | None = flag(
+        "OpenAI's API of a server that answers; $OPENAI_API_KEY is its key.",
+        None,
+        panel=_HOW,
+        metavar="URL",
+    )

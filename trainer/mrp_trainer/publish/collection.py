@@ -1,0 +1,147 @@
+"""The command `mrp heads`: a page of the heads on the Hub, made from their cards."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import EvalResult, HfApi, ModelCard
+
+from modeling_mrp.model.code import model_tags
+from modeling_mrp.model.families.sdar import DENSE
+
+from .card import HEAD_TAG, markdown_table
+from .command import network_errors
+from .recipe import settings_in
+
+# what the page tells of a recipe, in this order
+_TOLD = ("data", "max_steps", "num_train_epochs", "head_layers", "reveal_rule", "unroll")
+
+
+@dataclass(frozen=True)
+class PublishedHead:
+    """A head on the Hub.
+
+    Attributes:
+        repo_id: Its repository.
+        backbone: The Hub id of its backbone; None if the card names none.
+        license: The card's licence.
+        recipe: The settings of its training by name; empty if the card tells none.
+        results: The card's measurements.
+    """
+
+    repo_id: str
+    backbone: str | None
+    license: str | None
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    results: Sequence[EvalResult] = ()
+
+    def speeds(self) -> dict[str, dict[str, tuple[float, str]]]:
+        """Find the most tokens per unit of `mrp_spec` and `self_spec`, and the mode that made them,
+        by problem set."""
+        best: dict[str, dict[str, tuple[float, str]]] = {}
+        for result in self.results:
+            if result.metric_type != "tokens_per_unit":
+                continue
+            mode = str(result.metric_name).rpartition(", ")[2]
+            decoding = mode.partition(" ")[0]
+            by_decoding = best.setdefault(result.dataset_name, {})
+            by_decoding[decoding] = max(
+                (float(result.metric_value), mode), by_decoding.get(decoding, (0.0, ""))
+            )
+        return best
+
+
+def published_heads(
+    author: str | None = None,
+    backbone: str | None = None,
+    limit: int = 100,
+    token: str | bool | None = None,
+) -> list[PublishedHead]:
+    """Ask the Hub for heads that this package published, the most downloaded first, and read their
+    cards.
+
+    Args:
+        author: Only those of this user or organisation.
+        backbone: Only those of this backbone.
+        limit: The most to ask for.
+        token: As in `huggingface_hub`.
+
+    Raises:
+        OSError: if the Hub cannot be reached.
+    """
+    api = HfApi(token=token)
+    heads = []
+    with network_errors(f"the Hub at {api.endpoint}", "repeat the command"):
+        models = api.list_models(
+            filter=[model_tags(DENSE)[-1], HEAD_TAG], author=author, sort="downloads", limit=limit
+        )
+        for model in models:
+            head = _head_of(model.id, Path(api.hf_hub_download(model.id, "README.md")))
+            if backbone in (None, head.backbone):
+                heads.append(head)
+    return heads
+
+
+def _head_of(repo_id: str, card_file: Path) -> PublishedHead:
+    """Read a head's card; of one whose metadata or recipe cannot be read nothing is told."""
+    try:
+        card = ModelCard.load(card_file, ignore_metadata_errors=True)
+        recipe = settings_in(card.text)
+    except ValueError:
+        return PublishedHead(repo_id, None, None)
+    base = card.data.base_model
+    return PublishedHead(
+        repo_id,
+        base[0] if isinstance(base, list) else base,
+        card.data.license,
+        recipe,
+        card.data.eval_results or (),
+    )
+
+
+def heads_page(heads: Sequence[PublishedHead]) -> str:
+    """Format a Markdown page of heads: a table with a row each."""
+    rows = []
+    for head in heads:
+        rows.append(
+            (
+                _linked(head.repo_id),
+                _linked(head.backbone) if head.backbone else "not named",
+                _told(head.recipe),
+                _measured(head),
+                head.license or "unknown",
+            )
+        )
+    table = markdown_table(("head", "backbone", "recipe", "tokens / unit", "licence"), rows)
+    return (
+        f"# Heads\n\n{table if rows else 'No head was found.'}\n\n"
+        "A *unit* is one forward of the backbone, head passes charged by the parameters that they "
+        "read. The numbers are those of the cards.\n"
+    )
+
+
+def _linked(repo_id: str) -> str:
+    return f"[{repo_id}](https://huggingface.co/{repo_id})"
+
+
+def _told(recipe: Mapping[str, Any]) -> str:
+    parts = []
+    for name in _TOLD:
+        value = recipe.get(name)
+        if value is not None and not (name == "max_steps" and value == -1):
+            text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+            parts.append(f"{name}: {text}")
+    return "; ".join(parts) or "not told"
+
+
+def _measured(head: PublishedHead) -> str:
+    parts = []
+    for problem_set, speeds in head.speeds().items():
+        if "mrp_spec" in speeds:
+            speed, mode = speeds["mrp_spec"]
+            text = f"{problem_set}: {speed:.2f} ({mode})"
+            if "self_spec" in speeds:
+                text += f", {speeds['self_spec'][0]:.2f} without a head"
+            parts.append(text)
+    return "; ".join(parts) or "not measured"

@@ -1,0 +1,71 @@
+"""Results as the Hub's benchmarks read them: files `.eval_results/*.yaml` of a repository."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+from huggingface_hub import EvalResultEntry, eval_result_entries_to_yaml
+
+from modeling_mrp.model.layouts import is_hub_id
+
+from ..evaluate.results import mode_name
+
+EVALUATIONS = ".eval_results/mrp.yaml"
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A benchmark on the Hub: the id of its dataset, and the task in it."""
+
+    dataset: str
+    task: str
+
+    @classmethod
+    def named(cls, texts: Sequence[str]) -> "dict[str, Benchmark]":
+        """Parse texts NAME=DATASET:TASK; return the benchmarks by the name of their problem set in
+        results. `ValueError` for a text of another form."""
+        benchmarks = {}
+        for text in texts:
+            name, _, benchmark = text.partition("=")
+            dataset, _, task = benchmark.partition(":")
+            if not name or not task or not is_hub_id(dataset):
+                raise ValueError(
+                    f"benchmark is {text!r}: write NAME=DATASET:TASK, the name of a family or file "
+                    "in the results, and the id and task of its dataset on the Hub, such as "
+                    "questions=openai/gsm8k:gsm8k"
+                )
+            benchmarks[name] = cls(dataset, task)
+        return benchmarks
+
+
+def evaluation_entries(
+    lines: Sequence[Mapping[str, Any]], benchmarks: Mapping[str, Benchmark]
+) -> list[EvalResultEntry]:
+    """List the accuracy, in percent, of each measurement on a benchmark; mode and cost are its
+    notes. Problem sets that are on no Hub have no entry. `ValueError` for a benchmark of which
+    nothing was measured."""
+    if missing := sorted(benchmarks.keys() - {line["family"] for line in lines}):
+        raise ValueError(
+            f"benchmark names {missing[0]}, and no result is of it: the results are of "
+            f"{', '.join(sorted({line['family'] for line in lines})) or 'nothing'}"
+        )
+    entries = []
+    for line in lines:
+        benchmark = benchmarks.get(line["family"])
+        if benchmark is not None and line["accuracy"] is not None:
+            entries.append(
+                EvalResultEntry(
+                    dataset_id=benchmark.dataset,
+                    task_id=benchmark.task,
+                    value=round(line["accuracy"], 3),
+                    notes=f"{mode_name(line)}, {line['tokens_per_forward']:.2f} tokens per forward",
+                )
+            )
+    return entries
+
+
+def evaluations_file(entries: Sequence[EvalResultEntry]) -> bytes:
+    """Format entries as a file of `.eval_results`."""
+    text: str = yaml.safe_dump(eval_result_entries_to_yaml(list(entries)), sort_keys=False)
+    return text.encode()
