@@ -52,6 +52,7 @@ READING = [
     "rules.gain",
     "generate.loop",
     "generate.refine",
+    "generate.batching",
     "generate",
     "networks.networks",
     "networks.picker",
@@ -79,15 +80,16 @@ CALL_PATH = [
     ),
     (
         "MRPGenerationMixin.generate",
-        "check the arguments; transformers' `generate` prepares the others, and calls `_decode`",
+        "check the arguments; transformers' `generate` prepares the others, and calls `_prepare`",
     ),
     ("resolved", "merge and check the options of the call and of the generation config"),
-    ("_decode", "make rule, picker, rows, cache and networks, and run the decoder"),
+    ("_prepare", "make rule, picker and rows of the call"),
     ("_picker", "sort transformers' logits processors by kind, into what picks tokens"),
     (
         "laid_out",
         "make a row of each prompt: its text in whole blocks, with masks where tokens are to come",
     ),
+    ("_decode", "make cache and networks, and run the decoder"),
     (
         "Decoder.decode",
         "compute the prompts' keys and values, then go round by round until every row has ended",
@@ -225,6 +227,11 @@ EFFECTS = [
         "generate",
         "transformers' own `generate`. If a caller passes custom_generate and "
         "trust_remote_code=True, transformers FETCHES AND EXECUTES the code that they name",
+    ),
+    (
+        "MRPGenerationMixin._prepared",
+        "generate",
+        "transformers' own `generate`, for processors and criteria of the options",
     ),
     ("MRPGenerationMixin.generate_batch", "generate", "the `generate` above"),
     (

@@ -38,6 +38,7 @@ from ..rules.draft import UnscoredError
 from ..rules.sources import CheckedSource, DraftSource
 from ..rules.state import Counts, Row
 from ..versions import tested_versions
+from .batching import Call, ContinuousBatchingManager, Limits, unscored
 from .loop import Decoder, Mode, draft_amount
 from .option_table import ids_in
 from .options import MRPGenerationConfig, check_ids, check_rows, logger, resolved, set_fields
@@ -150,6 +151,19 @@ class MRPGenerationMixin(GenerationMixin):
             )
         if draft_sources is not None:
             kwargs["draft_sources"] = draft_sources
+        with torch.no_grad(), weights_on_device(self.lm_head):
+            call = self._prepared(inputs, generation_config, infill_ids, cache, **kwargs)
+            return _decode(self, call, streamer, cache)
+
+    def _prepared(
+        self,
+        inputs: Tensor | None,
+        generation_config: GenerationConfig | dict[str, Any] | None = None,
+        infill_ids: Tensor | None = None,
+        cache: BlockCache | None = None,
+        **kwargs: Any,
+    ) -> Call:
+        """Check the arguments of `generate`, and make what decoding them takes."""
         config, others = resolved(self, generation_config, kwargs)
         vocab_size, mask_id = self.config.vocab_size, self.config.mask_token_id
         sources = [
@@ -192,19 +206,13 @@ class MRPGenerationMixin(GenerationMixin):
             infill_ids = infill_ids.repeat_interleave(copies, 0)
             if config.max_new_tokens is None and config.max_length is None:
                 config.max_new_tokens = infill_ids.shape[1]
-        decode = partial(
-            _decode,
-            streamer,
-            real.repeat_interleave(copies, 0),
-            infill_ids,
-            cache,
-            sources,
-            model_key,
+        prepare: Any = partial(
+            _prepare, model_key, real.repeat_interleave(copies, 0), infill_ids, cache, sources
         )
-        with weights_on_device(self.lm_head):
-            return super().generate(
-                inputs, generation_config=config, custom_generate=decode, **others
-            )
+        call: Any = super().generate(
+            inputs, generation_config=config, custom_generate=prepare, **others
+        )
+        return call
 
     def adjust_generation_fn(self, *args: Any, **kwargs: Any) -> None:
         """Load the generation config as transformers does, and convert it to an
@@ -279,13 +287,30 @@ class MRPGenerationMixin(GenerationMixin):
             )
         return by_request(prompts, output)
 
-    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise `ValueError`: transformers' manager decodes one token at a time with a causal
-        cache."""
-        raise ValueError(
-            "init_continuous_batching makes one token a step: pass the prompts to generate_batch, "
-            "which they join as others end"
-        )
+    def init_continuous_batching(
+        self,
+        generation_config: GenerationConfig | dict[str, Any] | None = None,
+        continuous_batching_config: Any = None,
+        workload_hints: Any = None,
+    ) -> ContinuousBatchingManager:
+        """Make a manager that decodes requests as they come, each in a batch that it joins between
+        two rounds.
+
+        Args:
+            generation_config: Options of all requests; each may override them. `max_batch_size`
+                texts are decoded at once, 16 unless it is set.
+            continuous_batching_config: transformers' `ContinuousBatchingConfig`, of which
+                `max_requests_per_batch` (in place of `max_batch_size`), `max_queue_size`, and
+                `num_blocks` and `page_size` (tokens in all caches together) are followed.
+            workload_hints: Not needed.
+
+        Raises:
+            ValueError: for options that `generate` refuses, and for other fields of
+                `continuous_batching_config` that are set.
+        """
+        config, _ = resolved(self, generation_config, {})
+        limits = Limits.of(continuous_batching_config, config.max_batch_size, self.config)
+        return ContinuousBatchingManager(self, self._prepared, generation_config, limits)
 
     def block_cache(
         self, batch_size: int, capacity: int, scratch: int, with_head: bool
@@ -314,22 +339,21 @@ class MRPGenerationMixin(GenerationMixin):
         release_graphs(self)
 
 
-def _decode(
-    streamer: Any,
+def _prepare(
+    model_key: Hashable,
     real: Tensor,
     infill_ids: Tensor | None,
     past: BlockCache | None,
     sources: Sequence[DraftSource],
-    model_key: Hashable,
     model: Any,
     input_ids: Tensor,
     logits_processor: kinds.LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: MRPGenerationConfig,
     **others: Any,
-) -> Tensor | MRPGenerateOutput:
-    """Decode prompts; `generate` binds the first six arguments, `GenerationMixin.generate`
-    prepares the others."""
+) -> Call:
+    """Make what decoding prompts takes; `_prepared` binds the first five arguments,
+    `GenerationMixin.generate` makes the others."""
     config, block, device = generation_config, model.config.block_size, model.lm_head.weight.device
     width = input_ids.shape[1]
     at_once = min(config.max_batch_size or len(input_ids), len(input_ids))
@@ -372,16 +396,28 @@ def _decode(
     rows = laid_out(prompts, infill_ids, new, config, least, model.config, picker.bans)
     for row in rows:
         row.counts = Counts(mode.width, mode.drafting is not None)
-    progress = (
-        Progress(rows, config.output_logits, config.output_scores, at_once < len(rows))
-        if config.return_dict_in_generate
-        else None
-    )
     criteria = [
         one
         for one in stopping_criteria
         if not isinstance(one, MaxLengthCriteria | EosTokenCriteria)
     ]
+    if mode.drafting is not None:
+        sources = [*sources, *mode.drafting.sources()]
+    return Call(config, mode, picker, rows, prompts, input_ids, criteria, sources, model_key)
+
+
+def _decode(
+    model: Any, call: Call, streamer: Any, past: BlockCache | None
+) -> Tensor | MRPGenerateOutput:
+    """Decode the prompts of a call."""
+    config, mode, picker, rows = call.config, call.mode, call.picker, call.rows
+    input_ids, model_key, block = call.input_ids, call.model_key, model.config.block_size
+    at_once = min(config.max_batch_size or len(rows), len(rows))
+    progress = (
+        Progress(rows, config.output_logits, config.output_scores, at_once < len(rows))
+        if config.return_dict_in_generate
+        else None
+    )
     length = max(len(row.text) for row in rows)
     batch = rows[:at_once]
     size = (at_once, length, mode.width * block, mode.uses_head)
@@ -398,27 +434,21 @@ def _decode(
                 name: weight_versions(getattr(model, name), model_key) for name in parts
             }
         watches: list[Any] = (
-            [Stopping(criteria, rows, input_ids, config.pad_token_id)] if criteria else []
+            [Stopping(call.criteria, rows, input_ids, config.pad_token_id)] if call.criteria else []
         )
         watches += [] if progress is None else [progress]
-        watches += [] if streamer is None else [Streams(streamer, prompts)]
+        watches += [] if streamer is None else [Streams(streamer, call.prompts)]
         # The batch keeps all rows if adapters go by row; recorded, a round of under 4 rows takes no
         # less time than one of 4.
         fewest = at_once if adapters_of_rows(model) else 1 if networks.recorded is None else 4
-        if mode.drafting is not None:
-            sources = [*sources, *mode.drafting.sources()]
         amount = draft_amount(mode, picker, model.config, config.round_costs)
-        decoder = Decoder(mode, networks, amount, watches, fewest, sources)
+        decoder = Decoder(mode, networks, amount, watches, fewest, call.sources)
         try:
             decoder.decode(batch, reused, rows[at_once:])
         except UnscoredError as error:
             cache.empty()  # what is not finite there is not gone on from
             raise ValueError(
-                f"row {error.place} has no token with a finite score at position {error.position}, "
-                f"{error.position - rows[error.place].prompt} behind its prompt: leave one that no "
-                "logits processor, option or minimum length bars. If none is, weights or scores "
-                f"are not finite in {picker.lm_head_weight.dtype}: load or train them again, or "
-                "load a wider dtype"
+                f"row {error.place} has {unscored(error, rows[error.place], picker)}"
             ) from None
         finally:  # also where a watch, a processor or the user ended the call
             networks.widen(max(row.held for row in rows))

@@ -205,9 +205,19 @@ class Decoder:
             UnscoredError: for a position at which no token has a finite score.
         """
         batch = list(rows)
-        waiting = iter(waiting)
         self.write(batch, self.prefill(batch, reused))
         self.watch(batch)
+        for _ in self.rounds(batch, iter(waiting)):
+            pass
+        self.networks.widen(max(row.held for row in rows))
+
+    def rounds(self, batch: list[Row], waiting: Iterator[Row]) -> Iterator[None]:
+        """Go round by round until every row has ended and none waits; yield after each round, when
+        `waiting` may have new rows.
+
+        Raises:
+            UnscoredError: as from `decode`.
+        """
         while True:
             joined = self.join(batch, waiting)
             if joined:
@@ -221,7 +231,7 @@ class Decoder:
                 continue
             self.round(batch, self.plan(batch))
             self.watch(batch)
-        self.networks.widen(max(row.held for row in batch))
+            yield
 
     def prefill(
         self, rows: Sequence[Row], reused: Sequence[int], first: int = 0

@@ -35,6 +35,8 @@ class MRPScoreOutput(ModelOutput):
         perplexity: [batch], exp of minus the mean log-probability of a row's scored tokens, NaN
             where none was.
         forwards: Forwards of the whole batch by role, `prefill` and `score`.
+        top_ids, top_logprobs: [batch, length, top_tokens], with `top_tokens` the likeliest tokens
+            at the state of each scored token, and their log-probabilities; 0 elsewhere.
     """
 
     logprobs: Tensor | None = None
@@ -43,6 +45,8 @@ class MRPScoreOutput(ModelOutput):
     sums: Tensor | None = None
     perplexity: Tensor | None = None
     forwards: dict[str, int] | None = None
+    top_ids: Tensor | None = None
+    top_logprobs: Tensor | None = None
 
 
 class MRPScoringMixin:
@@ -56,6 +60,7 @@ class MRPScoringMixin:
         labels: Tensor | None = None,
         temperature: float = 1.0,
         tokens_per_forward: int = 512,
+        top_tokens: int = 0,
     ) -> MRPScoreOutput:
         """Compute the log-probabilities of given texts under `sequential`, without gradients.
 
@@ -71,6 +76,7 @@ class MRPScoringMixin:
             temperature: Divides the logits.
             tokens_per_forward: The most tokens in a forward of the batch, to bound memory, but at
                 least one block per row.
+            top_tokens: Likeliest tokens that are returned of each state.
 
         Raises:
             ValueError: for arguments that do not fit, a model in training mode, or a token without
@@ -103,6 +109,11 @@ class MRPScoringMixin:
         if not isinstance(tokens_per_forward, Integral) or tokens_per_forward < 1:
             raise ValueError(
                 f"tokens_per_forward is {tokens_per_forward!r}: it must be an int of 1 or more"
+            )
+        vocab_size = self.config.vocab_size
+        if not isinstance(top_tokens, Integral) or not 0 <= top_tokens <= vocab_size:
+            raise ValueError(
+                f"top_tokens is {top_tokens!r}: it must be an int from 0 to {vocab_size}"
             )
         if self.training:
             raise ValueError(
@@ -145,6 +156,8 @@ class MRPScoringMixin:
                 texts, dtype=torch.promote_types(weight.dtype, torch.float32)
             )
             likeliest = torch.zeros_like(queried)
+            best_ids = torch.zeros(*texts.shape, top_tokens, dtype=torch.long, device=ids.device)
+            best_log_probs = torch.zeros_like(best_ids, dtype=log_probs.dtype)
             for chunk in query_columns.split(states, 1) if count else ():
                 positions = chunk.contiguous()  # `scatter_` needs that on GPUs
                 hidden = _hidden_at(self, texts, positions, length, cache)
@@ -152,13 +165,23 @@ class MRPScoringMixin:
                 logits = unembedding.tempered(unembedding.logits(hidden.flatten(0, 1)))
                 scores = logits.unflatten(0, positions.shape)
                 token = texts.gather(1, positions)
-                token_log_probs = scores.log_softmax(-1).gather(2, token[..., None])[..., 0]
+                scores = scores.log_softmax(-1)
+                token_log_probs = scores.gather(2, token[..., None])[..., 0]
                 log_probs.scatter_(1, positions, token_log_probs)
                 likeliest.scatter_(1, positions, scores.argmax(-1) == token)
+                if top_tokens:
+                    best = scores.topk(top_tokens)
+                    columns = positions[..., None].expand_as(best.indices)
+                    best_ids.scatter_(1, columns, best.indices)
+                    best_log_probs.scatter_(1, columns, best.values)
         logprobs = torch.zeros_like(ids, dtype=log_probs.dtype)
         logprobs[scored] = log_probs[queried]
         greedy = torch.zeros_like(scored)
         greedy[scored] = likeliest[queried]
+        top_ids = torch.zeros(*ids.shape, top_tokens, dtype=torch.long, device=ids.device)
+        top_ids[scored] = best_ids[queried]
+        top_logprobs = torch.zeros_like(top_ids, dtype=log_probs.dtype)
+        top_logprobs[scored] = best_log_probs[queried]
         nan_positions = logprobs.isnan().nonzero()
         if len(nan_positions):
             raise ValueError(
@@ -167,9 +190,12 @@ class MRPScoringMixin:
                 "Load or train them again, or load a wider dtype"
             )
         sums = logprobs.sum(-1)
-        return MRPScoreOutput(
-            logprobs, scored, greedy, sums, (-sums / scored.sum(-1)).exp(), forwards
-        )
+        perplexity = (-sums / scored.sum(-1)).exp()
+        output = MRPScoreOutput(logprobs, scored, greedy, sums, perplexity, forwards)
+        if top_tokens:
+            output.top_ids = top_ids
+            output.top_logprobs = top_logprobs
+        return output
 
 
 def _hidden_at(

@@ -558,6 +558,11 @@ class Networks:
         self.cache.active = size
         return rows[:size]
 
+    def extend(self, size: int) -> None:
+        """Enlarge the batch to its first `size` rows, without undoing earlier calls of `narrow`."""
+        self._swaps.clear()
+        self.cache.active = size
+
     def widen(self, slots: int) -> None:
         """Undo all calls of `narrow`: move rows, with their first `slots` slots, back to their
         indices."""

@@ -110,3 +110,22 @@ def test_other_weights() -> None:
         model.lm_head.weight[3] = torch.nan
     with pytest.raises(ValueError, match=r"token 0 of row 0 has no log-probability.*Load or train"):
         model.score(torch.tensor([[1, 2, 3]]))
+
+
+def test_likeliest_tokens_of_each_state() -> None:
+    """The likeliest is the scored token where that is `greedy`, and scores are those of texts that
+    have the other token."""
+    model = make_model()
+    ids = torch.tensor([[0, 0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11, 12]])
+    mask = (ids > 0).long()
+    out = model.score(ids, mask, top_tokens=3)
+    assert out.top_ids.shape == out.top_logprobs.shape == (2, 7, 3)
+    assert ((out.top_ids[..., 0] == ids) & out.scored).equal(out.greedy)
+    assert not out.top_logprobs[0, :2].any()
+    other = ids.clone()
+    other[1, 4] = out.top_ids[1, 4, 1]
+    changed = model.score(other).logprobs[1, 4]
+    assert torch.isclose(changed, out.top_logprobs[1, 4, 1])
+    assert model.score(ids, mask).top_ids is None
+    with pytest.raises(ValueError, match="top_tokens is 65: it must be an int from 0 to 64"):
+        model.score(ids, mask, top_tokens=65)

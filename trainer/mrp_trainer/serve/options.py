@@ -8,7 +8,7 @@ from ..embedded import EMBEDDED
 from ..evaluate.options import Decoding, GenerateOptions, Target
 from ..flags import flag
 
-_HOW, _WHERE = "Decoding, unless a request says otherwise", "Network"
+_HOW, _WHERE, _LOAD = "Decoding, unless a request says otherwise", "Network", "Load"
 
 
 @dataclass(kw_only=True)
@@ -21,6 +21,9 @@ class ServeOptions(GenerateOptions):
         metavar="MODEL",
         positional=True,
     )
+    served_model_name: str | None = flag(
+        "Another name for clients.", None, panel=_WHERE, metavar="NAME", shown="the checkpoint"
+    )
     decoding: str | None = flag(
         "Mode of decoding.", None, panel=_HOW, kind=Decoding, shown="the checkpoint's"
     )
@@ -29,9 +32,16 @@ class ServeOptions(GenerateOptions):
     )
     set: list[str] = flag("Any other option of generate.", [], panel=_HOW, metavar="NAME=VALUE")
     host: str = flag(
-        "Address; 0.0.0.0 serves every machine, without a password.", "127.0.0.1", panel=_WHERE
+        "Address; 0.0.0.0 serves every machine, see --api-key.", "127.0.0.1", panel=_WHERE
     )
     port: int = flag("Port; 0 for any free one.", 8000, panel=_WHERE, min=0, max=65535)
+    api_key: str | None = flag(
+        "Key that clients have to send.", None, panel=_WHERE, metavar="KEY", shown="none"
+    )
+    max_batch_size: int = flag("Texts decoded at once.", 16, panel=_LOAD, min=1)
+    max_queue_size: int = flag(
+        "Texts that wait for a place, at most; others get 429.", 64, panel=_LOAD, min=1
+    )
 
     def setting(self) -> dict[str, Any]:
         """Collect the given options of `generate`; those assigned by `set` stay together under that

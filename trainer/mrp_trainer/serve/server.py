@@ -1,184 +1,545 @@
-"""The command `mrp serve`: one model behind transformers' own server, with this package's options
-of `generate`."""
+"""The command `mrp serve`: one model behind OpenAI's API, whose requests are decoded together.
 
+FastAPI routes requests, pydantic checks them (`requests`), a thread reads and tokenises them, the
+manager of `init_continuous_batching` decodes them in a thread of its own, and the event loop writes
+answers (`answers`), waiting for neither.
+"""
+
+import asyncio
 import copy
-import json
+import hmac
+import os
+import signal
+import socket
 import time
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from types import FrameType
 from typing import Any
+from uuid import uuid4
 
 try:
     import uvicorn
-    from fastapi import FastAPI, HTTPException, Request
+    from fastapi import Depends, FastAPI, HTTPException, Request
     from fastapi.middleware.trustedhost import TrustedHostMiddleware
-    from fastapi.responses import JSONResponse
-    from transformers.cli.serving.chat_completion import ChatCompletionHandler
-    from transformers.cli.serving.completion import CompletionHandler
-    from transformers.cli.serving.model_manager import ModelManager
-    from transformers.cli.serving.server import build_server
-    from transformers.cli.serving.utils import BaseHandler, GenerateManager, GenerationState
+    from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+    from openai.types import Model
+    from pydantic import ValidationError
+    from starlette.exceptions import HTTPException as StarletteHTTPException
+
+    from .answers import Answer, Asked, TextOfAnswer, Token
+    from .requests import MOST_TEXTS, ChatRequest, CompletionRequest, options_of
 except ImportError as error:
     raise ImportError(
-        f"mrp serve needs the server of transformers: pip install 'modeling-mrp[serve]' ({error})"
+        f"mrp serve needs FastAPI and OpenAI's types: pip install 'modeling-mrp[serve]' ({error})"
     ) from error
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from jinja2 import TemplateError
+from torch import Tensor
+from transformers import LogitsProcessor, PreTrainedTokenizerBase
+from transformers.generation import ContinuousBatchingConfig
 
-from modeling_mrp.generate.options import MRPGenerationConfig, check_ids, check_rows
+from modeling_mrp.generate.batching import ContinuousBatchingManager
+from modeling_mrp.generate.options import MRPGenerationConfig, check_ids
 
+from ..data.records import check_utf8
 from ..evaluate.command import check_setting
 from ..evaluate.options import generate_options
 from ..loading import load_config, load_model, tokenizer_of
+from .metrics import Metrics
 from .options import ServeOptions
 
 _NEW_TOKENS = 1024  # per text, if neither the request nor the checkpoint sets a limit
 _LOOPBACK = ["127.0.0.1", "localhost"]
-_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/load_model", "/health")
-# Options of `generate` by the request field of the same meaning.
-_OPTIONS_BY_FIELD = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "seed": "seed",
-    "stop": "stop_strings",
-}
-_OPTIONS_BY_FIELD |= {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}
-# Request fields that transformers' server ignores, each with a value that asks for nothing; other
-# values are refused.
-_IDLE: dict[str, Any] = {
-    "n": 1,
-    "best_of": 1,
-    "response_format": {"type": "text"},
-    "echo": False,
-    "suffix": "",
-}
-_IDLE |= dict.fromkeys(("logprobs", "top_logprobs", "presence_penalty", "frequency_penalty"), 0)
+_BODY_BYTES = 4 << 20
+_BODY_SECONDS = 30.0  # in which a body has to come
+_BYTES_OF_TOKEN = 32  # of a prompt; the longest words have no more
+_RETRY_SECONDS = 2
+_END_SECONDS = 2  # for answers to be sent when the server is told to end
+_SHOWN = 1000  # characters of an error
 
 
-class OneModel(ModelManager):
-    """A model manager that serves one loaded model and its tokenizer as `name`, whatever model a
-    request names."""
+class CountPenalty(LogitsProcessor):
+    """OpenAI's penalties of tokens that the text has already, left of a position.
 
-    def __init__(self, name: str, model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.loaded = (model, tokenizer)
-        self.listed = {"id": name, "object": "model", "created": int(time.time())}
-        super().__init__(force_model=name)
+    Args:
+        prompt: Tokens of the prompt, which does not count.
+        presence: Subtracted from the logit of each such token.
+        frequency: Subtracted as often as the text has it.
+    """
 
-    @staticmethod
-    def process_model_name(model_id: str) -> str:
-        """Return the name without adding a revision, as folders have none."""
-        return model_id
+    def __init__(self, prompt: int, presence: float, frequency: float) -> None:
+        self.prompt = prompt
+        self.presence = presence
+        self.frequency = frequency
 
-    def load_model_and_processor(
-        self, model_id_and_revision: str, progress_callback: Any = None, **others: Any
-    ) -> Any:
-        """Return the model and its tokenizer; `ValueError` if the name is another model's."""
-        if model_id_and_revision != self.force_model:
-            raise ValueError(
-                f"model is {model_id_and_revision!r}: this server has {self.force_model!r} alone"
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """See `LogitsProcessor`; masks, which are among the ids, are never chosen anyway."""
+        counts = torch.zeros_like(scores)
+        text = input_ids[:, self.prompt :]
+        counts.scatter_add_(1, text, torch.ones_like(text, dtype=counts.dtype))
+        return scores - self.frequency * counts - self.presence * (counts > 0)
+
+
+class Service:
+    """One model, its queue, and the requests to it.
+
+    Args:
+        name: The model's name for clients.
+        model: An `MRPForCausalLM`; its generation config holds for all options that a request does
+            not set.
+        tokenizer: Its tokenizer.
+        texts: Texts decoded at once.
+        waiting: Texts that wait for a place, at most.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        texts: int,
+        waiting: int,
+    ) -> None:
+        self.name = name
+        self.model = model
+        self.tokenizer = tokenizer
+        self.listed = Model(id=name, object="model", created=int(time.time()), owned_by="mrp")
+        self.metrics = Metrics()
+        self.most_waiting = waiting
+        self.reading = 0  # requests that are being read, which will wait
+        self.ending = False
+        limits = ContinuousBatchingConfig(max_requests_per_batch=texts)
+        self.manager: ContinuousBatchingManager = model.init_continuous_batching(
+            continuous_batching_config=limits
+        )
+        # Requests are read one at a time, with a tokenizer that nobody else uses meanwhile.
+        self._reader = ThreadPoolExecutor(1, "reader")
+        self._reading_tokenizer = copy.deepcopy(tokenizer)
+        self._scoring = asyncio.Lock()
+
+    def start(self) -> None:
+        """Start decoding."""
+        self.manager.start()
+
+    def stop(self) -> None:
+        """Take no more requests, and end those that run before their next round."""
+        self.ending = True
+        if self.manager.is_running():
+            self.manager.stop(block=False, hard_stop=True)
+
+    def close(self) -> None:
+        """Wait a little for the threads."""
+        self._reader.shutdown(wait=False, cancel_futures=True)
+        if self.manager.is_running():
+            self.manager.stop(hard_stop=True, timeout=_END_SECONDS)
+
+    def check_room(self) -> None:
+        """Refuse a request if the queue is full, or the server ends."""
+        if self.ending:
+            raise HTTPException(503, "the server is shutting down: ask again later")
+        if self.manager.waiting + self.reading >= self.most_waiting:
+            raise HTTPException(
+                429,
+                f"{self.most_waiting} texts wait already: ask again later",
+                {"Retry-After": str(_RETRY_SECONDS)},
             )
-        if progress_callback is not None:
-            progress_callback({"status": "ready", "model": self.force_model, "cached": True})
-        return self.loaded
 
-    def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
-        """List the one model, for `/v1/models`."""
-        return [{**self.listed, "owned_by": "mrp"}]
+    def check_model(self, name: str | None) -> None:
+        """Refuse the name of another model."""
+        if name not in (None, self.name):
+            raise HTTPException(
+                404, f"the model {name!r} does not exist: this server has {self.name!r} alone"
+            )
 
+    async def answer(
+        self, kind: type[ChatRequest] | type[CompletionRequest], body: bytes
+    ) -> Answer:
+        """Read a request, and let its texts be decoded.
 
-class _BoundedManager(GenerateManager):
-    """The thread that decodes, one request at a time, each within the model's positions."""
+        Raises:
+            HTTPException, ValueError: for what cannot be honoured.
+        """
+        self.check_room()
+        loop = asyncio.get_running_loop()
+        self.reading += 1
+        try:
+            asked = await loop.run_in_executor(self._reader, self._read, kind, body)
+            echoed = await self._echoed(asked) if asked.echo else []
+            texts = []
+            if asked.limit:
+                for index in range(len(asked.prompts) * asked.copies):
+                    texts.append(self._text(asked, f"{uuid4().hex}-{index}"))
+                await loop.run_in_executor(self._reader, self._enqueue, asked, texts)
+        finally:
+            self.reading -= 1
+        return Answer(asked, self.name, self._decode, texts, echoed)
 
-    def generate_streaming(
-        self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **others: Any
-    ) -> Any:
-        """Check prompt and options, and stream a text; without the check, errors would appear
-        inside the stream."""
-        _check_request(model, inputs, gen_config)
-        return super().generate_streaming(model, processor, inputs, gen_config, *args, **others)
+    def cancel(self, answer: Answer) -> None:
+        """End the texts of an answer for which nobody waits any more."""
+        for text in answer.texts:
+            self.manager.cancel_request(text.name)
 
-    async def generate_non_streaming(
-        self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **others: Any
-    ) -> Any:
-        """Check prompt and options, and decode a text."""
-        _check_request(model, inputs, gen_config)
-        return await super().generate_non_streaming(
-            model, processor, inputs, gen_config, *args, **others
+    def _decode(self, ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+
+    def _text(self, asked: Asked, name: str) -> TextOfAnswer:
+        return TextOfAnswer(name, self._decode, asked.stops, self.metrics.count)
+
+    def _read(self, kind: type[ChatRequest] | type[CompletionRequest], body: bytes) -> Asked:
+        """Check a request and tokenise its prompts, in the thread of the reader."""
+        request = kind.model_validate_json(body)
+        self.check_model(request.model)
+        config = self.model.config
+        options = options_of(request, config.vocab_size)
+        check_setting({"set": options}, config)
+        if isinstance(request, ChatRequest):
+            prompts = [self._chat_ids(request)]
+        else:
+            prompts = [self._prompt_ids(prompt) for prompt in request.prompts]
+        if len(prompts) * request.n > MOST_TEXTS:
+            raise ValueError(
+                f"the request asks for {len(prompts) * request.n} texts: ask for {MOST_TEXTS} at "
+                "most, prompts times n"
+            )
+        room = config.max_position_embeddings - max(map(len, prompts))
+        limit = request.limit
+        if limit is None:
+            limit = options.pop("max_new_tokens", None)
+        if limit is None:
+            limit = min(self.model.generation_config.max_new_tokens or _NEW_TOKENS, max(1, room))
+        options.pop("max_new_tokens", None)
+        echo = isinstance(request, CompletionRequest) and request.echo
+        if limit == 0 and not echo:
+            raise ValueError("max_tokens is 0: it must be an int of 1 or more, or ask for echo")
+        if limit > room:
+            raise ValueError(
+                f"a prompt of {max(map(len, prompts))} tokens and {limit} new ones exceed "
+                f"max_position_embeddings={config.max_position_embeddings}: shorten the prompt, or "
+                "lower max_tokens"
+            )
+        seed = options.pop("seed", None) if request.seed is None else request.seed
+        if isinstance(request, ChatRequest):
+            logprobs, top = request.logprobs, request.top_logprobs
+            if top and not logprobs:
+                raise ValueError("top_logprobs needs logprobs: set it to true")
+        else:
+            logprobs, top = request.logprobs is not None, request.logprobs or 0
+        return Asked(
+            isinstance(request, ChatRequest),
+            prompts,
+            request.n,
+            options,
+            limit,
+            seed,
+            (request.presence_penalty, request.frequency_penalty),
+            request.stops,
+            request.stream,
+            request.stream_options.include_usage,
+            logprobs,
+            top,
+            echo,
         )
 
+    def _chat_ids(self, request: ChatRequest) -> list[int]:
+        """Tokenise messages as the chat template writes them."""
+        messages = []
+        for message in request.messages:
+            role = "system" if message.role == "developer" else message.role
+            messages.append({"role": role, "content": message.text()})
+        self._check_size("\n".join(message["content"] for message in messages), "messages")
+        try:
+            text = self._reading_tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=False
+            )
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            raise ValueError(
+                f"messages cannot be written as a chat: {type(error).__name__}: {error}"
+            ) from error
+        ids = self._reading_tokenizer(str(text), add_special_tokens=False)["input_ids"]
+        return self._checked(ids)
 
-def _check_request(model: Any, inputs: Any, config: MRPGenerationConfig) -> None:
-    """Check that a prompt, [1, length] long, and its answer fit the model, or else raise
-    `ValueError`; set the limit of new tokens if there is none."""
-    ids = inputs["input_ids"]
-    positions = model.config.max_position_embeddings
-    check_ids(ids, None, model.config)
-    if config.max_new_tokens is None:
-        config.max_new_tokens = max(1, min(_NEW_TOKENS, positions - ids.shape[1]))
-    check_rows(torch.ones_like(ids, dtype=torch.bool), config.max_new_tokens, positions)
+    def _prompt_ids(self, prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, str):
+            self._check_size(prompt, "prompt")
+            return self._checked(self._reading_tokenizer(prompt)["input_ids"])
+        return self._checked(prompt)
 
+    def _check_size(self, text: str, source: str) -> None:
+        """Refuse a text with too many bytes for the model, before it is tokenised."""
+        check_utf8(text)
+        positions = self.model.config.max_position_embeddings
+        size = len(text.encode())
+        if size > _BYTES_OF_TOKEN * positions:
+            raise ValueError(
+                f"{source}: {size} bytes of text are more than max_position_embeddings={positions} "
+                "tokens: shorten it"
+            )
 
-class _State(GenerationState):
-    """The state of the server: one thread for all requests, so that texts are decoded one after the
-    other."""
+    def _checked(self, ids: list[int]) -> list[int]:
+        positions = self.model.config.max_position_embeddings
+        if len(ids) >= positions:
+            raise ValueError(
+                f"a prompt of {len(ids)} tokens and new ones exceed "
+                f"max_position_embeddings={positions}: shorten it"
+            )
+        check_ids(torch.tensor([ids], dtype=torch.long), None, self.model.config)
+        return ids
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.manager = _BoundedManager()
-
-    def get_manager(self, model_id: str, use_cb: bool = False) -> GenerateManager:
-        """Return the one decoding thread."""
-        return self.manager
-
-
-class _Options(BaseHandler):
-    """A handler that takes the options of `generate` from requests."""
-
-    def _validate_request(self, body: dict[str, Any]) -> None:
-        super()._validate_request(body)
-        for name, idle in _IDLE.items():
-            if body.get(name) not in (None, False, idle):
-                raise HTTPException(
-                    400, f"{name} is {body[name]!r}, which is not followed here: leave it out"
+    def _enqueue(self, asked: Asked, texts: Sequence[TextOfAnswer]) -> None:
+        """Ask the manager for the texts of a request: all of them, or none."""
+        try:
+            for index, text in enumerate(texts):
+                prompt = asked.prompts[index // asked.copies]
+                options = dict(asked.options)
+                if asked.seed is not None:
+                    options["seed"] = (asked.seed + index) % (1 << 62)
+                if any(asked.penalties):
+                    options["logits_processor"] = [CountPenalty(len(prompt), *asked.penalties)]
+                self.manager.register_result_handler(text.name, text.tell)
+                self.manager.add_request(
+                    prompt,
+                    text.name,
+                    asked.limit,
+                    streaming=asked.stream or bool(asked.stops),
+                    top_logprobs=asked.top,
+                    **options,
                 )
+        except BaseException:
+            for text in texts:
+                self.manager.cancel_request(text.name)
+            raise
 
-    def _build_generation_config(
-        self, body: dict[str, Any], model_generation_config: Any, use_cb: bool = False
-    ) -> Any:
-        """Return the model's generation config with a request's options; `ValueError` for options
-        that `generate` refuses."""
-        model, _ = self.model_manager.loaded
-        options = json.loads(body.get("generation_config") or "{}")
-        options.pop("transformers_version", None)
-        for name, option in _OPTIONS_BY_FIELD.items():
-            if body.get(name) is not None:
-                options[option] = body[name]
-        if "temperature" in options:
-            options["do_sample"] = options["temperature"] > 0
-            if not options["do_sample"]:
-                options["temperature"] = 1.0
-        if body.get("logit_bias"):
-            biases = body["logit_bias"].items()
-            options["sequence_bias"] = {(int(token),): float(bias) for token, bias in biases}
-        check_setting({"set": options}, model.config)
-        config = copy.deepcopy(model_generation_config)
-        config.update(**options)
-        return config
+    async def _echoed(self, asked: Asked) -> list[tuple[str, list[Token]]]:
+        """Make text and tokens of each prompt, with exact log-probabilities if they are wanted."""
+        echoed = []
+        for prompt in asked.prompts:
+            logprobs: list[float | None] = [None] * len(prompt)
+            top: list[dict[int, float]] = [{} for _ in prompt]
+            if asked.logprobs:
+                async with self._scoring:
+                    logprobs, top = await asyncio.to_thread(self._score, prompt, asked.top)
+            text = ""
+            tokens = []
+            for token, logprob, best in zip(prompt, logprobs, top, strict=True):
+                begin = len(text)
+                text += self._decode([token])
+                tokens.append(Token(token, logprob, best, begin, len(text)))
+            echoed.append((self._decode(prompt), tokens))
+        return echoed
+
+    def _score(
+        self, prompt: list[int], top: int
+    ) -> tuple[list[float | None], list[dict[int, float]]]:
+        """Score a prompt between two rounds; its first token has nothing before it, and by
+        convention no log-probability."""
+        with self.manager.pause():
+            ids = torch.tensor([prompt], device=self.model.device)
+            output = self.model.score(ids, top_tokens=top)
+        logprobs: list[float | None] = output.logprobs[0].tolist()
+        logprobs[0] = None
+        best: list[dict[int, float]] = [{} for _ in prompt]
+        if top:
+            rows = zip(output.top_ids[0].tolist(), output.top_logprobs[0].tolist(), strict=True)
+            best = [dict(zip(others, values, strict=True)) for others, values in rows]
+        return logprobs, best
 
 
-class _Chats(_Options, ChatCompletionHandler):
-    """The handler of chat completions."""
+async def whole(service: Service, answer: Answer) -> dict[str, Any]:
+    """Wait for all texts of an answer."""
+    for text in answer.texts:
+        while not text.ended:
+            await text.grow()
+        check_error(text)
+        if text.stopped:
+            service.manager.cancel_request(text.name)
+    return answer.whole()
 
 
-class _Completions(_Options, CompletionHandler):
-    """The handler of text completions."""
+async def parts(service: Service, answer: Answer) -> AsyncIterator[dict[str, Any]]:
+    """Yield the parts of an answer as its texts grow.
+
+    Raises:
+        HTTPException: for what ended a text.
+    """
+    for part in answer.opening():
+        yield part
+    begins = [0] * len(answer.texts)
+    growing = {asyncio.ensure_future(text.grow()): index for index, text in enumerate(answer.texts)}
+    try:
+        while growing:
+            await asyncio.wait(growing, return_when=asyncio.FIRST_COMPLETED)
+            for task in [task for task in growing if task.done()]:
+                index = growing.pop(task)
+                task.result()
+                text = answer.texts[index]
+                check_error(text)
+                grown, begins[index] = answer.part(index, begins[index])
+                if grown is not None:
+                    yield grown
+                if not text.ended:
+                    growing[asyncio.ensure_future(text.grow())] = index
+                elif text.stopped:
+                    service.manager.cancel_request(text.name)
+    finally:
+        for task in growing:
+            task.cancel()
+    if answer.asked.usage:
+        yield answer.closing()
+
+
+def check_error(text: TextOfAnswer) -> None:
+    """Raise the error that ended a text, if one did."""
+    if text.error is None:
+        return
+    if "has stopped" in text.error:
+        raise HTTPException(503, "the server is shutting down: ask again later")
+    if "no token with a finite score" in text.error:
+        raise HTTPException(400, text.error)
+    raise HTTPException(500, text.error)
+
+
+class Counted:
+    """An application whose answers are counted, by status."""
+
+    def __init__(self, app: Any, counts: Counter[int]) -> None:
+        self.app = app
+        self.counts = counts
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer a request."""
+
+        async def counted(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                self.counts[message["status"]] += 1
+            await send(message)
+
+        await self.app(scope, receive, counted)
+
+
+class EventStream(StreamingResponse):
+    """A stream of server-sent events; texts are ended when its client leaves."""
+
+    def __init__(self, service: Service, answer: Answer) -> None:
+        super().__init__(self._events(service, answer), media_type="text/event-stream")
+        self.headers["Cache-Control"] = "no-cache"
+        self.leave = partial(service.cancel, answer)
+
+    async def _events(self, service: Service, answer: Answer) -> AsyncIterator[bytes]:
+        try:
+            async for part in parts(service, answer):
+                yield self._event(part)
+        except HTTPException as error:
+            yield self._event(error_of(error.status_code, str(error.detail)))
+        yield b"data: [DONE]\n\n"
+
+    def _event(self, content: dict[str, Any]) -> bytes:
+        return b"data: " + JSONResponse(content).body + b"\n\n"
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Send the stream."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.leave()
+
+
+async def unless_left(request: Request, service: Service, answer: Answer) -> Response:
+    """Wait for an answer while its client does; end its texts if that leaves."""
+
+    async def left() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task = asyncio.ensure_future(whole(service, answer))
+    watch = asyncio.ensure_future(left())
+    try:
+        await asyncio.wait([task, watch], return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            return Response(status_code=499)
+        return JSONResponse(task.result())
+    finally:
+        service.cancel(answer)
+        task.cancel()
+        watch.cancel()
+
+
+async def body_of(request: Request) -> bytes:
+    """Read a body, as long as it is not too long, nor too slow."""
+    too_long = HTTPException(413, f"the body has more than {_BODY_BYTES} bytes: shorten it")
+    declared = request.headers.get("content-length", "0")
+    if declared.isdecimal() and int(declared) > _BODY_BYTES:
+        raise too_long
+    body = bytearray()
+    try:
+        async with asyncio.timeout(_BODY_SECONDS):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > _BODY_BYTES:
+                    raise too_long
+    except TimeoutError as error:
+        raise HTTPException(408, "the body did not come in time") from error
+    return bytes(body)
+
+
+def error_of(status: int, message: str, param: str | None = None) -> dict[str, Any]:
+    """Make OpenAI's error object."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    if len(message) > _SHOWN:
+        message = f"{message[: _SHOWN // 2]} ... {message[-_SHOWN // 2 :]}"
+    message = message.encode("utf-8", "replace").decode()
+    code = "model_not_found" if status == 404 and "model" in message else None
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def described(error: ValidationError) -> tuple[str, str | None]:
+    """Return the message of pydantic's first error, and the field that it is about."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    names = [str(part) for part in first["loc"] if "[" not in str(part)]
+    names = [name for name in names if name not in ("constrained-str", "str")]
+    field = ".".join(names)
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        message = "not followed here: leave it out"
+    return (f"{field}: {message}" if field else message), field or None
+
+
+async def refused(_request: Request, error: Exception) -> JSONResponse:
+    """Answer an error, in OpenAI's form."""
+    headers = None
+    param = None
+    message = str(error) or type(error).__name__
+    status = 500
+    if isinstance(error, StarletteHTTPException):
+        status, message = error.status_code, str(error.detail)
+        headers = error.headers
+    elif isinstance(error, ValidationError):
+        status = 400
+        message, param = described(error)
+    elif isinstance(error, ValueError | RecursionError | OverflowError):
+        status = 400
+    elif isinstance(error, RuntimeError) and "has stopped" in message:
+        status, message = 503, "the server is shutting down: ask again later"
+    return JSONResponse(error_of(status, message, param), status, headers)
 
 
 def application(
-    name: str, model: Any, tokenizer: PreTrainedTokenizerBase, *, loopback: bool = True
+    name: str,
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    loopback: bool = True,
+    api_key: str | None = None,
+    max_batch_size: int = 16,
+    max_queue_size: int = 64,
 ) -> FastAPI:
     """Make the application that answers requests: OpenAI's `/v1/chat/completions`,
-    `/v1/completions` and `/v1/models`, `/health`, and `/load_model`, which `transformers chat`
-    calls first.
+    `/v1/completions` and `/v1/models`, `/health`, `/metrics`, and `/load_model`, which
+    `transformers chat` calls first.
 
     Args:
         name: The model's name for clients.
@@ -187,31 +548,96 @@ def application(
         tokenizer: Its tokenizer.
         loopback: Whether only requests to a loopback name are answered, which keeps out requests of
             websites.
+        api_key: What clients have to send, if anything.
+        max_batch_size: Texts decoded at once.
+        max_queue_size: Texts that wait for a place, at most.
     """
-    manager = OneModel(name, model, tokenizer)
-    state = _State()
-    handlers = _Chats(manager, state), _Completions(manager, state)
-    unused: Any = None
-    app = build_server(manager, *handlers, unused, unused, unused, state)
-    app.router.routes[:] = [
-        route for route in app.router.routes if getattr(route, "path", None) in _PATHS
-    ]
+    service = Service(name, model, tokenizer, max_batch_size, max_queue_size)
 
-    async def refused(_request: Request, error: Exception) -> JSONResponse:
-        status = 400
-        message = str(error)
-        if isinstance(error, HTTPException):
-            status = error.status_code
-            message = error.detail
-        return JSONResponse(
-            {"error": {"message": message, "type": "invalid_request_error", "code": status}}, status
-        )
+    @asynccontextmanager
+    async def lifespan(_app: Any) -> AsyncIterator[None]:
+        service.start()
+        yield
+        service.stop()
+        await asyncio.to_thread(service.close)
 
-    for kind in (ValueError, HTTPException):
+    def authorised(request: Request) -> None:
+        key = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
+        if api_key is not None and not hmac.compare_digest(key, api_key.encode()):
+            raise HTTPException(
+                401, "the API key is missing or wrong", {"WWW-Authenticate": "Bearer"}
+            )
+
+    async def answered(kind: Any, request: Request) -> Response:
+        answer = await service.answer(kind, await body_of(request))
+        if answer.asked.stream:
+            return EventStream(service, answer)
+        return await unless_left(request, service, answer)
+
+    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.state.service = service
+    with_key = [Depends(authorised)]
+
+    @app.post("/v1/chat/completions", dependencies=with_key)
+    async def chat(request: Request) -> Response:
+        return await answered(ChatRequest, request)
+
+    @app.post("/v1/completions", dependencies=with_key)
+    async def complete(request: Request) -> Response:
+        return await answered(CompletionRequest, request)
+
+    @app.get("/v1/models", dependencies=with_key)
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [service.listed.model_dump()]}
+
+    @app.get("/v1/models/{model_id:path}", dependencies=with_key)
+    async def listed_model(model_id: str) -> dict[str, Any]:
+        service.check_model(model_id)
+        return service.listed.model_dump()
+
+    @app.post("/load_model", dependencies=with_key)
+    async def load(request: Request) -> Response:
+        with suppress(ValueError, AttributeError):
+            fields = await request.json()
+            service.check_model(fields.get("model"))
+        event = {"status": "ready", "model": name, "cached": True}
+        content = b"data: " + JSONResponse(event).body + b"\n\n"
+        return Response(content, media_type="text/event-stream")
+
+    @app.get("/health")
+    async def health() -> Response:
+        if service.ending or not service.manager.is_running():
+            return JSONResponse({"status": "ending"}, 503)
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/metrics", dependencies=with_key)
+    async def metrics() -> Response:
+        page = service.metrics.page(service.manager)
+        return PlainTextResponse(page, media_type="text/plain; version=0.0.4")
+
+    for kind in (ValueError, RuntimeError, RecursionError, OverflowError, StarletteHTTPException):
         app.add_exception_handler(kind, refused)
+    app.add_exception_handler(Exception, refused)
+
+    app.add_middleware(Counted, counts=service.metrics.answers)
     if loopback:
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=_LOOPBACK)
     return app
+
+
+class Server(uvicorn.Server):
+    """A server that ends texts before it waits for their answers, and at once if told twice."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """See `uvicorn.Server`."""
+        if self.should_exit:
+            os._exit(128 + sig)
+        super().handle_exit(sig, frame)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """See `uvicorn.Server`."""
+        self.config.app.state.service.stop()
+        await super().shutdown(sockets)
 
 
 def serve(options: ServeOptions) -> None:
@@ -230,5 +656,18 @@ def serve(options: ServeOptions) -> None:
     first = tokenizer("Hello", return_tensors="pt").to(model.device)
     # a device that cannot decode fails now, not in an answer
     model.generate(**first, tokenizer=tokenizer, max_new_tokens=1)
-    app = application(options.model, model, tokenizer, loopback=options.host in _LOOPBACK)
-    uvicorn.run(app, host=options.host, port=options.port)
+    app = application(
+        options.served_model_name or options.model,
+        model,
+        tokenizer,
+        loopback=options.host in _LOOPBACK,
+        api_key=options.api_key,
+        max_batch_size=options.max_batch_size,
+        max_queue_size=options.max_queue_size,
+    )
+    config = uvicorn.Config(
+        app, host=options.host, port=options.port, timeout_graceful_shutdown=_END_SECONDS
+    )
+    Server(config).run()
+    if app.state.service.manager.is_running():  # in a forward that takes seconds
+        os._exit(128 + signal.SIGTERM)

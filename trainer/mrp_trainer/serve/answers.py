@@ -1,0 +1,391 @@
+"""Answers in OpenAI's form: ids become text as they come, a stop string never shows, and
+log-probabilities, counts and the reason of an end stand where clients look for them."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+from uuid import uuid4
+
+from openai.types import Completion, CompletionChoice, CompletionUsage
+from openai.types.chat import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatCompletionMessage,
+    ChatCompletionTokenLogprob,
+)
+from openai.types.chat.chat_completion import Choice, ChoiceLogprobs
+from openai.types.chat.chat_completion_chunk import Choice as ChunkChoice
+from openai.types.chat.chat_completion_chunk import ChoiceDelta
+from openai.types.chat.chat_completion_token_logprob import TopLogprob
+from openai.types.completion_choice import Logprobs
+
+from modeling_mrp.generate.batching import RequestOutput
+from modeling_mrp.rules.state import Counts
+
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what decoders write for a part of a character
+
+
+class TextOfIds:
+    """Decodes ids one by one; what it has given does not change with later ids.
+
+    Args:
+        decode: Makes text of ids.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self.decode = decode
+        self._ids: list[int] = []
+        # Ids from `_begin` to `_read` are known to be text already; they are decoded again before
+        # new ones, as a decoder treats the first id of a text in its own way.
+        self._begin = self._read = 0
+
+    def add(self, token: int) -> str:
+        """Return the text that an id adds; "" while a character is not whole."""
+        self._ids.append(token)
+        text = self._new_text()
+        if not text or text.endswith(_UNFINISHED):
+            return ""
+        self._begin = self._read
+        self._read = len(self._ids)
+        return text
+
+    def end(self) -> str:
+        """Return what is left once there are no more ids."""
+        return self._new_text()
+
+    def _new_text(self) -> str:
+        known = self.decode(self._ids[self._begin : self._read])
+        return self.decode(self._ids[self._begin :])[len(known) :]
+
+
+@dataclass
+class Token:
+    """A token of an answer.
+
+    Attributes:
+        id: Its id.
+        logprob: Its log-probability; None where there is none.
+        top: Likeliest ids at its position, each with its log-probability.
+        begin, end: Where its text begins and ends in the answer.
+    """
+
+    id: int
+    logprob: float | None
+    top: dict[int, float]
+    begin: int
+    end: int
+
+
+class TextOfAnswer:
+    """One text of an answer while it is decoded; all but `tell` is for the event loop.
+
+    Args:
+        name: The name of its request.
+        decode: Makes text of ids.
+        stops: Texts that end it, and are no part of it.
+        counted: Called with the last result of the request, in the thread that decodes.
+
+    Attributes:
+        text: The text so far.
+        tokens: Its tokens so far, those of a stop string too.
+        finish_reason: "stop" or "length" once it is whole.
+        stopped: Whether a stop string ended it.
+        error: Why there will be no more of it, if that is so.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        decode: Callable[[Sequence[int]], str],
+        stops: Sequence[str],
+        counted: Callable[[RequestOutput], None],
+    ) -> None:
+        self.name = name
+        self.stops = stops
+        self.text = ""
+        self.tokens: list[Token] = []
+        self.finish_reason: str | None = None
+        self.stopped = False
+        self.error: str | None = None
+        self.counts = Counts(1, False)
+        self._longest = max(map(len, stops), default=0)
+        self._decoder = TextOfIds(decode)
+        self._counted = counted
+        self._latest: RequestOutput | None = None  # a slow reader gets several results at once
+        self._changed = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+
+    def tell(self, output: RequestOutput) -> None:
+        """Take a result, in the thread that decodes."""
+        if output.is_finished():
+            self._counted(output)
+        self._loop.call_soon_threadsafe(self._take, output)
+
+    def _take(self, output: RequestOutput) -> None:
+        self._latest = output
+        self._changed.set()
+
+    @property
+    def ended(self) -> bool:
+        """Whether there will be no more of it."""
+        return self.finish_reason is not None or self.error is not None
+
+    async def grow(self) -> None:
+        """Wait until there is more of the text, or it has ended."""
+        await self._changed.wait()
+        self._changed.clear()
+        output = self._latest
+        assert output is not None
+        self.counts = output.counts
+        for index in range(len(self.tokens), len(output.generated_tokens)):
+            token = output.generated_tokens[index]
+            top = output.top_logprobs[index] if output.top_logprobs else {}
+            begin = len(self.text)
+            self._write(self._decoder.add(token))
+            self.tokens.append(Token(token, output.logprobs[index], top, begin, len(self.text)))
+            if self.finish_reason is not None:
+                return
+        if output.error is not None:
+            self.error = output.error
+        elif output.is_finished():
+            self._write(self._decoder.end())
+            if self.finish_reason is None:
+                self.finish_reason = "length" if output.finish_reason == "length" else "stop"
+
+    def _write(self, piece: str) -> None:
+        """Add a piece to the text, up to a stop string."""
+        searched = max(0, len(self.text) - self._longest + 1)
+        self.text += piece
+        found = [self.text.find(stop, searched) for stop in self.stops if piece]
+        if begins := [index for index in found if index >= 0]:
+            self.text = self.text[: min(begins)]
+            self.finish_reason = "stop"
+            self.stopped = True
+
+    @property
+    def certain(self) -> int:
+        """The number of characters that can be sent: all but what may become a stop string."""
+        if not self.ended:
+            for length in range(min(self._longest - 1, len(self.text)), 0, -1):
+                if any(stop.startswith(self.text[-length:]) for stop in self.stops):
+                    return len(self.text) - length
+        return len(self.text)
+
+
+@dataclass
+class Asked:
+    """What a request asks for, ready to be decoded.
+
+    Attributes:
+        chat: Whether it is a chat.
+        prompts: The ids of each prompt.
+        copies: Texts of each prompt.
+        options: Options of `generate` of all of them.
+        limit: Tokens of a text, at most.
+        seed: The seed of the first text, or None.
+        penalties: Presence and frequency penalty.
+        stops: Texts that end a text.
+        stream, usage: Whether parts are sent as they come, and whether counts follow them.
+        logprobs: Whether log-probabilities are wanted.
+        top: Likeliest tokens that are wanted of each position.
+        echo: Whether the prompt is a part of the answer.
+    """
+
+    chat: bool
+    prompts: list[list[int]]
+    copies: int
+    options: dict[str, Any]
+    limit: int
+    seed: int | None
+    penalties: tuple[float, float]
+    stops: list[str]
+    stream: bool
+    usage: bool
+    logprobs: bool
+    top: int
+    echo: bool = False
+
+
+@dataclass
+class Answer:
+    """The answer to a request.
+
+    Attributes:
+        asked: What was asked.
+        model: The model's name for the client.
+        decode: Makes text of ids.
+        texts: The texts that are decoded for it; none where the prompt is all that is asked for.
+        echoed: By prompt, its text and tokens, where they are asked for.
+    """
+
+    asked: Asked
+    model: str
+    decode: Callable[[Sequence[int]], str]
+    texts: list[TextOfAnswer]
+    echoed: list[tuple[str, list[Token]]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        prefix = "chatcmpl" if self.asked.chat else "cmpl"
+        self._name = f"{prefix}-{uuid4().hex}"
+        self._created = int(time.time())
+
+    def whole(self) -> dict[str, Any]:
+        """Write the answer once all texts have ended."""
+        choices = []
+        for index in range(len(self.asked.prompts) * self.asked.copies):
+            text, tokens = "", list[Token]()
+            if self.echoed:
+                text, prompt_tokens = self.echoed[index // self.asked.copies]
+                tokens = list(prompt_tokens)
+            offset = len(text)
+            finish_reason = "length"
+            if self.texts:
+                row = self.texts[index]
+                text += row.text
+                tokens += _shifted(row, 0, len(row.text), offset)
+                finish_reason = row.finish_reason or "length"
+            choices.append(self._choice(index, text, tokens, finish_reason))
+        return self._enveloped(choices, usage=self._usage())
+
+    def opening(self) -> list[dict[str, Any]]:
+        """Write the first parts of a stream: roles, and echoed prompts."""
+        parts = []
+        for index in range(len(self.asked.prompts) * self.asked.copies):
+            if self.asked.chat:
+                delta = ChoiceDelta(role="assistant", content="")
+                choice = ChunkChoice(index=index, delta=delta, finish_reason=None, logprobs=None)
+                parts.append(self._enveloped([choice]))
+            elif self.echoed:
+                text, tokens = self.echoed[index // self.asked.copies]
+                end = None if self.texts else "length"
+                parts.append(self._enveloped([self._choice(index, text, tokens, end, part=True)]))
+        return parts
+
+    def part(self, index: int, begin: int) -> tuple[dict[str, Any] | None, int]:
+        """Write what is new of a text from its character `begin` on; return it, if it is anything,
+        and where the next part begins."""
+        row = self.texts[index]
+        end = row.certain
+        if end <= begin and row.finish_reason is None:
+            return None, begin
+        tokens = _shifted(row, begin, end, self._echoed_length(index))
+        choice = self._choice(index, row.text[begin:end], tokens, row.finish_reason, part=True)
+        return self._enveloped([choice]), end
+
+    def closing(self) -> dict[str, Any]:
+        """Write the counts behind a stream."""
+        return self._enveloped([], usage=self._usage())
+
+    def _echoed_length(self, index: int) -> int:
+        return len(self.echoed[index // self.asked.copies][0]) if self.echoed else 0
+
+    def _enveloped(self, choices: list[Any], **more: Any) -> dict[str, Any]:
+        """Put choices into what surrounds them."""
+        kind: Any = Completion
+        name = "text_completion"
+        if self.asked.chat and self.asked.stream:
+            kind, name = ChatCompletionChunk, "chat.completion.chunk"
+        elif self.asked.chat:
+            kind, name = ChatCompletion, "chat.completion"
+        envelope = kind.construct(
+            id=self._name, object=name, created=self._created, model=self.model, choices=choices
+        )
+        content: dict[str, Any] = envelope.model_dump(exclude_unset=True, mode="json")
+        return {**content, **more}
+
+    def _usage(self) -> dict[str, int]:
+        prompt = sum(map(len, self.asked.prompts))
+        new = sum(len(text.tokens) for text in self.texts)
+        usage = CompletionUsage(
+            prompt_tokens=prompt, completion_tokens=new, total_tokens=prompt + new
+        )
+        return usage.model_dump(exclude_unset=True)
+
+    def _choice(
+        self,
+        index: int,
+        text: str,
+        tokens: list[Token],
+        finish_reason: str | None,
+        part: bool = False,
+    ) -> Any:
+        """Write a text, or a part of one."""
+        common: dict[str, Any] = {"index": index, "finish_reason": finish_reason}
+        if finish_reason is not None and self.texts:
+            common["meta_info"] = meta_info(self.texts[index])
+        if not self.asked.chat:
+            logprobs = self._logprobs(tokens) if self.asked.logprobs else None
+            return CompletionChoice.construct(text=text, logprobs=logprobs, **common)
+        chat_logprobs = None
+        if self.asked.logprobs:
+            chat_logprobs = ChoiceLogprobs(content=list(map(self._chat_logprob, tokens)))
+        if part:
+            delta = ChoiceDelta.construct(content=text)
+            return ChunkChoice.construct(delta=delta, logprobs=chat_logprobs, **common)
+        message = ChatCompletionMessage(role="assistant", content=text, refusal=None)
+        return Choice.construct(message=message, logprobs=chat_logprobs, **common)
+
+    def _logprobs(self, tokens: list[Token]) -> Logprobs:
+        top: list[Any] = []
+        for token in tokens:
+            best = dict[str, float]()
+            for other, logprob in token.top.items():
+                best.setdefault(self.decode([other]), logprob)
+            top.append(best if token.logprob is not None else None)
+        return Logprobs.construct(
+            tokens=[self.decode([token.id]) for token in tokens],
+            token_logprobs=[token.logprob for token in tokens],
+            top_logprobs=top if self.asked.top else None,
+            text_offset=[token.begin for token in tokens],
+        )
+
+    def _chat_logprob(self, token: Token) -> ChatCompletionTokenLogprob:
+        text = self.decode([token.id])
+        top = []
+        for other, logprob in token.top.items():
+            other_text = self.decode([other])
+            top.append(
+                TopLogprob(token=other_text, logprob=logprob, bytes=list(other_text.encode()))
+            )
+        return ChatCompletionTokenLogprob(
+            token=text, logprob=token.logprob or 0.0, bytes=list(text.encode()), top_logprobs=top
+        )
+
+
+def _shifted(row: TextOfAnswer, begin: int, end: int, offset: int) -> list[Token]:
+    """List the tokens whose text begins from the character `begin` on and before `end`, at their
+    places in a text that has `offset` characters before; at the end of a text also those that have
+    no text there, such as an eos."""
+    last = row.ended and not row.stopped and end == len(row.text)
+    tokens = []
+    for token in row.tokens:
+        if begin <= token.begin < end or (last and token.begin == end):
+            tokens.append(replace(token, begin=token.begin + offset, end=token.end + offset))
+    return tokens
+
+
+def meta_info(row: TextOfAnswer) -> dict[str, Any]:
+    """Collect what a text has cost, under SGLang's names for speculation and under ours."""
+    counts = row.counts
+    rounds = sum(counts.lengths)
+    tokens = len(row.tokens)
+    return {
+        "spec_verify_ct": rounds,
+        "spec_accept_length": tokens / max(1, rounds),
+        "spec_accept_rate": counts.accepted / max(1, counts.drafted),
+        "spec_accept_token_num": counts.accepted,
+        "spec_draft_token_num": counts.drafted,
+        "mrp": {
+            "forwards": counts.forwards,
+            "head_forwards": counts.head_forwards,
+            "drafted": counts.drafted,
+            "accepted": counts.accepted,
+            "revoked": counts.revoked,
+            "tokens_per_forward": tokens / max(1, counts.forwards),
+            "acceptance": counts.accepted / max(1, counts.drafted),
+            "offered_at_depth": counts.offered_at_depth,
+            "accepted_at_depth": counts.accepted_at_depth,
+        },
+    }

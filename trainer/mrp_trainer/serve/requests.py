@@ -1,0 +1,257 @@
+"""Requests in OpenAI's form: what each may say, checked before any work, and the options of
+`generate` that it means.
+
+A field is followed, or asks for nothing, or is refused: pydantic's models below are the list of
+what is followed (`ChatRequest`, `CompletionRequest`), and further fields have to be options of
+`generate` (`SETTABLE`). A field that OpenAI has and this server has not is refused unless its value
+asks for nothing (`_IDLE`). `options_of` is the one place where fields become options, and where a
+constraint on the text would become one.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+
+from modeling_mrp.generate.option_table import OPTIONS, closest_name
+from modeling_mrp.generate.options import OPTION_NAMES
+
+MOST_TEXTS = 16  # of one request
+MOST_TOP = 20  # likeliest tokens of a position
+# Options of `generate` that a request may set, by their names.
+SETTABLE = {option.name for option in OPTIONS} - {"kernels", "graphs", "max_batch_size", "seed"}
+SETTABLE |= {"top_k", "min_p", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff"}
+SETTABLE |= {"repetition_penalty", "no_repeat_ngram_size", "min_new_tokens"}
+# Those that the JSON of a generation config may set, too, which `transformers chat` sends.
+_OF_JSON = SETTABLE | {"do_sample", "temperature", "top_p", "max_new_tokens", "seed"}
+_OF_JSON |= {"eos_token_id", "stop_strings"}
+# What one request may ask for, so that it does not hold up the others.
+_MOST = {"num_draft_states": 16, "draft_branches": 8, "draft_passes": 8}
+_MOST |= {"prompt_lookup_num_tokens": 64, "max_matching_ngram_size": 16}
+# Fields for the books of whoever asks, and values of others that ask for nothing.
+_NOTES = {"user", "metadata", "safety_identifier", "prompt_cache_key", "service_tier", "store"}
+_IDLE: dict[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "functions": ([],),
+    "tool_choice": ("none", "auto"),
+    "function_call": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "best_of": (1,),
+    "suffix": ("",),
+}
+
+Stop = Annotated[str, StringConstraints(min_length=1, max_length=100)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(min_length=1)]
+Text = Annotated[str, StringConstraints(min_length=1)]
+
+
+class _Strict(BaseModel):
+    """An object of JSON with these fields alone, of just these types."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, fields: Any) -> Any:
+        """Leave out what is null."""
+        if not isinstance(fields, dict):
+            return fields
+        return {name: value for name, value in fields.items() if value is not None}
+
+
+class Part(_Strict):
+    """A part of a message: text, and nothing else."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(_Strict):
+    """A message of text. What chat templates would drop in silence is refused."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[Part]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_empty(cls, fields: Any) -> Any:
+        """Leave out what an assistant's message has where it called no tool, as clients send it
+        back."""
+        if not isinstance(fields, dict):
+            return fields
+        return {
+            name: value
+            for name, value in fields.items()
+            if name in ("role", "content") or value not in ([], "")
+        }
+
+    def text(self) -> str:
+        """Return the content as one text."""
+        if isinstance(self.content, str):
+            return self.content
+        return "\n".join(part.text for part in self.content)
+
+
+class StreamOptions(_Strict):
+    """Options of a stream."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False  # there is none
+
+
+class Request(_Strict):
+    """What chats and completions have in common."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    n: int = Field(1, ge=1, le=MOST_TEXTS)
+    max_tokens: int | None = Field(None, ge=0)
+    min_tokens: int | None = Field(None, ge=0)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
+    stop: Stop | Annotated[list[Stop], Field(max_length=16)] = Field([])
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field({}, max_length=300)
+    ignore_eos: bool = False
+    generation_config: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_idle(cls, fields: Any) -> Any:
+        """Leave out fields that ask for nothing."""
+        if not isinstance(fields, dict):
+            return fields
+        kept = {}
+        for name, value in fields.items():
+            idle = any(type(value) is type(none) and value == none for none in _IDLE.get(name, ()))
+            if name not in _NOTES and not idle:
+                kept[name] = value
+        return kept
+
+    @model_validator(mode="after")
+    def _followed(self) -> "Request":
+        """Refuse fields that are neither followed nor options of `generate`."""
+        known = type(self).model_fields.keys() | SETTABLE
+        for name in self.model_extra or {}:
+            if name not in known:
+                raise ValueError(
+                    f"{name} is not followed here{closest_name(name, known)}: leave it out"
+                )
+        return self
+
+    @property
+    def stops(self) -> list[str]:
+        """The texts that end a text."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+
+class ChatRequest(Request):
+    """A request of `/v1/chat/completions`."""
+
+    messages: list[Message] = Field(min_length=1, max_length=2048)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=MOST_TOP)
+
+    @property
+    def limit(self) -> int | None:
+        """The most tokens of a text."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+class CompletionRequest(Request):
+    """A request of `/v1/completions`."""
+
+    prompt: (
+        Text
+        | TokenIds
+        | Annotated[list[Text], Field(min_length=1, max_length=MOST_TEXTS)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MOST_TEXTS)]
+    )
+    logprobs: int | None = Field(None, ge=0, le=MOST_TOP)
+    echo: bool = False
+
+    @property
+    def limit(self) -> int | None:
+        """The most tokens of a text."""
+        return self.max_tokens
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """The prompts, one or several."""
+        prompt: Any = self.prompt
+        single = isinstance(prompt, str) or isinstance(prompt[0], int)
+        return [prompt] if single else prompt
+
+
+def options_of(request: Request, vocab_size: int) -> dict[str, Any]:
+    """Translate the fields of a request into options of `generate`, all but those that the row of
+    one text has alone (its seed, its limit).
+
+    Raises:
+        ValueError: for options out of bounds, and ids outside the vocabulary.
+    """
+    options = {} if request.generation_config is None else _from_json(request.generation_config)
+    options |= request.model_extra or {}
+    for name, most in _MOST.items():
+        value = options.get(name)
+        if isinstance(value, int) and value > most:
+            raise ValueError(f"{name} is {value}: a request may ask for {most} at most")
+    if request.min_tokens is not None:
+        options["min_new_tokens"] = request.min_tokens
+    if request.top_p is not None:
+        options["top_p"] = request.top_p
+    temperature = options.get("temperature", 1.0 if request.top_p is not None else None)
+    if request.temperature is not None:
+        temperature = request.temperature
+    if temperature is not None and options.get("do_sample") is not False:
+        options["do_sample"] = temperature > 0
+        options["temperature"] = float(temperature) or 1.0
+    if request.ignore_eos:
+        options["eos_token_id"] = []
+    if request.logit_bias:
+        options["sequence_bias"] = _biases(request.logit_bias, vocab_size)
+    if "stop_strings" in options:
+        raise ValueError("generation_config has stop_strings: use the field stop")
+    return options
+
+
+def _biases(given: Mapping[str, float], vocab_size: int) -> list[list[Any]]:
+    """Translate `logit_bias` into `sequence_bias`."""
+    for token in given:
+        if not (token.isascii() and token.isdecimal() and len(token) < 10) or (
+            int(token) >= vocab_size
+        ):
+            raise ValueError(f"logit_bias has {token[:40]!r}: give ids of tokens")
+    return [[[int(token)], bias] for token, bias in given.items()]
+
+
+def _from_json(text: str) -> dict[str, Any]:
+    """Read a generation config that a request brings."""
+    try:
+        fields = json.loads(text or "{}")
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"generation_config is no JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ValueError("generation_config must be the JSON of an object")
+    options = {name: value for name, value in fields.items() if value is not None}
+    options.pop("transformers_version", None)
+    for name in options:
+        if name not in OPTION_NAMES:
+            raise ValueError(
+                f"generation_config has {name}: generate has no such option"
+                f"{closest_name(name, OPTION_NAMES)}"
+            )
+        if name not in _OF_JSON:
+            raise ValueError(
+                f"generation_config has {name}, which no request can set: leave it out"
+            )
+    return options
