@@ -50,6 +50,43 @@ _SEED = Values(
 )
 
 
+def _is_language(value: Any, _: int) -> bool:
+    """Tell if a language is not empty; or a list of them by row, None where a row has none."""
+    languages = value if isinstance(value, list | tuple) else [value]
+    return bool(languages) and all(
+        language is None or (isinstance(language, str | dict) and bool(language or language == {}))
+        for language in languages
+    )
+
+
+def _are_choices(value: Any, _: int) -> bool:
+    """Tell if choices are texts; or lists of texts by row, None where a row has none."""
+    if all(isinstance(choice, str) for choice in value):
+        return bool(value)
+    return all(
+        choices is None
+        or (isinstance(choices, list | tuple) and choices and _are_choices(choices, 0))
+        for choices in value
+    )
+
+
+_LANGUAGE = Values(
+    str | list | tuple,
+    lambda value, _: _is_language(value, 0) and not isinstance(value, dict),
+    "use a text, or a list of one per prompt, None for none",
+)
+_SCHEMA = Values(
+    str | dict | list | tuple,
+    _is_language,
+    "use a schema, a dict or its JSON, or a list of one per prompt, None for none",
+)
+_CHOICES = Values(
+    list | tuple,
+    _are_choices,
+    "use a list of texts, or a list of such lists, one per prompt, None for none",
+)
+
+
 def _one_of(names: tuple[str, ...]) -> Values:
     return Values(str, lambda value, _: value in names, f"choose one of {', '.join(names)}")
 
@@ -60,6 +97,9 @@ def _rule_or_one_of(names: tuple[str, ...]) -> Values:
         lambda value, _: isinstance(value, RevealRule) or value in names,
         f"choose one of {', '.join(names)}, or pass a RevealRule",
     )
+
+# Options that say what texts there may be.
+CONSTRAINTS = ("regex", "choices", "json_schema", "grammar")
 
 
 class DecodingOptions:
@@ -88,6 +128,13 @@ class DecodingOptions:
         residual_delta: for the rule `residual`, in logits
         max_batch_size: rows that are decoded at once; the others wait, and each takes the place of
             one that has ended; None: all
+        regex: a pattern, in the syntax of Rust's `regex`, that the whole new text matches; this and
+            the next three need `tokenizer=` and the extra `constraints`, and take a list of one per
+            prompt, too
+        choices: texts, one of which the new text is
+        json_schema: a JSON schema, a dict or its text, of which the new text is a value
+        grammar: a grammar, of Lark or GBNF, whose text the new text is or, cut at
+            `max_new_tokens`, begins
         seed: with `do_sample`: an int s seeds row i with s + i, a list each row, None draws by
             torch
         kernels: Triton kernels: None: if possible; True: required; False: never
@@ -106,6 +153,12 @@ class DecodingOptions:
     remask_rule: Annotated[str | None, "reread", _one_of(REMASK_RULES), ("mrp_remask",)] = None
     residual_delta: Annotated[float | None, 1.0, POSITIVE, ("mrp_remask",)] = None
     max_batch_size: Annotated[int | None, None, COUNT] = None
+    regex: Annotated[str | list[str | None] | None, None, _LANGUAGE] = None
+    choices: Annotated[list[Any] | None, None, _CHOICES] = None
+    json_schema: Annotated[str | dict[str, Any] | list[Any] | None, None, _SCHEMA] = None
+    grammar: Annotated[
+        str | list[str | None] | None, None, _LANGUAGE, ("sequential",)
+    ] = None
     seed: Annotated[int | list[int] | None, None, _SEED] = None
     kernels: Annotated[bool | None, None, _SWITCH] = None
     graphs: Annotated[bool | None, None, _SWITCH] = None

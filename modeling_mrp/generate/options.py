@@ -231,7 +231,7 @@ def resolved(
             f"{', '.join(idle)}: no effect with decoding={config.decoding!r} here. Leave out either"
         )
     check_callables(others)
-    tokenizer, strings = others.pop("tokenizer", None), config.stop_strings
+    tokenizer, strings = others.get("tokenizer"), config.stop_strings
     if strings is not None and not hasattr(tokenizer, "get_vocab"):
         raise ValueError(
             f"stop_strings={strings!r} need the tokenizer: pass tokenizer=... to generate, not "
