@@ -1,6 +1,6 @@
 """Automata: of bytes, as a regex makes them, and of tokens, as a text is decoded in."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -103,24 +103,19 @@ class TokenTrie:
         self.tokens = self.tokens[np.argsort(ends, kind="stable")]
 
     def longest(self, text: bytes) -> int:
-        """Return the id of the longest token that `text` begins with, a byte of it at least."""
-        token = -1
-        for token in self.prefixes(text):  # the last one counts
-            pass
-        return token
-
-    def prefixes(self, text: bytes) -> Iterator[int]:
-        """Yield the ids of tokens that `text` begins with, the shortest first."""
-        node = 0
+        """Return the id of the longest token that `text` begins with, -1 if there is none."""
+        node, longest = 0, -1
         for letter in text:
             children = slice(
                 self.first_child[node], self.first_child[node] + self.child_count[node]
             )
             (matches,) = np.nonzero(self.byte[children] == letter)
             if not len(matches):
-                return
+                break
             node = self.first_child[node] + matches[0]
-            yield from self.tokens[self.first_token[node] :][: self.token_count[node]].tolist()
+            if self.token_count[node]:
+                longest = int(self.tokens[self.first_token[node]])
+        return longest
 
     def walk(
         self, automaton: ByteAutomaton, states: Sequence[int]
@@ -352,20 +347,20 @@ def token_automaton(
                 free.append(state)
                 continue
             forced = trie.longest(automaton.forced(state))
-            target = state
+            behind = state
             for letter in trie.text[forced]:
-                target = automaton.next_state[target, letter]
+                behind = int(automaton.next_state[behind, letter])
             sources.append(np.array([state], np.int32))
             tokens.append(np.array([forced], np.int32))
-            targets.append(np.array([target], np.int32))
-            reached.append(target)
+            targets.append(np.array([behind], np.int32))
+            reached.append(behind)
         if free:
             transitions = trie.walk(automaton, free)
             sources.append(transitions[0])
             tokens.append(transitions[1])
             targets.append(transitions[2])
             reached.extend(np.unique(transitions[2]).tolist())
-        pending = sorted({int(state) for state in reached if not seen[state]})
+        pending = sorted({state for state in reached if not seen[state]})
         seen[pending] = True
     source, token, target = (np.concatenate(parts) for parts in (sources, tokens, targets))
     alive = alive_states(source, target, automaton.final & seen)

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 from ..rules.constraint import Constraint, TokenSet
-from .automaton import States, TokenAutomaton, members
+from .automaton import States, TokenAutomaton
 
 # States of which what they allow is kept: more than those of two blocks.
-_REMEMBERED = 4096
+_KNOWN_STATES = 4096
 
 
 class AutomatonConstraint(Constraint):
@@ -26,9 +26,7 @@ class AutomatonConstraint(Constraint):
 
     first = 0
 
-    def __init__(
-        self, automaton: TokenAutomaton, prompt: int, limit: int, mask_id: int
-    ) -> None:
+    def __init__(self, automaton: TokenAutomaton, prompt: int, limit: int, mask_id: int) -> None:
         self.automaton = automaton
         self.prompt = prompt
         self.limit = limit
@@ -37,12 +35,12 @@ class AutomatonConstraint(Constraint):
 
     def advance(self, origin: int, start: int, ids: Sequence[int]) -> int | None:
         """See `Constraint`."""
-        state: int | None = origin
         for token in ids[max(0, self.prompt - start) :]:
-            if state is None:
-                break
-            state = self.automaton.step(state, token)
-        return state
+            following = self.automaton.step(origin, token)
+            if following is None:
+                return None
+            origin = following
+        return origin
 
     def allowed(
         self, origin: int, start: int, ids: tuple[int, ...], columns: Sequence[int]
@@ -68,7 +66,7 @@ class AutomatonConstraint(Constraint):
         key = (origin, start, ids)
         paths = self._paths.get(key)
         if paths is None:
-            if len(self._paths) >= _REMEMBERED:
+            if len(self._paths) >= _KNOWN_STATES:
                 self._paths.clear()
             paths = self._paths[key] = self._find_paths(origin, start, ids)
         return paths
@@ -76,17 +74,17 @@ class AutomatonConstraint(Constraint):
     def _find_paths(self, origin: int, start: int, ids: tuple[int, ...]) -> list[States]:
         automaton = self.automaton
         end: States = 1 << automaton.end
-        tokens = []
+        known: list[int | None] = []
         for token in ids[max(0, self.prompt - start) :]:
-            tokens.append(None if token == self.mask_id else token)
+            known.append(None if token == self.mask_id else token)
         position = max(start, self.prompt)
         paths: list[States] = [1 << origin]
-        for token in tokens:
-            states = automaton.behind(paths[-1], token)
+        for known_token in known:
+            states = automaton.behind(paths[-1], known_token)
             position += 1
             paths.append(states & end if position > self.limit else states)
         if position <= self.limit:
             paths[-1] &= automaton.ending_within(self.limit - position)
-        for index in range(len(tokens) - 1, -1, -1):
-            paths[index] = automaton.before(paths[index], tokens[index], paths[index + 1])
+        for index in range(len(known) - 1, -1, -1):
+            paths[index] = automaton.before(paths[index], known[index], paths[index + 1])
         return paths

@@ -9,7 +9,7 @@ from ..rules.constraint import Constraint, TokenSet
 from .automaton import PackedSet
 
 # Token sets of which each is kept for what stands on its left.
-_REMEMBERED = 256
+_KNOWN_TEXTS = 256
 
 
 class GrammarConstraint(Constraint):
@@ -47,9 +47,7 @@ class GrammarConstraint(Constraint):
         known = self.known(origin, start, ids)
         return known if len(ids) - max(0, self.prompt - start) + len(origin) == len(known) else None
 
-    def known(
-        self, origin: tuple[int, ...], start: int, ids: Sequence[int]
-    ) -> tuple[int, ...]:
+    def known(self, origin: tuple[int, ...], start: int, ids: Sequence[int]) -> tuple[int, ...]:
         """Return the tokens of a text up to its first mask or eos."""
         tokens = []
         for token in ids[max(0, self.prompt - start) :]:
@@ -79,7 +77,7 @@ class GrammarConstraint(Constraint):
     def tokens(self, known: tuple[int, ...]) -> PackedSet | None:
         """Return the tokens that may follow; None if the text is not one of the grammar."""
         if known not in self._sets:
-            if len(self._sets) >= _REMEMBERED:
+            if len(self._sets) >= _KNOWN_TEXTS:
                 self._sets.clear()
             self._sets[known] = self._tokens() if self.follow(known) else None
         return self._sets[known]

@@ -3,7 +3,6 @@
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..rules.constraint import Constraint
@@ -19,7 +18,7 @@ except ImportError:
     LLMatcher = None
 
 # Automata that are kept for later calls, by tokenizer.
-_KEPT = 8
+_KEPT_AUTOMATA = 8
 
 
 class Vocabulary(NamedTuple):
@@ -80,7 +79,7 @@ class Languages:
                 raise ValueError("the tokenizer's tokens make none of its texts")
             automaton = made
         self._automata[pattern] = automaton
-        while len(self._automata) > _KEPT:
+        while len(self._automata) > _KEPT_AUTOMATA:
             self._automata.popitem(last=False)
         return automaton
 

@@ -14,9 +14,8 @@ try:
 except ImportError:
     outlines_core = None
 
-# Ends the texts of which outlines-core makes an automaton: its own (0.2.14) has no way on from where
-# a text may end, unless to where it may end again, and of `a|ab` the first alone. A noncharacter,
-# which no text holds.
+# Ends the texts of which outlines-core makes an automaton. Without it (0.2.14) `ab(ab)?` has no way
+# on from `ab`, and `a|ab` none from `a`. It is a noncharacter, which no text holds.
 _END = "\U0010ffff"
 
 INSTALL = "pip install 'modeling-mrp[constraints]'"

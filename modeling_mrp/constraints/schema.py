@@ -10,10 +10,8 @@ from .patterns import byte_automaton, pattern_of
 # Stands where JSON allows space, and in no schema (a private-use character).
 _SPACE = "\ue000"
 # Keywords that no value depends on.
-_ANNOTATIONS = frozenset(
-    ["title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"]
-    + ["$comment", "$schema", "$defs", "definitions"]
-)
+_ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "readOnly"}
+_ANNOTATIONS |= {"writeOnly", "$comment", "$schema", "$defs", "definitions"}
 # By keyword that says what a value is, the keywords that may stand beside it.
 _BESIDE = {"$ref": set(), "const": {"type"}, "enum": {"type"}, "anyOf": set(), "allOf": set()}
 _OF_TYPE = {
@@ -123,7 +121,7 @@ class Checker:
             values = [value] if name == "const" else value
             if not values:
                 self.refuse(name, path, "empty")
-            if not all([self.has_type(each, keywords.get("type")) for each in values]):
+            if not all(self.has_type(each, keywords.get("type")) for each in values):
                 self.refuse(name, path, "of another type")
             return {"enum": values}
         if name == "allOf" and len(value) > 1:

@@ -57,8 +57,8 @@ def values_by_row(name: str, value: Any, rows: int) -> Sequence[Any]:
         return [value] * rows
     if len(value) != rows:
         raise ValueError(
-            f"{name} has {len(value)} values for {rows} prompts: give one for all, or a list of one "
-            "per prompt"
+            f"{name} has {len(value)} values for {rows} prompts: give one for all, or a list of "
+            "one per prompt"
         )
     return value
 

@@ -191,10 +191,10 @@ class MRPGenerationMixin(GenerationMixin):
         if cache is not None:
             check_past(cache, self, len(prompt), model_key)
         languages: list[Language | None] = []
-        for language in languages_by_row(
-            config, others.pop("tokenizer", None), len(prompt), vocab_size, mask_id
-        ):
-            languages += [language] * copies
+        tokenizer = others.pop("tokenizer", None)
+        if config.is_constrained:
+            for language in languages_by_row(config, tokenizer, len(prompt), vocab_size, mask_id):
+                languages += [language] * copies
         if infill_ids is not None:
             check_ids(infill_ids, None, self.config, len(prompt))
             infill_ids = infill_ids.repeat_interleave(copies, 0)
@@ -384,7 +384,14 @@ def _decode(
     if is_constrained:
         _check_languages(languages, mode, new, least, infill_ids)
     rows = laid_out(
-        prompts, infill_ids, new, config, least, model.config, picker.bans, languages,
+        prompts,
+        infill_ids,
+        new,
+        config,
+        least,
+        model.config,
+        picker.bans,
+        languages,
         picker.processors is None,
     )
     for row in rows:
@@ -483,8 +490,8 @@ def _check_languages(
         if language.matcher is not None and (mode.refine or not mode.rule.left_to_right):
             raise ValueError(
                 "grammar says what may follow a text, and here tokens are revealed in another "
-                "order: use the target 'sequential' with one token a step, or json_schema or regex, "
-                "which hold in any order"
+                "order: use the target 'sequential' with one token a step, or json_schema or "
+                "regex, which hold in any order"
             )
         if language.shortest > new:
             raise ValueError(

@@ -7,9 +7,10 @@ that a command line prints its help at once.
 """
 
 import difflib
+import json
 import re
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from inspect import getdoc
 from numbers import Integral, Real
@@ -50,13 +51,27 @@ _SEED = Values(
 )
 
 
-def _is_language(value: Any, _: int) -> bool:
-    """Tell if a language is not empty; or a list of them by row, None where a row has none."""
-    languages = value if isinstance(value, list | tuple) else [value]
-    return bool(languages) and all(
-        language is None or (isinstance(language, str | dict) and bool(language or language == {}))
-        for language in languages
-    )
+def _by_row(holds: Callable[[Any], bool]) -> Callable[[Any, int], bool]:
+    """Make a predicate of values, and of lists of them by row, None where a row has none."""
+
+    def all_hold(value: Any, _: int) -> bool:
+        values = value if isinstance(value, list | tuple) else [value]
+        return bool(values) and all(each is None or holds(each) for each in values)
+
+    return all_hold
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _is_schema(value: Any) -> bool:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return False
+    return isinstance(value, dict) and value != {}
 
 
 def _are_choices(value: Any, _: int) -> bool:
@@ -72,12 +87,12 @@ def _are_choices(value: Any, _: int) -> bool:
 
 _LANGUAGE = Values(
     str | list | tuple,
-    lambda value, _: _is_language(value, 0) and not isinstance(value, dict),
+    _by_row(_is_text),
     "use a text, or a list of one per prompt, None for none",
 )
 _SCHEMA = Values(
     str | dict | list | tuple,
-    _is_language,
+    _by_row(_is_schema),
     "use a schema, a dict or its JSON, or a list of one per prompt, None for none",
 )
 _CHOICES = Values(
@@ -97,6 +112,7 @@ def _rule_or_one_of(names: tuple[str, ...]) -> Values:
         lambda value, _: isinstance(value, RevealRule) or value in names,
         f"choose one of {', '.join(names)}, or pass a RevealRule",
     )
+
 
 # Options that say what texts there may be.
 CONSTRAINTS = ("regex", "choices", "json_schema", "grammar")
@@ -156,9 +172,7 @@ class DecodingOptions:
     regex: Annotated[str | list[str | None] | None, None, _LANGUAGE] = None
     choices: Annotated[list[Any] | None, None, _CHOICES] = None
     json_schema: Annotated[str | dict[str, Any] | list[Any] | None, None, _SCHEMA] = None
-    grammar: Annotated[
-        str | list[str | None] | None, None, _LANGUAGE, ("sequential",)
-    ] = None
+    grammar: Annotated[str | list[str | None] | None, None, _LANGUAGE, ("sequential",)] = None
     seed: Annotated[int | list[int] | None, None, _SEED] = None
     kernels: Annotated[bool | None, None, _SWITCH] = None
     graphs: Annotated[bool | None, None, _SWITCH] = None

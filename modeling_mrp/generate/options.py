@@ -15,6 +15,7 @@ from ..rules.reveal import RevealRule, logit
 from .budget import WIDTHS
 from .loop import Drafting, Mode
 from .option_table import (
+    CONSTRAINTS,
     DECODINGS,
     DRAFTING,
     OF_SAMPLING,
@@ -129,6 +130,11 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
         others = copy.copy(self)
         others.prompt_lookup_num_tokens = None
         return super(MRPGenerationConfig, others).get_generation_mode(assistant_model)
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether an option says what texts there may be."""
+        return any(getattr(self, name) is not None for name in CONSTRAINTS)
 
     def eos_ids(self) -> list[int]:
         """List the ids that end a row; `eos_token_id` may be None, one id, several, or a tensor of

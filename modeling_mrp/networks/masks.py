@@ -8,7 +8,7 @@ from torch import Tensor
 from ..rules.constraint import TokenSet
 
 # Sets on the device: of 150,000 tokens, 75 MB.
-_KEPT = 512
+_MASKS_ON_DEVICE = 512
 
 
 class TokenMasks:
@@ -18,9 +18,7 @@ class TokenMasks:
         self._index: dict[TokenSet, int] = {}
         self._table: Tensor | None = None
 
-    def bar(
-        self, logits: Tensor, sets: Sequence[TokenSet | None]
-    ) -> Tensor:
+    def bar(self, logits: Tensor, sets: Sequence[TokenSet | None]) -> Tensor:
         """Return logits [n, vocab] with -inf at tokens outside each row's set; None: all are in."""
         rows = []
         members = []
@@ -39,7 +37,7 @@ class TokenMasks:
     def _indices_of(self, sets: Sequence[TokenSet], logits: Tensor) -> Tensor:
         """Return the rows of the table [n] of sets, which are put there if they are new."""
         new = list(dict.fromkeys(sets).keys() - self._index.keys())
-        if len(self._index) + len(new) > _KEPT:
+        if len(self._index) + len(new) > _MASKS_ON_DEVICE:
             self._index.clear()
             self._table = None
             new = list(dict.fromkeys(sets))

@@ -148,7 +148,6 @@ class Picker:
         shortlist: Number of likeliest tokens to return, which the head's drafts then choose
             `among`; 0: drafts use all tokens.
         dispatch: Decides between kernels and PyTorch.
-        masks: What constraints allow, on the device.
     """
 
     lm_head_weight: Tensor
@@ -163,7 +162,6 @@ class Picker:
     likeliest: bool = False
     shortlist: int = 0
     dispatch: Dispatch = field(default=AUTOMATIC)
-    masks: TokenMasks = field(default_factory=TokenMasks)
 
     @cached_property
     def unembedding(self) -> Unembedding:
@@ -171,6 +169,11 @@ class Picker:
         return Unembedding(
             self.lm_head_weight, self.mask_token_id, self.temperature, self.eos_token_ids
         )
+
+    @cached_property
+    def masks(self) -> TokenMasks:
+        """What constraints allow, on the device."""
+        return TokenMasks()
 
     def __call__(self, hidden: Tensor, spots: Spots | None = None) -> Picks:
         """Pick at n positions from hidden states [n, hidden_size]; without `spots`, greedily,

@@ -107,9 +107,7 @@ def followers(
         if not chance > 0:
             continue
         for tokens, share in ((token, 1.0),) if guess is None else variants(columns, guess):
-            candidate = follower(
-                row, rule, state, scores, columns, tokens, log_odds, parent, clean
-            )
+            candidate = follower(row, rule, state, scores, columns, tokens, log_odds, parent, clean)
             if candidate is not None:
                 yield candidate[2], candidate, chance * share
 
@@ -153,11 +151,11 @@ def follower(
     start, ids = state.key
     # Whether the text ends with the block, or with an eos in the reveal.
     ends = not state.end == row.block_size < row.open_end - start
-    revealed = list(ids)
+    new_ids = list(ids)
     for column in columns:
-        revealed[column] = token[column]
+        new_ids[column] = token[column]
         ends |= token[column] in row.eos
-    key = (start, tuple(revealed))
+    key = (start, tuple(new_ids))
     if not ends and key not in row.memory and row.constraint is None:
         return state, columns, key, scores, parent
     successor, source = row.after(state, columns, token, clean), scores
@@ -165,9 +163,7 @@ def follower(
         source = remembered[1]
         revealed, _ = rule.reveal(successor, source, row.memo)
         if row.constraint is not None:
-            possible = possible_columns(
-                row, successor, revealed, source.token, source.odds, clean
-            )
+            possible = possible_columns(row, successor, revealed, source.token, source.odds, clean)
             revealed = possible or revealed
         successor = row.after(successor, revealed, source.token, clean)
     return None if row.ends(successor) else (successor, (), successor.key, source, parent)
