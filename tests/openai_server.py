@@ -67,7 +67,9 @@ class Served:
     def raw(self, **fields: Any) -> bytes:
         """A chat as it goes over the wire."""
         body = json.dumps({"messages": CHAT, **fields}).encode()
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}"
+        head = (
+            f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}"
+        )
         return f"{head}\r\nContent-Type: application/json\r\n\r\n".encode() + body
 
     def wait_until_idle(self, seconds: float = 60) -> None:

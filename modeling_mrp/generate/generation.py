@@ -18,6 +18,7 @@ from transformers.generation import logits_process as kinds
 from transformers.generation.continuous_batching.requests import GenerationOutput
 from transformers.generation.streamers import BaseStreamer
 
+from ..constraints.languages import Language
 from ..kernels.dispatch import PYTORCH, Dispatch
 from ..model.compat import CACHE_NAME, chosen_cache
 from ..model.loading import describe_token_mixing, weights_on_device
@@ -39,6 +40,7 @@ from ..rules.sources import CheckedSource, DraftSource
 from ..rules.state import Counts, Row
 from ..versions import tested_versions
 from .batching import Call, ContinuousBatchingManager, Limits, unscored
+from .constrain import languages_by_row
 from .loop import Decoder, Mode, draft_amount
 from .option_table import ids_in
 from .options import MRPGenerationConfig, check_ids, check_rows, logger, resolved, set_fields
@@ -201,13 +203,19 @@ class MRPGenerationMixin(GenerationMixin):
             )
         if cache is not None:
             check_past(cache, self, len(prompt), model_key)
+        languages: list[Language | None] = []
+        tokenizer = others.pop("tokenizer", None)
+        if config.is_constrained:
+            for language in languages_by_row(config, tokenizer, len(prompt), vocab_size, mask_id):
+                languages += [language] * copies
         if infill_ids is not None:
             check_ids(infill_ids, None, self.config, len(prompt))
             infill_ids = infill_ids.repeat_interleave(copies, 0)
             if config.max_new_tokens is None and config.max_length is None:
                 config.max_new_tokens = infill_ids.shape[1]
+        rows_real = real.repeat_interleave(copies, 0)
         prepare: Any = partial(
-            _prepare, model_key, real.repeat_interleave(copies, 0), infill_ids, cache, sources
+            _prepare, model_key, rows_real, infill_ids, cache, sources, languages
         )
         call: Any = super().generate(
             inputs, generation_config=config, custom_generate=prepare, **others
@@ -345,6 +353,7 @@ def _prepare(
     infill_ids: Tensor | None,
     past: BlockCache | None,
     sources: Sequence[DraftSource],
+    languages: Sequence[Language | None],
     model: Any,
     input_ids: Tensor,
     logits_processor: kinds.LogitsProcessorList,
@@ -352,7 +361,7 @@ def _prepare(
     generation_config: MRPGenerationConfig,
     **others: Any,
 ) -> Call:
-    """Make what decoding prompts takes; `_prepared` binds the first five arguments,
+    """Make what decoding prompts takes; `_prepared` binds the first six arguments,
     `GenerationMixin.generate` makes the others."""
     config, block, device = generation_config, model.config.block_size, model.lm_head.weight.device
     width = input_ids.shape[1]
@@ -364,7 +373,9 @@ def _prepare(
         config.mode(block, at_once),
         config.max_length - width,
     )
-    picker, real = _picker(model, logits_processor, config, mode), real.to(device)
+    is_constrained = any(language is not None for language in languages)
+    picker = _picker(model, logits_processor, config, mode, is_constrained)
+    real = real.to(device)
     if config.do_sample and config.seed is None and (model.tp_size or 1) > 1:
         raise ValueError(
             "seed is None, and each process of tensor parallelism would draw another text: pass a "
@@ -393,7 +404,19 @@ def _prepare(
             f"min_new_tokens (min_length) asks for {least} new tokens, and max_new_tokens "
             f"(max_length) leaves room for {new}: lower the one, or raise the other"
         )
-    rows = laid_out(prompts, infill_ids, new, config, least, model.config, picker.bans)
+    if is_constrained:
+        _check_languages(languages, mode, new, least, infill_ids)
+    rows = laid_out(
+        prompts,
+        infill_ids,
+        new,
+        config,
+        least,
+        model.config,
+        picker.bans,
+        languages,
+        picker.processors is None,
+    )
     for row in rows:
         row.counts = Counts(mode.width, mode.drafting is not None)
     criteria = [
@@ -477,6 +500,37 @@ def _check_waiting(past: BlockCache | None, adapter_names: Sequence[str] | None)
         )
 
 
+def _check_languages(
+    languages: Sequence[Language | None],
+    mode: Mode,
+    new: int,
+    least: int,
+    infill_ids: Tensor | None,
+) -> None:
+    """Raise `ValueError` for a language by row that a call cannot keep to."""
+    if infill_ids is not None or least:
+        name = "infill_ids" if infill_ids is not None else "min_new_tokens (min_length)"
+        raise ValueError(
+            f"{name} and a regex, choices, json_schema or grammar both say what a text is: leave "
+            "out the one or the other"
+        )
+    for index, language in enumerate(languages):
+        if language is None:
+            continue
+        if language.matcher is not None and (mode.refine or not mode.rule.left_to_right):
+            raise ValueError(
+                "grammar says what may follow a text, and here tokens are revealed in another "
+                "order: use the target 'sequential' with one token a step, or json_schema or "
+                "regex, which hold in any order"
+            )
+        if language.shortest > new:
+            raise ValueError(
+                f"row {index}: no text of its language has fewer than {language.shortest} tokens, "
+                f"and max_new_tokens (max_length) leaves room for {new}: raise it to "
+                f"{language.shortest} at least"
+            )
+
+
 def _least_new(
     processors: kinds.LogitsProcessorList, width: int, config: MRPGenerationConfig
 ) -> list[int]:
@@ -507,10 +561,13 @@ def laid_out(
     least: int,
     ours: Any,
     bans: Any,
+    languages: Sequence[Language | None] = (),
+    fills: bool = True,
 ) -> list[Row]:
     """Make the rows, each with its text before the first step: prompt (1-D long), row of
     `infill_ids` ([rows, n] long), masks. At most `new` tokens follow a prompt, and the first
-    `least` of these are no eos."""
+    `least` of these are no eos. With `languages` by row, what these leave no choice about is filled
+    in, if `fills` and there are no `bans`."""
     rows, eos, block_size, mask_id = (
         [],
         frozenset(config.eos_ids()),
@@ -530,15 +587,34 @@ def laid_out(
         open_end = max((at + 1 for at in range(limit) if text[at] == mask_id), default=0)
         # Given tokens are kept, so that no text ends before the last of them.
         ends = (length, given_end, limit, open_end, max(length + least, given_end))
-        rows.append(Row(place, text, block_size, mask_id, eos, *ends, seed, bans))
+        language = languages[place] if languages else None
+        constraint = None if language is None else language.constraint(length, limit)
+        rows.append(
+            Row(
+                place,
+                text,
+                block_size,
+                mask_id,
+                eos,
+                *ends,
+                seed,
+                bans,
+                constraint,
+                fills and bans is None,
+            )
+        )
     return rows
 
 
 def _picker(
-    model: Any, processors: kinds.LogitsProcessorList, config: MRPGenerationConfig, mode: Mode
+    model: Any,
+    processors: kinds.LogitsProcessorList,
+    config: MRPGenerationConfig,
+    mode: Mode,
+    is_constrained: bool,
 ) -> Picker:
-    """Make the picker from transformers' processors, sorted by kind; minimum lengths are left to
-    each `Row`."""
+    """Make the picker from transformers' processors, sorted by kind; minimum lengths and languages
+    (if rows are constrained) are left to each `Row`."""
     temperature, ngram = 1.0, 0
     words: list[tuple[int, ...]] = []
     before, after = kinds.LogitsProcessorList(), kinds.LogitsProcessorList()
@@ -590,7 +666,7 @@ def _picker(
     )
     # No shortlist with these: it is made from the scores of one state, and at later states they may
     # raise or bar other tokens.
-    shaped = words or ngram or before
+    shaped = words or ngram or before or is_constrained
     few = (
         mode.drafting.listed(len(weight), sample)
         if mode.drafting and type(weight) in (Tensor, nn.Parameter)

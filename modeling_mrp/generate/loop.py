@@ -344,6 +344,7 @@ class Decoder:
         """
         inputs: list[list[tuple[State, Hidden]]] = [[] for _ in rows]
         states: list[tuple[Row, State]] = []
+        parents: list[State | None] = []
         shortlists: list[Hidden | None] = []
         keys: list[tuple[int, Key]] = []
         for row_index, nodes in enumerate(drafts):
@@ -353,13 +354,14 @@ class Decoder:
                     continue
                 inputs[row_index].append((node.state, source.hidden))
                 states.append((rows[row_index], node.state))
+                parents.append(node.clean)
                 shortlists.append(source.shortlist)
                 keys.append((row_index, node.state.key))
         if not states:
             return
         outputs = [hidden for row in self.networks.head(rows, inputs) for hidden in row]
         drafter = self.networks.drafter
-        scores = self.networks.pick(drafter, states, outputs, shortlists=shortlists)
+        scores = self.networks.pick(drafter, states, outputs, parents, shortlists)
         for (row_index, key), estimate in zip(keys, scores, strict=True):
             estimates[row_index][key] = estimate
 

@@ -7,9 +7,10 @@ that a command line prints its help at once.
 """
 
 import difflib
+import json
 import re
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from inspect import getdoc
 from numbers import Integral, Real
@@ -58,6 +59,57 @@ _COSTS = Values(
 )
 
 
+def _by_row(holds: Callable[[Any], bool]) -> Callable[[Any, int], bool]:
+    """Make a predicate of values, and of lists of them by row, None where a row has none."""
+
+    def all_hold(value: Any, _: int) -> bool:
+        values = value if isinstance(value, list | tuple) else [value]
+        return bool(values) and all(each is None or holds(each) for each in values)
+
+    return all_hold
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _is_schema(value: Any) -> bool:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return False
+    return isinstance(value, dict) and value != {}
+
+
+def _are_choices(value: Any, _: int) -> bool:
+    """Tell if choices are texts; or lists of texts by row, None where a row has none."""
+    if all(isinstance(choice, str) for choice in value):
+        return bool(value)
+    return all(
+        choices is None
+        or (isinstance(choices, list | tuple) and choices and _are_choices(choices, 0))
+        for choices in value
+    )
+
+
+_LANGUAGE = Values(
+    str | list | tuple,
+    _by_row(_is_text),
+    "use a text, or a list of one per prompt, None for none",
+)
+_SCHEMA = Values(
+    str | dict | list | tuple,
+    _by_row(_is_schema),
+    "use a schema, a dict or its JSON, or a list of one per prompt, None for none",
+)
+_CHOICES = Values(
+    list | tuple,
+    _are_choices,
+    "use a list of texts, or a list of such lists, one per prompt, None for none",
+)
+
+
 def _one_of(names: tuple[str, ...]) -> Values:
     return Values(str, lambda value, _: value in names, f"choose one of {', '.join(names)}")
 
@@ -68,6 +120,10 @@ def _rule_or_one_of(names: tuple[str, ...]) -> Values:
         lambda value, _: isinstance(value, RevealRule) or value in names,
         f"choose one of {', '.join(names)}, or pass a RevealRule",
     )
+
+
+# Options that say what texts there may be.
+CONSTRAINTS = ("regex", "choices", "json_schema", "grammar")
 
 
 class DecodingOptions:
@@ -98,6 +154,13 @@ class DecodingOptions:
         residual_delta: for the rule `residual`, in logits
         max_batch_size: rows that are decoded at once; the others wait, and each takes the place of
             one that has ended; None: all
+        regex: a pattern, in the syntax of Rust's `regex`, that the whole new text matches; this and
+            the next three need `tokenizer=` and the extra `constraints`, and take a list of one per
+            prompt, too
+        choices: texts, one of which the new text is
+        json_schema: a JSON schema, a dict or its text, of which the new text is a value
+        grammar: a grammar, of Lark or GBNF, whose text the new text is or, cut at
+            `max_new_tokens`, begins
         seed: with `do_sample`: an int s seeds row i with s + i, a list each row, None draws by
             torch
         kernels: Triton kernels: None: if possible; True: required; False: never
@@ -117,6 +180,10 @@ class DecodingOptions:
     remask_rule: Annotated[str | None, "reread", _one_of(REMASK_RULES), ("mrp_remask",)] = None
     residual_delta: Annotated[float | None, 1.0, POSITIVE, ("mrp_remask",)] = None
     max_batch_size: Annotated[int | None, None, COUNT] = None
+    regex: Annotated[str | list[str | None] | None, None, _LANGUAGE] = None
+    choices: Annotated[list[Any] | None, None, _CHOICES] = None
+    json_schema: Annotated[str | dict[str, Any] | list[Any] | None, None, _SCHEMA] = None
+    grammar: Annotated[str | list[str | None] | None, None, _LANGUAGE, ("sequential",)] = None
     seed: Annotated[int | list[int] | None, None, _SEED] = None
     kernels: Annotated[bool | None, None, _SWITCH] = None
     graphs: Annotated[bool | None, None, _SWITCH] = None

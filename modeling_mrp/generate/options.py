@@ -15,6 +15,7 @@ from ..rules.draft import BRANCHES, CROWD
 from ..rules.reveal import RevealRule, logit
 from .loop import Drafting, Mode
 from .option_table import (
+    CONSTRAINTS,
     DECODINGS,
     DRAFTING,
     OF_SAMPLING,
@@ -130,6 +131,11 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
         others.prompt_lookup_num_tokens = None
         return super(MRPGenerationConfig, others).get_generation_mode(assistant_model)
 
+    @property
+    def is_constrained(self) -> bool:
+        """Whether an option says what texts there may be."""
+        return any(getattr(self, name) is not None for name in CONSTRAINTS)
+
     def eos_ids(self) -> list[int]:
         """List the ids that end a row; `eos_token_id` may be None, one id, several, or a tensor of
         ids."""
@@ -231,7 +237,7 @@ def resolved(
             f"{', '.join(idle)}: no effect with decoding={config.decoding!r} here. Leave out either"
         )
     check_callables(others)
-    tokenizer, strings = others.pop("tokenizer", None), config.stop_strings
+    tokenizer, strings = others.get("tokenizer"), config.stop_strings
     if strings is not None and not hasattr(tokenizer, "get_vocab"):
         raise ValueError(
             f"stop_strings={strings!r} need the tokenizer: pass tokenizer=... to generate, not "

@@ -27,8 +27,10 @@ from transformers.generation.logits_process import (
 from ..kernels.dispatch import AUTOMATIC, Dispatch
 from ..kernels.pick import PICK, Unembedding, likeliest_tokens, log_odds, pick_rows_ref, upcast
 from ..rules.bans import Bans
+from ..rules.constraint import TokenSet
 from ..rules.draft import noise_key
 from ..rules.state import Row, State
+from .masks import TokenMasks
 
 # Kinds of truncation, and whether each always keeps the n likeliest tokens for some n; if so, it
 # needs only the k logits that a top-k before it leaves.
@@ -85,6 +87,17 @@ class Spots:
             for column in state.free
         ]
         return torch.tensor(early, device=self.device)
+
+    def allowed(self) -> list[TokenSet | None]:
+        """List the tokens that rows' constraints allow at the positions, None for all; empty if no
+        row has one."""
+        if all(row.constraint is None for row, _ in self.states):
+            return []
+        sets: list[TokenSet | None] = []
+        for index, (row, state) in enumerate(self.states):
+            parent = self.parents[index] if self.parents else None
+            sets += row.allowed(state, parent) or [None] * len(state.free)
+        return sets
 
     def texts(self) -> Iterator[tuple[list[int], int]]:
         """Yield, by position, the text as of its state, with masks where nothing is revealed, and
@@ -156,6 +169,11 @@ class Picker:
         return Unembedding(
             self.lm_head_weight, self.mask_token_id, self.temperature, self.eos_token_ids
         )
+
+    @cached_property
+    def masks(self) -> TokenMasks:
+        """What constraints allow, on the device."""
+        return TokenMasks()
 
     def __call__(self, hidden: Tensor, spots: Spots | None = None) -> Picks:
         """Pick at n positions from hidden states [n, hidden_size]; without `spots`, greedily,
@@ -229,10 +247,11 @@ class Picker:
         return torch.cat(raw_logits), torch.cat(truncated_scores)
 
     def _shaper(self, spots: Spots | None) -> Callable[[Tensor, slice], Tensor]:
-        """Make a function that applies processors, bans and minimum length to logits [m, vocab] of
-        a slice of the positions."""
+        """Make a function that applies processors, bans, constraints and minimum length to logits
+        [m, vocab] of a slice of the positions."""
         no_eos = None if spots is None else spots.no_eos()
-        if spots is None or (no_eos is self.processors is self.bans is None):
+        allowed = [] if spots is None else spots.allowed()
+        if spots is None or (not allowed and no_eos is self.processors is self.bans is None):
             return lambda logits, chunk: logits
         contexts: list[list[int]] = []
         barred: list[tuple[int, int]] = []
@@ -254,6 +273,8 @@ class Picker:
                     (indices[in_chunk] - chunk.start).to(logits.device),
                     tokens[in_chunk].to(logits.device),
                 ] = -torch.inf
+            if allowed:
+                logits = self.masks.bar(logits, allowed[chunk])
             return self.unembedding.barred(logits, None if no_eos is None else no_eos[chunk])
 
         return shape

@@ -47,6 +47,7 @@ class Node:
             besides the prefix; -1 if none.
         source: Scores, or the head's estimate of them, of the state before, from which this one was
             made; None if it has none.
+        clean: The parent's state, if any.
         chance: The estimated chance that the row's path reaches the state.
         depth: Number of drafted states on the way to it; 0 for the row's own state.
         accepted: Whether the row's path reached the state, once the round is over.
@@ -55,6 +56,7 @@ class Node:
     state: State
     parent: int
     source: Scores | None
+    clean: State | None = None
     chance: float = 1.0
     depth: int = 0
     accepted: bool = False
@@ -80,6 +82,7 @@ def followers(
     branches: int,
     candidates: Sequence[Candidates] = (),
     parent: int = -1,
+    clean: State | None = None,
 ) -> Iterator[tuple[Key, Follower, float]]:
     """Yield key, candidate and chance of each state that a reveal at `state` may lead to.
 
@@ -93,6 +96,7 @@ def followers(
         branches: Sets of columns considered, at most.
         candidates: What other sources propose at the state.
         parent: The state's `Node.parent`, and so that of its followers.
+        clean: The state of that node.
     """
     scored: tuple[Sequence[int], Sequence[float]] | None = None
     if scores is not None and scores.likeliest is None:
@@ -109,7 +113,7 @@ def followers(
         if not chance > 0:
             continue
         for tokens, share in ((token, 1.0),) if guess is None else variants(columns, guess):
-            candidate = follower(row, rule, state, scores, columns, tokens, parent)
+            candidate = follower(row, rule, state, scores, columns, tokens, log_odds, parent, clean)
             if candidate is not None:
                 yield candidate[2], candidate, chance * share
 
@@ -139,24 +143,35 @@ def follower(
     scores: Scores | None,
     columns: Sequence[int],
     token: Sequence[int],
+    log_odds: Sequence[float],
     parent: int,
+    clean: State | None = None,
 ) -> Follower | None:
-    """Make the candidate that a reveal of `token[column]` at some columns leads to; None if the
-    text is whole there."""
+    """Make the candidate that a reveal of `token[column]` at some columns leads to, as far as the
+    row's constraint allows it; None if the text is whole there, or nothing is allowed. `parent` and
+    `clean` are as in `followers`."""
+    if row.constraint is not None:
+        columns = possible_columns(row, state, columns, token, log_odds, clean)
+        if not columns:
+            return None
     start, ids = state.key
     # Whether the text ends with the block, or with an eos in the reveal.
     ends = not state.end == row.block_size < row.open_end - start
-    revealed = list(ids)
+    new_ids = list(ids)
     for column in columns:
-        revealed[column] = token[column]
+        new_ids[column] = token[column]
         ends |= token[column] in row.eos
-    key = (start, tuple(revealed))
-    if not ends and key not in row.memory:
+    key = (start, tuple(new_ids))
+    if not ends and key not in row.memory and row.constraint is None:
         return state, columns, key, scores, parent
-    successor, source = row.after(state, columns, token), scores
+    successor, source = row.after(state, columns, token, clean), scores
     while (remembered := row.memory.get(successor.key)) is not None:
         source = remembered[1]
-        successor = row.after(successor, rule.reveal(successor, source, row.memo)[0], source.token)
+        revealed, _ = rule.reveal(successor, source, row.memo)
+        if row.constraint is not None:
+            possible = possible_columns(row, successor, revealed, source.token, source.odds, clean)
+            revealed = possible or revealed
+        successor = row.after(successor, revealed, source.token, clean)
     return None if row.ends(successor) else (successor, (), successor.key, source, parent)
 
 
@@ -202,13 +217,14 @@ def build_draft(
         origin, columns, key, source, parent = waiting[index]
         state = origin.revealing(columns, key) if columns else origin
         depth = depths[index]
-        nodes.append(Node(state, parent, source, min(1.0, chance), depth))
+        clean = nodes[parent].state if parent >= 0 else None
+        nodes.append(Node(state, parent, source, clean, min(1.0, chance), depth))
         if len(nodes) == size:
             break
         if not state.masks:
             if parent < 0:  # what is behind the next block would have to see two clean states
-                next_state = row.opened(state.start + row.block_size)
-                if next_state.masks:  # one block at a time: a given one has to wait
+                next_state = row.opened(state.start + row.block_size, state)
+                if next_state.free:  # one block at a time: a given one has to wait
                     waiting.append((next_state, (), next_state.key, None, len(nodes) - 1))
                     chances.append(chance)
                     depths.append(depth)
@@ -216,13 +232,12 @@ def build_draft(
         scores = estimates.get(key, source)
         candidates: Sequence[Candidates] = ()
         if sources and state.free and (scores is None or rule.left_to_right):
-            clean = nodes[parent].state if parent >= 0 else None
             proposed = [draft_source.propose(row, state, clean) for draft_source in sources]
             candidates = [proposal for proposal in proposed if proposal is not None]
         if scores is None and not candidates:
             continue
         for name, candidate, share in followers(
-            row, rule, state, scores, branches, candidates, parent
+            row, rule, state, scores, branches, candidates, parent, clean
         ):
             if (index := index_of.setdefault((parent, name), len(chances))) < len(chances):
                 chances[index] += share * chance
@@ -349,6 +364,7 @@ def accept(
     row.state = state
     if frontier is None:
         row.source = None
+        row.write_filled()
     if drafts:
         count_drafts(row, nodes, state, parent, depth)
         row.memory = {
@@ -363,17 +379,37 @@ def accept(
 def first_frontier(row: Row, rule: RevealRule, scores: Scores) -> Frontier | None:
     """Make the frontier of a row at its first state from the state's scores; return None if nothing
     is left to reveal."""
-    return None if row.ends(row.state) else reveal_at(row, rule, row.state, scores)
+    if row.ends(row.state) or not row.state.free:
+        return None
+    return reveal_at(row, rule, row.state, scores)
+
+
+def possible_columns(
+    row: Row,
+    state: State,
+    columns: Sequence[int],
+    token: Sequence[int],
+    log_odds: Sequence[float],
+    parent: State | None = None,
+) -> tuple[int, ...]:
+    """Select the columns of a reveal with which the row's constraint can still be kept to; `parent`
+    is an unwritten clean state before the state, if any."""
+    origin = row.origin(state.start, parent)
+    if row.constraint is None or origin is None:
+        return tuple(columns)
+    return row.constraint.possible_part(origin, state.key, columns, token, log_odds)
 
 
 def reveal_at(row: Row, rule: RevealRule, state: State, scores: Scores) -> Frontier:
     """Make the frontier at a scored state of the row's path: the rule's reveal there, within the
-    row's bans."""
+    row's bans and constraint."""
     columns, memo = rule.reveal(state, scores, row.memo)
     if row.bans is not None and len(columns) > 1:
         columns = row.bans.allowed(
             row.text_at(state), state.start, columns, scores.token, scores.odds, row.mask_id
         )
+    if row.constraint is not None and len(columns) > 1:  # none remains where no token is finite
+        columns = possible_columns(row, state, columns, scores.token, scores.odds) or columns
     return Frontier(state, scores, columns, memo, row.after(state, columns, scores.token))
 
 
@@ -391,8 +427,9 @@ def write(row: Row, frontier: Frontier) -> None:
             raise UnscoredError(row.place, start + column)
         row.text[start + column] = scores.token[column]
         row.logprob[offset + column], row.step[offset + column] = logprob, row.steps
-    row.steps += 1
     row.state, row.source, row.memo = frontier.successor, scores, frontier.memo
+    row.write_filled()
+    row.steps += 1
     if row.written is not None:
         row.written.append(frontier)
 

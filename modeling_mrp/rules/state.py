@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .bans import Bans
+from .constraint import Constraint, TokenSet
 
 # A state's key: the position where its block starts, and its ids. Within a row, a state's scores
 # depend on nothing else.
@@ -134,6 +135,9 @@ class Row:
         no_eos_before: Positions before this one take no eos.
         seed: Seed of the noise.
         bans: Banned sequences; or None.
+        constraint: What the new tokens must keep to; or None.
+        fills: Whether tokens that the constraint leaves no choice about are revealed with what
+            leads to them, so that they need no forward.
         state: The next state, made by the last reveal; at first that of the block with the first
             mask.
         source: Scores of the last accepted state, from which drafts start; None after a clean
@@ -150,6 +154,7 @@ class Row:
         stop: One past the last token once the text is whole, else None.
         counts: Counts of forwards and drafts.
         written: Reveals written so far, if the caller wants them; else None.
+        origins: By block start, what the constraint knows there.
     """
 
     place: int
@@ -164,6 +169,8 @@ class Row:
     no_eos_before: int
     seed: int
     bans: Bans | None = None
+    constraint: Constraint | None = None
+    fills: bool = True
     state: State = field(init=False)
     source: Scores | None = field(init=False, default=None)
     memo: Any = field(init=False, default=None)
@@ -176,6 +183,7 @@ class Row:
     stop: int | None = field(init=False, default=None)
     counts: Counts = field(init=False)
     written: list[Frontier] | None = field(init=False, default=None)
+    origins: dict[int, Any] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         first = next(
@@ -186,6 +194,7 @@ class Row:
         self.logprob = [0.0] * (len(self.text) - self.prompt)
         self.step = [-1] * (len(self.text) - self.prompt)
         self.counts = Counts(1, False)
+        self.write_filled()
 
     def forget(self) -> None:
         """Let go of scores, which hold on to tensors of whole rounds; for a row that has ended."""
@@ -210,16 +219,24 @@ class Row:
             ids[parent.start :] = parent.ids
         return [*ids, *state.ids, *self.text[state.start + self.block_size : self.given_end]]
 
-    def opened(self, start: int) -> State:
-        """Make the first state of the block at `start`: masks and given tokens; a given eos does
-        not end the text."""
+    def opened(self, start: int, parent: State | None = None) -> State:
+        """Make the first state of the block at `start`: masks, given tokens and those that the
+        constraint fills in; a given eos does not end the text. `parent` is an unwritten clean state
+        before it, if any."""
         ids = tuple(self.text[start : start + self.block_size])
         ids += (self.mask_id,) * (self.block_size - len(ids))
         free = tuple([column for column, token in enumerate(ids) if token == self.mask_id])
-        return State((start, ids), free, self.block_size, len(free), 0)
+        return self.filled(State((start, ids), free, self.block_size, len(free), 0), parent)
 
-    def after(self, state: State, columns: Sequence[int], token: Sequence[int]) -> State:
-        """Make the state that results from revealing `token[column]` at the columns `columns`."""
+    def after(
+        self,
+        state: State,
+        columns: Sequence[int],
+        token: Sequence[int],
+        parent: State | None = None,
+    ) -> State:
+        """Make the state that results from revealing `token[column]` at the columns `columns`;
+        `parent` is an unwritten clean state before it, if any."""
         start, old_ids = state.key
         ids = list(old_ids)
         end = state.end
@@ -230,9 +247,69 @@ class Row:
                 end = column
         key = (start, tuple(ids))
         if end == state.end:
-            return state.revealing(columns, key)
+            return self.filled(state.revealing(columns, key), parent)
         free = tuple([column for column in state.free if column < end and column not in columns])
-        return State(key, free, end, state.masks - len(columns), state.step + 1)
+        return self.filled(
+            State(key, free, end, state.masks - len(columns), state.step + 1), parent
+        )
+
+    def origin(self, start: int, parent: State | None = None) -> Any:
+        """Return what the constraint knows at the block at `start`, behind `parent`, if that is
+        given, or the text; None where the text is not known."""
+        constraint = self.constraint
+        if constraint is None:
+            return None
+        if parent is not None:
+            before = self.origin(parent.start)
+            return None if before is None else constraint.advance(before, *parent.key)
+        known = start
+        first = self.prompt // self.block_size * self.block_size
+        while known > first and known not in self.origins:
+            known -= self.block_size
+        origin = self.origins.get(known, constraint.first)
+        while known < start and origin is not None:
+            block = self.text[known : known + self.block_size]
+            origin = constraint.advance(origin, known, block)
+            known += self.block_size
+            if origin is not None:
+                self.origins[known] = origin
+        return origin
+
+    def allowed(self, state: State, parent: State | None = None) -> list[TokenSet | None] | None:
+        """List the tokens that the constraint allows at a state's free columns (None: all of them);
+        None if it allows all everywhere."""
+        if self.constraint is None:
+            return None
+        origin = self.origin(state.start, parent)
+        return None if origin is None else self.constraint.allowed(origin, *state.key, state.free)
+
+    def filled(self, state: State, parent: State | None = None) -> State:
+        """Reveal the tokens that the constraint leaves no choice about, up to an eos; that takes no
+        step."""
+        if self.constraint is None or not self.fills or not state.free:
+            return state
+        origin = self.origin(state.start, parent)
+        if origin is None:
+            return state
+        forced = self.constraint.forced(origin, *state.key, state.free)
+        end = min([column for column in forced if forced[column] in self.eos], default=state.end)
+        ids = list(state.ids)
+        columns = [column for column in forced if column <= end]
+        for column in columns:
+            ids[column] = forced[column]
+        free = tuple([column for column in state.free if column < end and column not in columns])
+        key = (state.start, tuple(ids))
+        return State(key, free, end, state.masks - len(columns), state.step)
+
+    def write_filled(self) -> None:
+        """Write the tokens of the row's state that the constraint has filled in, as of the present
+        step, with probability 1."""
+        if self.constraint is None:
+            return
+        for position, token in enumerate(self.state.ids, self.state.start):
+            if self.text[position] == self.mask_id != token:
+                self.text[position] = token
+                self.step[position - self.prompt] = self.steps
 
     def ends(self, state: State) -> bool:
         """Return whether the text is complete at a state: it ends in the state's block, and no mask

@@ -10,7 +10,7 @@ from typing import Any
 
 from modeling_mrp import MRPGenerationConfig
 from modeling_mrp.generate.loop import Mode
-from modeling_mrp.generate.option_table import DRAFTING, OPTIONS, closest_name
+from modeling_mrp.generate.option_table import CONSTRAINTS, DRAFTING, OPTIONS, closest_name
 from modeling_mrp.generate.refine import ResidualRemask
 from modeling_mrp.kernels.dispatch import Dispatch
 
@@ -18,6 +18,7 @@ _NOT_SERVED = {
     "seed": "requests have one each (sampling_seed)",
     "max_batch_size": "the engine makes batches itself (--max-running-requests)",
     "graphs": "the engine records graphs itself (--disable-cuda-graph)",
+    **dict.fromkeys(CONSTRAINTS, "the engine's requests have none yet: use `generate`"),
     "prompt_lookup_num_tokens": "the engine drafts from scores and the head alone",
     "max_matching_ngram_size": "the engine drafts from scores and the head alone",
 }

@@ -94,7 +94,14 @@ EDGES: dict[str, tuple[Any, list[Any]]] = {
     "remask_rule": (REMASK_RULES, ["static"]),
     "seed": ([0, (1 << 62) - 1, [0, 3]], [-1, 1 << 62, 2.5, (0,), [-1], [True], ["x"]]),
     **dict.fromkeys(("kernels", "graphs"), ([True, False], [1, 0])),
+    **dict.fromkeys(("regex", "grammar"), (["a+", ["a", None]], ["", [], [""], [3], 3])),
+    "json_schema": (
+        [{"type": "null"}, '{"type": "null"}', [{"type": "null"}, None]],
+        ["", "[]", [], [3]],
+    ),
+    "choices": ([["a"], ["a", ""], [["a"], None]], [[], "a", [3], [[], ["a"]], [[3]]]),
 }
+ANY_TEXT = ("regex", "grammar")
 
 
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda one: one.name)
@@ -104,7 +111,10 @@ def test_values_of_an_option(option: Any) -> None:
     remedy = re.escape(option.remedy.replace("{block_size}", "block_size (4)"))
     for value in (*allowed, *([None] if option.default is None else [option.default])):
         option.check(value, 4)
-    for value in (*refused, {}, "x", np.int64(4), *([] if option.values.kind is bool else [True])):
+    refused = [*refused, {}, np.int64(4)]
+    refused += [] if option.values.kind is bool else [True]
+    refused += [] if option.name in ANY_TEXT else ["x"]
+    for value in refused:
         said = (
             f"^{option.name} is {re.escape(repr(value))}(, of type {type(value).__name__})?: "
             f"{remedy}$"

@@ -24,7 +24,7 @@ def draft(chances: list[float], depths: list[int], ids: Any = (M, M, M, M)) -> l
     """Make nodes of equal states with these chances, the row's own state first."""
     nodes = [Node(state(list(ids)), -1, None)]
     for chance, depth in zip(chances, depths, strict=True):
-        nodes.append(Node(state(list(ids)), -1, None, chance, depth))
+        nodes.append(Node(state(list(ids)), -1, None, chance=chance, depth=depth))
     return nodes
 
 
@@ -119,8 +119,8 @@ def test_the_path_marks_the_nodes_that_it_reached() -> None:
     scores = says([0, 3, 2, 1], [10, 11, 12, 13])
     nodes = [
         Node(of.state, -1, None),
-        Node(state([M, M, 12, M], 4), -1, None, 0.5, 1),
-        Node(state([M, 11, M, M], 4), -1, None, 0.5, 1),
+        Node(state([M, M, 12, M], 4), -1, None, chance=0.5, depth=1),
+        Node(state([M, 11, M, M], 4), -1, None, chance=0.5, depth=1),
     ]
     accept(of, Static((1, 1, 1, 1)), nodes, [scores] * 3, True)
     assert [node.accepted for node in nodes] == [False, False, True]

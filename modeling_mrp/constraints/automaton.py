@@ -1,0 +1,392 @@
+"""Automata: of bytes, as a regex makes them, and of tokens, as a text is decoded in."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+# Sets of states are ints with a bit for each state.
+States = int
+
+
+def members(states: States) -> list[int]:
+    """List the states of a set."""
+    listed = []
+    while states:
+        lowest = states & -states
+        listed.append(lowest.bit_length() - 1)
+        states ^= lowest
+    return listed
+
+
+@dataclass(frozen=True)
+class ByteAutomaton:
+    """A deterministic automaton over bytes, whose first state is 0. Each of its states leads to a
+    final one.
+
+    Attributes:
+        next_state: [states, 256] int32, -1 where no text goes on.
+        final: [states] bool.
+    """
+
+    next_state: np.ndarray
+    final: np.ndarray
+
+    @cached_property
+    def only(self) -> np.ndarray:
+        """By state, [states] int, the byte that all texts go on with, -1 where they may end or
+        differ."""
+        goes_on = self.next_state >= 0
+        is_forced = (goes_on.sum(1) == 1) & ~self.final
+        return np.where(is_forced, goes_on.argmax(1), -1)
+
+    def forced(self, state: int) -> bytes:
+        """Return the bytes that all texts go on with behind a state, up to the first choice."""
+        text = bytearray()
+        while (letter := int(self.only[state])) >= 0:
+            text.append(letter)
+            state = self.next_state[state, letter]
+        return bytes(text)
+
+
+class TokenTrie:
+    """A trie of the bytes of tokens.
+
+    Args:
+        tokens: By id, the bytes of each token that may stand in a text, none empty. Several ids may
+            have the same bytes.
+        vocab_size: Rows of the model's unembedding, at least as many as ids.
+
+    Attributes:
+        first_child, child_count: [nodes], where the children of a node begin, and how many they
+            are. Node 0 is the root.
+        byte: [nodes] uint8, the last byte of each node's prefix.
+        first_token, token_count: [nodes], where the tokens that end at a node begin in `tokens`.
+        tokens: [n] int32, ids sorted by bytes.
+    """
+
+    def __init__(self, tokens: Mapping[int, bytes], vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.text = dict(tokens)
+        ordered = sorted(tokens, key=tokens.__getitem__)
+        self.tokens = np.array(ordered, np.int32)
+        texts = [tokens[token] for token in ordered]
+        length = max(map(len, texts), default=0)
+        sizes = np.array([len(text) for text in texts], np.int64)
+        table = np.array([text.ljust(length, b"\0") for text in texts], f"S{max(length, 1)}")
+        matrix = table.view(np.uint8).reshape(len(texts), -1)
+        # By text, the node of its prefix of the length that the loop has reached.
+        node = np.zeros(len(texts), np.int64)
+        rows = np.arange(len(texts))
+        parents = [np.zeros(0, np.int64)]
+        letters = [np.zeros(1, np.uint8)]
+        ends = np.zeros(len(texts), np.int64)
+        count = 1
+        for depth in range(length):
+            rows = rows[sizes[rows] > depth]
+            letter = matrix[rows, depth]
+            is_new = np.ones(len(rows), bool)
+            is_new[1:] = (letter[1:] != letter[:-1]) | (node[rows[1:]] != node[rows[:-1]])
+            parents.append(node[rows[is_new]])
+            letters.append(letter[is_new])
+            node[rows] = count + np.cumsum(is_new) - 1
+            count += int(is_new.sum())
+            done = rows[sizes[rows] == depth + 1]
+            ends[done] = node[done]
+        # Nodes are numbered by depth, then in the order of their prefixes: children stand together.
+        self.byte = np.concatenate(letters)
+        self.child_count = np.bincount(np.concatenate(parents), minlength=count)
+        self.first_child = 1 + np.cumsum(self.child_count) - self.child_count
+        self.token_count = np.bincount(ends, minlength=count)
+        self.first_token = np.cumsum(self.token_count) - self.token_count
+        self.tokens = self.tokens[np.argsort(ends, kind="stable")]
+
+    def longest(self, text: bytes) -> int:
+        """Return the id of the longest token that `text` begins with, -1 if there is none."""
+        node, longest = 0, -1
+        for letter in text:
+            children = slice(
+                self.first_child[node], self.first_child[node] + self.child_count[node]
+            )
+            (matches,) = np.nonzero(self.byte[children] == letter)
+            if not len(matches):
+                break
+            node = self.first_child[node] + matches[0]
+            if self.token_count[node]:
+                longest = int(self.tokens[self.first_token[node]])
+        return longest
+
+    def walk(
+        self, automaton: ByteAutomaton, states: Sequence[int]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Find the tokens that may follow each of some states; return arrays of state, token and
+        the state behind it, [n] each."""
+        origin = np.array(states, np.int32)
+        state = origin
+        node = np.zeros(len(origin), np.int64)
+        outputs: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        while len(origin):
+            indices, children = _ranges(self.first_child[node], self.child_count[node])
+            reached = automaton.next_state[state[indices], self.byte[children]]
+            alive = reached >= 0
+            origin = origin[indices[alive]]
+            state, node = reached[alive], children[alive]
+            indices, positions = _ranges(self.first_token[node], self.token_count[node])
+            outputs.append((origin[indices], self.tokens[positions], state[indices]))
+        source, token, target = (np.concatenate(parts) for parts in zip(*outputs, strict=True))
+        return source, token, target
+
+
+def _ranges(starts: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Write out ranges; return by element the index of its range, and its value."""
+    indices = np.repeat(np.arange(len(starts)), counts)
+    offsets = np.arange(len(indices)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return indices, starts[indices] + offsets
+
+
+class PackedSet:
+    """A set of token ids.
+
+    Attributes:
+        packed: Its membership by id, [vocab] bits packed by numpy.
+        only: Its id if it has one alone; else None.
+    """
+
+    def __init__(self, is_member: np.ndarray, only: int | None = None) -> None:
+        self.size = len(is_member)
+        self.packed = np.packbits(is_member)
+        self.only = only
+
+    def is_member(self) -> np.ndarray:
+        """Return the membership by id, [vocab] bool."""
+        return np.unpackbits(self.packed, count=self.size).view(bool)
+
+
+class TokenAutomaton:
+    """A deterministic automaton over token ids, whose first state is 0.
+
+    Its last state is the end: an eos leads to it from final states, and it is behind it alone.
+
+    Args:
+        source, token, target: [n] int, the transitions but those of eos, sorted by source and, of
+            one source, by token.
+        final: [states - 1] bool, the states at which an eos may follow.
+        eos: Ids that end a text; at least one. The first is taken where only an end is left.
+        vocab_size: Rows of the model's unembedding.
+    """
+
+    def __init__(
+        self,
+        source: np.ndarray,
+        token: np.ndarray,
+        target: np.ndarray,
+        final: np.ndarray,
+        eos: Sequence[int],
+        vocab_size: int,
+    ) -> None:
+        self.eos = tuple(eos)
+        self.vocab_size = vocab_size
+        self.end = len(final)
+        self.final = final
+        self.first = np.searchsorted(source, np.arange(len(final) + 1))
+        self.token = token
+        self.target = target
+        self.finals: States = 1 << self.end
+        for state in np.flatnonzero(final).tolist():
+            self.finals |= 1 << state
+        # what they lead to follows from the automaton alone, so that it is computed once
+        self._any_next: dict[States, States] = {}
+        self._next: dict[tuple[States, int], States] = {}
+        self._origins: dict[tuple[States, int, States], States] = {}
+        self._any_origins: dict[tuple[States, States], States] = {}
+        self._sets: dict[tuple[States, States], PackedSet] = {}
+
+    @cached_property
+    def successors(self) -> list[States]:
+        """The states behind each state."""
+        successors = []
+        for state in range(self.end):
+            following = 0
+            for target in np.unique(self.target[self._slice(state)]).tolist():
+                following |= 1 << target
+            successors.append(following | bool(self.final[state]) << self.end)
+        return [*successors, 1 << self.end]
+
+    @cached_property
+    def within(self) -> list[States]:
+        """By n, the states from which some n tokens or fewer, an eos not counted, end a text; the
+        last entry holds for more, too."""
+        levels = [self.finals]
+        while True:
+            states = levels[-1]
+            for state in range(self.end):
+                if self.successors[state] & levels[-1]:
+                    states |= 1 << state
+            if states == levels[-1]:
+                return levels
+            levels.append(states)
+
+    @property
+    def shortest(self) -> int:
+        """The number of tokens of the shortest text, an eos not counted."""
+        return next(count for count, states in enumerate(self.within) if states & 1)
+
+    def ending_within(self, count: int) -> States:
+        """Return the states from which `count` tokens or fewer end a text."""
+        return self.within[min(count, len(self.within) - 1)]
+
+    def step(self, state: int, token: int) -> int | None:
+        """Return the state behind a token; None if it may not follow."""
+        if token in self.eos:
+            return self.end if self.finals >> state & 1 else None
+        if state == self.end:
+            return None
+        part = self._slice(state)
+        tokens = self.token[part]
+        index = int(np.searchsorted(tokens, token))
+        if index == len(tokens) or tokens[index] != token:
+            return None
+        return int(self.target[part][index])
+
+    def behind(self, states: States, token: int | None) -> States:
+        """Return the states behind a token, or behind any token, from some states."""
+        if token is None:
+            following = self._any_next.get(states)
+            if following is None:
+                following = 0
+                for state in members(states):
+                    following |= self.successors[state]
+                self._any_next[states] = following
+            return following
+        key = (states, token)
+        following = self._next.get(key)
+        if following is None:
+            following = 0
+            for state in members(states):
+                target = self.step(state, token)
+                following |= 0 if target is None else 1 << target
+            self._next[key] = following
+        return following
+
+    def before(self, states: States, token: int | None, targets: States) -> States:
+        """Return those of some states from which a token, or any token, leads to `targets`."""
+        if token is None:
+            pair = (states, targets)
+            origins = self._any_origins.get(pair)
+            if origins is None:
+                origins = 0
+                for state in members(states):
+                    origins |= bool(self.successors[state] & targets) << state
+                self._any_origins[pair] = origins
+            return origins
+        key = (states, token, targets)
+        origins = self._origins.get(key)
+        if origins is None:
+            origins = 0
+            for state in members(states):
+                target = self.step(state, token)
+                origins |= (target is not None and bool(targets >> target & 1)) << state
+            self._origins[key] = origins
+        return origins
+
+    def tokens(self, states: States, targets: States) -> PackedSet:
+        """Return the tokens that lead from some states to `targets`."""
+        key = (states, targets)
+        token_set = self._sets.get(key)
+        if token_set is None:
+            token_set = self._sets[key] = self._tokens(states, targets)
+        return token_set
+
+    def _tokens(self, states: States, targets: States) -> PackedSet:
+        is_target = np.zeros(self.end + 1, bool)
+        is_target[members(targets)] = True
+        is_member = np.zeros(self.vocab_size, bool)
+        ends = bool(states & self.finals) and bool(is_target[self.end])
+        for state in members(states & ~(1 << self.end)):
+            part = self._slice(state)
+            is_member[self.token[part][is_target[self.target[part]]]] = True
+        ids = np.flatnonzero(is_member)[:2].tolist()
+        only = None
+        if ends and not ids:
+            only = self.eos[0]
+        elif len(ids) == 1 and not ends:
+            only = ids[0]
+        if ends:
+            is_member[list(self.eos)] = True
+        return PackedSet(is_member, only)
+
+    def _slice(self, state: int) -> slice:
+        return slice(self.first[state], self.first[state + 1])
+
+
+def token_automaton(
+    automaton: ByteAutomaton, trie: TokenTrie, eos: Sequence[int]
+) -> TokenAutomaton | None:
+    """Make the automaton of the token sequences whose bytes are a text of the language; None if
+    there are none.
+
+    Where all texts go on alike, the longest token within that is the only one, if bytes are tokens,
+    too: every text keeps a sequence, and what a language leaves no choice about needs no model.
+    """
+    letters = np.flatnonzero((automaton.next_state >= 0).any(0)).tolist()
+    single = {text[0] for text in trie.text.values() if len(text) == 1}
+    has_bytes = single.issuperset(letters)
+    # by states of bytes
+    sources: list[np.ndarray] = []
+    tokens: list[np.ndarray] = []
+    targets: list[np.ndarray] = []
+    seen = np.zeros(len(automaton.final), bool)
+    seen[0] = True
+    pending = [0]
+    while pending:
+        free = []
+        reached = []
+        for state in pending:
+            if not has_bytes or automaton.only[state] < 0:
+                free.append(state)
+                continue
+            forced = trie.longest(automaton.forced(state))
+            behind = state
+            for letter in trie.text[forced]:
+                behind = int(automaton.next_state[behind, letter])
+            sources.append(np.array([state], np.int32))
+            tokens.append(np.array([forced], np.int32))
+            targets.append(np.array([behind], np.int32))
+            reached.append(behind)
+        if free:
+            transitions = trie.walk(automaton, free)
+            sources.append(transitions[0])
+            tokens.append(transitions[1])
+            targets.append(transitions[2])
+            reached.extend(np.unique(transitions[2]).tolist())
+        pending = sorted({state for state in reached if not seen[state]})
+        seen[pending] = True
+    source, token, target = (np.concatenate(parts) for parts in (sources, tokens, targets))
+    alive = alive_states(source, target, automaton.final & seen)
+    if not alive[0]:
+        return None
+    number = np.cumsum(alive) - 1
+    kept = alive[source] & alive[target]
+    source, token, target = number[source[kept]], token[kept], number[target[kept]]
+    order = np.lexsort((token, source))
+    return TokenAutomaton(
+        source[order],
+        token[order].astype(np.int32),
+        target[order].astype(np.int32),
+        automaton.final[alive],
+        eos,
+        trie.vocab_size,
+    )
+
+
+def alive_states(source: np.ndarray, target: np.ndarray, final: np.ndarray) -> np.ndarray:
+    """Mark the states from which a final one is reached, [states] bool."""
+    edges = np.unique(source.astype(np.int64) * len(final) + target)
+    source, target = np.divmod(edges, len(final))
+    alive = final.copy()
+    while True:
+        count = alive.sum()
+        alive[source[alive[target]]] = True
+        if alive.sum() == count:
+            return alive

@@ -1,0 +1,110 @@
+"""What a grammar allows behind the tokens on the left of a position, by llguidance."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..rules.constraint import Constraint, TokenSet
+from .automaton import PackedSet
+
+# Token sets of which each is kept for what stands on its left.
+_KNOWN_TEXTS = 256
+
+
+class GrammarConstraint(Constraint):
+    """The constraint of one row whose new tokens are a text of a grammar, or its beginning, and
+    whose tokens are revealed from left to right.
+
+    One matcher follows: it takes back tokens to where two texts part, and goes on from there. Only
+    the leftmost masked column is constrained. A text that is cut at the limit is not whole.
+
+    Args:
+        matcher: llguidance's, at the beginning of a text; of this row alone.
+        prompt: Position of the first token that counts.
+        eos: Ids that end a text. The first is taken where only an end is left.
+        mask_id: The mask's id.
+        vocab_size: Rows of the model's unembedding.
+    """
+
+    first: tuple[int, ...] = ()
+
+    def __init__(
+        self, matcher: Any, prompt: int, eos: Sequence[int], mask_id: int, vocab_size: int
+    ) -> None:
+        self.matcher = matcher
+        self.prompt = prompt
+        self.eos = tuple(eos)
+        self.mask_id = mask_id
+        self.vocab_size = vocab_size
+        self._consumed: tuple[int, ...] = ()
+        self._sets: dict[tuple[int, ...], PackedSet | None] = {}
+
+    def advance(
+        self, origin: tuple[int, ...], start: int, ids: Sequence[int]
+    ) -> tuple[int, ...] | None:
+        """See `Constraint`."""
+        known = self.known(origin, start, ids)
+        return known if len(ids) - max(0, self.prompt - start) + len(origin) == len(known) else None
+
+    def known(self, origin: tuple[int, ...], start: int, ids: Sequence[int]) -> tuple[int, ...]:
+        """Return the tokens of a text up to its first mask or eos."""
+        tokens = []
+        for token in ids[max(0, self.prompt - start) :]:
+            if token == self.mask_id or token in self.eos:
+                break
+            tokens.append(token)
+        return (*origin, *tokens)
+
+    def allowed(
+        self, origin: tuple[int, ...], start: int, ids: tuple[int, ...], columns: Sequence[int]
+    ) -> list[TokenSet | None]:
+        """See `Constraint`."""
+        sets: list[TokenSet | None] = [None] * len(columns)
+        if columns and ids.index(self.mask_id, max(0, self.prompt - start)) == columns[0]:
+            sets[0] = self.tokens(self.known(origin, start, ids))
+        return sets
+
+    def is_possible(self, origin: tuple[int, ...], start: int, ids: tuple[int, ...]) -> bool:
+        """See `Constraint`."""
+        known = self.known(origin, start, ids)
+        if not self.follow(known):
+            return False
+        column = len(known) - len(origin) + max(0, self.prompt - start)
+        ended = column < len(ids) and ids[column] in self.eos
+        return not ended or bool(self.matcher.is_accepting())
+
+    def tokens(self, known: tuple[int, ...]) -> PackedSet | None:
+        """Return the tokens that may follow; None if the text is not one of the grammar."""
+        if known not in self._sets:
+            if len(self._sets) >= _KNOWN_TEXTS:
+                self._sets.clear()
+            self._sets[known] = self._tokens() if self.follow(known) else None
+        return self._sets[known]
+
+    def follow(self, known: tuple[int, ...]) -> bool:
+        """Take the matcher to the end of a text; return False if it is not one of the grammar."""
+        shared = 0
+        for token, consumed in zip(known, self._consumed, strict=False):
+            if token != consumed:
+                break
+            shared += 1
+        if len(self._consumed) > shared:
+            self.matcher.rollback(len(self._consumed) - shared)
+        rest = list(known[shared:])
+        count = self.matcher.validate_tokens(rest)
+        self.matcher.consume_tokens(rest[:count])
+        self._consumed = known[: shared + count]
+        return bool(count == len(rest))
+
+    def _tokens(self) -> PackedSet:
+        bits = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)
+        is_member = np.zeros(self.vocab_size, bool)
+        unpacked = np.unpackbits(bits, bitorder="little")[: self.vocab_size].astype(bool)
+        is_member[: len(unpacked)] = unpacked
+        is_member[list(self.eos)] = self.matcher.is_accepting()
+        ids = np.flatnonzero(is_member).tolist()
+        only = ids[0] if len(ids) == 1 else None
+        if ids and set(ids) <= {*self.eos}:
+            only = self.eos[0]
+        return PackedSet(is_member, only)

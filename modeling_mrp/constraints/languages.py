@@ -1,0 +1,150 @@
+"""Languages of a tokenizer's tokens: what the options `regex`, `choices`, `json_schema` and
+`grammar` ask for."""
+
+import weakref
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+from ..rules.constraint import Constraint
+from .automaton import TokenAutomaton, TokenTrie, token_automaton
+from .block import AutomatonConstraint
+from .grammar import GrammarConstraint
+from .patterns import INSTALL, any_of, byte_automaton, need_outlines
+from .schema import schema_pattern
+
+try:
+    from llguidance import LLMatcher, LLTokenizer, grammar_from
+except ImportError:
+    LLMatcher = None
+
+# Automata that are kept for later calls, by tokenizer.
+_KEPT_AUTOMATA = 8
+
+
+class Vocabulary(NamedTuple):
+    """What a language needs to know of a model.
+
+    Attributes:
+        size: Rows of the unembedding.
+        mask_id: The mask's id, which is in no text.
+        eos: Ids that end a text.
+    """
+
+    size: int
+    mask_id: int
+    eos: tuple[int, ...]
+
+
+class Languages:
+    """The languages of one tokenizer and model; those that were asked for last are kept.
+
+    Args:
+        tokenizer: A fast tokenizer of transformers.
+        vocabulary: The model's.
+
+    Raises:
+        ImportError: without llguidance, which knows the bytes of tokens.
+        ValueError: for a tokenizer that is not of the library tokenizers.
+    """
+
+    def __init__(self, tokenizer: Any, vocabulary: Vocabulary) -> None:
+        if LLMatcher is None:
+            raise ImportError(
+                "regex, choices, json_schema and grammar need llguidance, which is not installed: "
+                + INSTALL
+            )
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise ValueError(
+                f"tokenizer is a {type(tokenizer).__name__}: pass the model's own, a fast one "
+                "(AutoTokenizer.from_pretrained), whose tokens' bytes can be read"
+            )
+        self.vocabulary = vocabulary
+        self.tokenizer = LLTokenizer(backend.to_str(), eos_token=list(vocabulary.eos))
+        special = {*tokenizer.all_special_ids, *vocabulary.eos, vocabulary.mask_id}
+        tokens = {}
+        for token in range(min(self.tokenizer.vocab_size, vocabulary.size)):
+            text = self.tokenizer.decode_bytes([token])
+            if text and token not in special and not self.tokenizer.is_special_token(token):
+                tokens[token] = text
+        self.trie = TokenTrie(tokens, vocabulary.size)
+        self._automata: OrderedDict[str, TokenAutomaton] = OrderedDict()
+
+    def automaton(self, pattern: str) -> TokenAutomaton:
+        """Make the automaton of a regex; `ValueError` for one that cannot be followed."""
+        automaton = self._automata.pop(pattern, None)
+        if automaton is None:
+            made = token_automaton(byte_automaton(pattern), self.trie, self.vocabulary.eos)
+            if made is None:
+                raise ValueError("the tokenizer's tokens make none of its texts")
+            automaton = made
+        self._automata[pattern] = automaton
+        while len(self._automata) > _KEPT_AUTOMATA:
+            self._automata.popitem(last=False)
+        return automaton
+
+    def matcher(self, grammar: str) -> Any:
+        """Make llguidance's matcher of a grammar, of Lark or GBNF; `ValueError` for one that cannot
+        be read."""
+        compiled = grammar_from("grammar", grammar)
+        if error := LLMatcher.validate_grammar(compiled, self.tokenizer):
+            raise ValueError(" ".join(error.split()))
+        return LLMatcher(self.tokenizer, compiled)
+
+
+class Language(NamedTuple):
+    """What one row's text must be.
+
+    Attributes:
+        vocabulary: The model's.
+        automaton: The language; or None.
+        matcher: The language of a grammar; or None.
+    """
+
+    vocabulary: Vocabulary
+    automaton: TokenAutomaton | None = None
+    matcher: Any = None
+
+    @property
+    def shortest(self) -> int:
+        """The fewest tokens, an eos not counted; 0 where that is not known."""
+        return 0 if self.automaton is None else self.automaton.shortest
+
+    def constraint(self, prompt: int, limit: int) -> Constraint:
+        """Make the constraint of a row with `prompt` tokens before its text, and a place for its
+        last one before `limit`."""
+        size, mask_id, eos = self.vocabulary
+        if self.automaton is not None:
+            return AutomatonConstraint(self.automaton, prompt, limit, mask_id)
+        return GrammarConstraint(self.matcher.deep_copy(), prompt, eos, mask_id, size)
+
+
+def language_of(languages: Languages, name: str, value: Any) -> Language:
+    """Make the language of an option's value; `ValueError` if it is not one."""
+    vocabulary = languages.vocabulary
+    try:
+        if name == "grammar":
+            return Language(vocabulary, matcher=languages.matcher(value))
+        need_outlines()
+        if name == "choices":
+            pattern = any_of(value)
+        elif name == "json_schema":
+            pattern = schema_pattern(value)
+        else:
+            pattern = value
+        return Language(vocabulary, languages.automaton(pattern))
+    except ValueError as error:
+        raise ValueError(f"{name} cannot be kept to: {error}") from error
+
+
+_OF_TOKENIZERS: "weakref.WeakKeyDictionary[Any, dict[Any, Languages]]" = weakref.WeakKeyDictionary()
+
+
+def languages_of(tokenizer: Any, vocabulary: Vocabulary) -> Languages:
+    """Return the languages of a tokenizer and a model, kept as long as the tokenizer lives."""
+    kept = _OF_TOKENIZERS.setdefault(tokenizer, {})
+    key = (len(tokenizer), vocabulary)
+    if key not in kept:
+        kept.clear()
+        kept[key] = Languages(tokenizer, vocabulary)
+    return kept[key]
