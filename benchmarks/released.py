@@ -110,9 +110,7 @@ class Decode:
             if first or slot > 1:
                 assert hidden is not None
                 hidden = self._head(chain[-1], hidden)
-                (estimate,) = self.networks.pick(
-                    self.networks.drafter, [(self.row, chain[-1])], [hidden]
-                )
+                (estimate,) = self.networks.sampler.estimate([(self.row, chain[-1])], [hidden])
             assert estimate is not None
             columns, _ = self.rule.reveal(chain[-1], estimate, None)
             chain.append(self.row.after(chain[-1], columns, estimate.token))

@@ -62,6 +62,8 @@ READING = [
     "constraints.block",
     "constraints.grammar",
     "networks.networks",
+    "networks.runner",
+    "networks.sampler",
     "networks.picker",
     "networks.layers",
     "networks.cache",

@@ -26,9 +26,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..networks.networks import Hidden, Networks
+from ..networks.networks import Networks
 from ..networks.picker import LIKELIEST, SHORTLIST, Picker
 from ..networks.predicted import predicted_costs
+from ..networks.runner import Runner
+from ..networks.sampler import Hidden
 from ..rules.costs import RoundCosts
 from ..rules.draft import (
     Node,
@@ -158,16 +160,13 @@ class RoundPlan:
         return replace(self, amount=Amount(states, min(self.amount.passes, states - 1)))
 
 
-class Decoder:
-    """Decodes the rows of one call.
+class RoundDecoder:
+    """Decodes a batch by one round at a time.
 
     Args:
         mode: What is revealed, refined and drafted.
         networks: Backbone, head and picks on the device.
         amount: Decides how much each round drafts.
-        watches: Callbacks that get the batch's rows after every prefill and every round; they may
-            end rows (stopping criteria).
-        least_rows: The batch is halved as its rows end, but keeps at least this many rows.
         sources: Sources of drafts that are asked beside scores.
 
     Attributes:
@@ -177,102 +176,15 @@ class Decoder:
     def __init__(
         self,
         mode: Mode,
-        networks: Networks,
+        networks: Runner,
         amount: DraftAmount,
-        watches: Sequence[Callable[[Sequence[Row]], None]] = (),
-        least_rows: int = 1,
         sources: Sequence[DraftSource] = (),
     ) -> None:
         self.mode = mode
         self.networks = networks
         self.amount = amount
-        self.watches = watches
-        self.least_rows = least_rows
         self.sources = sources
         self.verified = 0
-
-    def decode(
-        self, rows: Sequence[Row], reused: Sequence[int], waiting: Iterable[Row] = ()
-    ) -> None:
-        """Decode every row to its end.
-
-        Args:
-            rows: The batch at first.
-            reused: By row, the number of first tokens with keys and values in the cache.
-            waiting: Rows that take the places of those that end.
-
-        Raises:
-            UnscoredError: for a position at which no token has a finite score.
-        """
-        batch = list(rows)
-        self.write(batch, self.prefill(batch, reused))
-        self.watch(batch)
-        for _ in self.rounds(batch, iter(waiting)):
-            pass
-        self.networks.widen(max(row.held for row in rows))
-
-    def rounds(self, batch: list[Row], waiting: Iterator[Row]) -> Iterator[None]:
-        """Go round by round until every row has ended and none waits; yield after each round, when
-        `waiting` may have new rows.
-
-        Raises:
-            UnscoredError: as from `decode`.
-        """
-        while True:
-            joined = self.join(batch, waiting)
-            if joined:
-                self.watch(batch)
-            active = sum(row.stop is None for row in batch)
-            if not active and not joined:
-                break
-            if not joined and (size := self.smaller(len(batch), active)) < len(batch):
-                batch = self.networks.narrow(batch, size)
-            if not active:  # the texts of all that joined were whole with their first token
-                continue
-            self.round(batch, self.plan(batch))
-            self.watch(batch)
-            yield
-
-    def prefill(
-        self, rows: Sequence[Row], reused: Sequence[int], first: int = 0
-    ) -> list[Frontier | None]:
-        """Compute the prompts of rows of the batch, from its row `first` on; return the frontiers
-        at their first states."""
-        scores = self.networks.prefill(rows, reused, first)
-        frontiers: list[Frontier | None] = []
-        for row, row_scores in zip(rows, scores, strict=True):
-            frontiers.append(first_frontier(row, self.rule_of(row), row_scores))
-        return frontiers
-
-    def join(self, batch: list[Row], waiting: Iterator[Row]) -> bool:
-        """Put waiting rows in the places of rows that have ended, as far as there are any, and
-        reveal at their first states; return whether one joined."""
-        frontiers: list[Frontier | None] = [None] * len(batch)
-        joined = False
-        for index, ended in enumerate(batch):
-            if ended.stop is None:
-                continue
-            row = next(waiting, None)
-            if row is None:
-                break
-            ended.forget()
-            batch[index] = row
-            (frontiers[index],) = self.prefill([row], [0], index)
-            joined = True
-        if joined:
-            self.write(batch, frontiers)
-        return joined
-
-    def watch(self, rows: Sequence[Row]) -> None:
-        """Call all `watches` with the rows."""
-        for watch in self.watches:
-            watch(rows)
-
-    def smaller(self, size: int, active: int) -> int:
-        """Return the size of the batch, halved as often as its `active` rows still fit."""
-        while size > 1 and (half := (size + 1) // 2) >= max(active, self.least_rows):
-            size = half
-        return size
 
     def plan(self, rows: Sequence[Row]) -> RoundPlan:
         """Decide, on the host, how much the next round of the batch drafts."""
@@ -360,8 +272,7 @@ class Decoder:
         if not states:
             return
         outputs = [hidden for row in self.networks.head(rows, inputs) for hidden in row]
-        drafter = self.networks.drafter
-        scores = self.networks.pick(drafter, states, outputs, parents, shortlists)
+        scores = self.networks.sampler.estimate(states, outputs, parents, shortlists)
         for (row_index, key), estimate in zip(keys, scores, strict=True):
             estimates[row_index][key] = estimate
 
@@ -399,3 +310,112 @@ class Decoder:
                 write(row, frontier)
             if row.stop is None:
                 row.settle()
+
+
+class Decoder(RoundDecoder):
+    """Decodes the rows of one call, or all rows that join a batch.
+
+    Args:
+        mode, networks, amount, sources: See `RoundDecoder`.
+        watches: Callbacks that get the batch's rows after every prefill and every round; they may
+            end rows (stopping criteria).
+        least_rows: The batch is halved as its rows end, but keeps at least this many rows.
+    """
+
+    networks: Networks
+
+    def __init__(
+        self,
+        mode: Mode,
+        networks: Networks,
+        amount: DraftAmount,
+        watches: Sequence[Callable[[Sequence[Row]], None]] = (),
+        least_rows: int = 1,
+        sources: Sequence[DraftSource] = (),
+    ) -> None:
+        super().__init__(mode, networks, amount, sources)
+        self.watches = watches
+        self.least_rows = least_rows
+
+    def decode(
+        self, rows: Sequence[Row], reused: Sequence[int], waiting: Iterable[Row] = ()
+    ) -> None:
+        """Decode every row to its end.
+
+        Args:
+            rows: The batch at first.
+            reused: By row, the number of first tokens with keys and values in the cache.
+            waiting: Rows that take the places of those that end.
+
+        Raises:
+            UnscoredError: for a position at which no token has a finite score.
+        """
+        batch = list(rows)
+        self.write(batch, self.prefill(batch, reused))
+        self.watch(batch)
+        for _ in self.rounds(batch, iter(waiting)):
+            pass
+        self.networks.widen(max(row.held for row in rows))
+
+    def rounds(self, batch: list[Row], waiting: Iterator[Row]) -> Iterator[None]:
+        """Go round by round until every row has ended and none waits; yield after each round, when
+        `waiting` may have new rows.
+
+        Raises:
+            UnscoredError: as from `decode`.
+        """
+        while True:
+            joined = self.join(batch, waiting)
+            if joined:
+                self.watch(batch)
+            active = sum(row.stop is None for row in batch)
+            if not active and not joined:
+                break
+            if not joined and (size := self.smaller(len(batch), active)) < len(batch):
+                batch = self.networks.narrow(batch, size)
+            if not active:  # the texts of all that joined were whole with their first token
+                continue
+            self.round(batch, self.plan(batch))
+            self.watch(batch)
+            yield
+
+    def prefill(
+        self, rows: Sequence[Row], reused: Sequence[int], first: int = 0
+    ) -> list[Frontier | None]:
+        """Compute the prompts of rows of the batch, from its row `first` on; return the frontiers
+        at their first states."""
+        scores = self.networks.prefill(rows, reused, first)
+        frontiers: list[Frontier | None] = []
+        for row, row_scores in zip(rows, scores, strict=True):
+            frontiers.append(first_frontier(row, self.rule_of(row), row_scores))
+        return frontiers
+
+    def join(self, batch: list[Row], waiting: Iterator[Row]) -> bool:
+        """Put waiting rows in the places of rows that have ended, as far as there are any, and
+        reveal at their first states; return whether one joined."""
+        frontiers: list[Frontier | None] = [None] * len(batch)
+        joined = False
+        for index, ended in enumerate(batch):
+            if ended.stop is None:
+                continue
+            row = next(waiting, None)
+            if row is None:
+                break
+            ended.forget()
+            batch[index] = row
+            (frontiers[index],) = self.prefill([row], [0], index)
+            joined = True
+        if joined:
+            self.write(batch, frontiers)
+        return joined
+
+    def watch(self, rows: Sequence[Row]) -> None:
+        """Call all `watches` with the rows."""
+        for watch in self.watches:
+            watch(rows)
+
+    def smaller(self, size: int, active: int) -> int:
+        """Return the size of the batch, halved as often as its `active` rows still fit."""
+        while size > 1 and (half := (size + 1) // 2) >= max(active, self.least_rows):
+            size = half
+        return size

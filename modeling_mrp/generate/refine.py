@@ -4,7 +4,8 @@ nothing."""
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..networks.networks import Hidden, Networks
+from ..networks.runner import Runner
+from ..networks.sampler import Hidden
 from ..rules.reveal import Columns, surest
 from ..rules.state import Frontier, Row, Scores, State
 
@@ -69,12 +70,12 @@ class Reveal:
 
 # A frozen dataclass of its parameters; a call changes the reveals of some rows of the batch in
 # place, before they are written.
-Refinement = Callable[[Networks, Sequence[Row], list[Reveal]], None]
+Refinement = Callable[[Runner, Sequence[Row], list[Reveal]], None]
 
 
 def refined(
     refine: Refinement,
-    networks: Networks,
+    networks: Runner,
     rows: Sequence[Row],
     frontiers: Sequence[Frontier | None],
 ) -> list[Frontier | None]:
@@ -93,7 +94,7 @@ def refined(
 
 
 def run_head(
-    networks: Networks,
+    networks: Runner,
     rows: Sequence[Row],
     queries: list[tuple[Reveal, State]],
     residual: bool = False,
@@ -108,7 +109,7 @@ def run_head(
 
 
 def head_log_odds(
-    networks: Networks, rows: Sequence[Row], queries: Sequence[tuple[Reveal, Columns]]
+    networks: Runner, rows: Sequence[Row], queries: Sequence[tuple[Reveal, Columns]]
 ) -> list[tuple[Reveal, list[float]]]:
     """Compute by the head the log-odds [block] of each reveal's tokens given its tokens at the
     query's columns, -inf elsewhere.
@@ -121,7 +122,7 @@ def head_log_odds(
     for reveal, columns in queries:
         states.append((reveal, reveal.state_after(columns)))
         tokens.append((reveal.row, reveal.state, reveal.columns, reveal.token))
-    outputs = networks.token_odds(tokens, run_head(networks, rows, states))
+    outputs = networks.sampler.token_odds(tokens, run_head(networks, rows, states))
     return [(reveal, log_odds) for (reveal, _), log_odds in zip(queries, outputs, strict=True)]
 
 
@@ -132,7 +133,7 @@ class Direct:
 
     head_reveals: int
 
-    def __call__(self, networks: Networks, rows: Sequence[Row], reveals: list[Reveal]) -> None:
+    def __call__(self, networks: Runner, rows: Sequence[Row], reveals: list[Reveal]) -> None:
         """See `Refinement`."""
         for _ in range(self.head_reveals):
             queries = []
@@ -144,7 +145,7 @@ class Direct:
                 return
             hidden = run_head(networks, rows, queries)
             states = [(reveal.row, state) for reveal, state in queries]
-            picks = networks.pick(networks.picker, states, hidden)
+            picks = networks.sampler.pick(states, hidden)
             for (reveal, state), scores, estimate in zip(queries, picks, hidden, strict=True):
                 best = surest(state.free, scores.odds)
                 reveal.columns = tuple(sorted((*reveal.columns, best)))
@@ -166,7 +167,7 @@ class ThresholdRemask:
 
     threshold: float  # tau, in log-odds
 
-    def __call__(self, networks: Networks, rows: Sequence[Row], reveals: list[Reveal]) -> None:
+    def __call__(self, networks: Runner, rows: Sequence[Row], reveals: list[Reveal]) -> None:
         """See `Refinement`."""
         queries = [(reveal, reveal.columns) for reveal in reveals]
         for reveal, log_odds in head_log_odds(networks, rows, queries):
@@ -185,12 +186,12 @@ class ResidualRemask:
 
     delta: float  # in logits
 
-    def __call__(self, networks: Networks, rows: Sequence[Row], reveals: list[Reveal]) -> None:
+    def __call__(self, networks: Runner, rows: Sequence[Row], reveals: list[Reveal]) -> None:
         """See `Refinement`."""
         queries = [(reveal, reveal.state) for reveal in reveals]
         residual = run_head(networks, rows, queries, residual=True)
         tokens = [(reveal.columns, reveal.token) for reveal in reveals]
-        changes = networks.magnitudes(tokens, residual)
+        changes = networks.sampler.magnitudes(tokens, residual)
         for reveal, change in zip(reveals, changes, strict=True):
             stable = [column for column in reveal.columns if change[column] <= self.delta]
             reveal.keep(stable or [surest(reveal.columns, reveal.log_odds)], change)
@@ -212,7 +213,7 @@ class RereadRemask:
     threshold: float  # tau, in log-odds
     alone_threshold: float  # the log-odds of half of tau
 
-    def __call__(self, networks: Networks, rows: Sequence[Row], reveals: list[Reveal]) -> None:
+    def __call__(self, networks: Runner, rows: Sequence[Row], reveals: list[Reveal]) -> None:
         """See `Refinement`."""
         unsettled = [reveal for reveal in reveals if len(reveal.columns) > 1]
         while unsettled:  # most rows are settled by the first pass

@@ -10,12 +10,9 @@ come back in one. The keys and values of scored states lie beyond the texts unti
 from array import array
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
-from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,17 +25,14 @@ from .cache import BlockCache
 from .graphs import cache_for
 from .inspection import decide, fingerprint
 from .layers import pack, plan_layers
-from .picker import Picker, Picks, Spots, token_logits
+from .picker import Picker
+from .sampler import Hidden, Sampler, gather_blocks
 
 # Prompt tokens per prefill forward, at most, in whole blocks.
 PREFILL_CHUNK = 2048
 
-# Hidden states of one block: a tensor [n, block, hidden_size], and the block's index in n.
-Hidden = tuple[Tensor, int]
 # By row, its states, each with the index of its parent among them, or -1.
 Packed = Sequence[Sequence[tuple[State, int]]]
-# By state, some of its free columns, and tokens by column.
-TokensAt = Sequence[tuple[Sequence[int], Sequence[int]]]
 # The inputs of a forward over a part of the texts: its begin and end, ids, positions and mask.
 Chunk = tuple[int, int, Tensor, Tensor, Tensor]
 
@@ -57,7 +51,7 @@ class Networks:
         recorded: Runs a forward from a recording (`Graphs.call`); or None.
 
     Attributes:
-        drafter: Picks tokens from the head's estimates of hidden states.
+        sampler: Picks tokens from hidden states.
         forwards: Number of forwards of the whole batch by role: `prefill`, `denoise` (over states
             of rounds) and `head`.
         slots: Rows of the batch summed over forwards of the backbone, including rows that had ended
@@ -78,10 +72,10 @@ class Networks:
         self.plans = plans
         self.recorded = recorded
         self.picker = picker
-        self.drafter = replace(picker, entropy=False, shortlist=0)
         self.device = picker.lm_head_weight.device
         config = model.config
         self.block = config.block_size
+        self.sampler = Sampler(lambda row: picker, picker.lm_head_weight, self.block)
         self.mask_id = config.mask_token_id
         self.with_head = with_head
         self.backbone_layers = range(config.num_hidden_layers)
@@ -141,7 +135,7 @@ class Networks:
         for row in rows:
             row.held = row.state.start
             states.append((row, row.state))
-        return self.pick(self.picker, states, [first_blocks[index] for index in range(len(rows))])
+        return self.sampler.pick(states, [first_blocks[index] for index in range(len(rows))])
 
     def _catch_up(self, rows: Sequence[Row], indices: Sequence[int]) -> None:
         """Run the head over the committed text that rows, given by their indices, have not read
@@ -194,30 +188,14 @@ class Networks:
         packed = []
         for nodes in drafts:
             packed.append([(node.state, node.parent) for node in nodes])
-        self._scored, firsts = self._run_backbone(packed, [row.held for row in rows])
+        self._scored = self._network(packed, [row.held for row in rows])
         self.forwards["denoise"] += 1
         self.slots += len(rows)
-        hidden = self._scored[:, :-1] if self.shifted else self._scored
-        states: list[tuple[Row, State]] = []
-        blocks: list[Hidden] = []
-        parents: list[State | None] = []
-        for row, nodes, first in zip(rows, drafts, firsts, strict=True):
+        for row, nodes in zip(rows, drafts, strict=True):
             row.counts.forwards += bool(nodes)
-            for index, node in enumerate(nodes, first):
-                states.append((row, node.state))
-                blocks.append((hidden, index))
-                parents.append(nodes[node.parent].state if node.parent >= 0 else None)
-        scores = iter(self.pick(self.picker, states, blocks, parents))
-        return [list(islice(scores, len(nodes))) for nodes in drafts]
-
-    def _run_backbone(self, packed: Packed, held: Sequence[int]) -> tuple[Tensor, Sequence[int]]:
-        """Run the backbone over states; return hidden states [n, block, hidden_size] and each row's
-        first index in n.
-
-        A serving engine overrides this with its own forward.
-        """
-        hidden = self._network(packed, held)
-        return hidden, range(0, len(hidden), max(map(len, packed)))
+        hidden = self._scored[:, :-1] if self.shifted else self._scored
+        first_states = range(0, len(hidden), max(map(len, packed)))
+        return self.sampler.score(rows, drafts, hidden, first_states)
 
     def head(
         self,
@@ -307,115 +285,6 @@ class Networks:
             cached_hidden[row_indices[:, None], columns] = self._scored[states.to(self.device)].to(
                 cached_hidden.device
             )
-
-    def pick(
-        self,
-        picker: Picker,
-        states: Sequence[tuple[Row, State]],
-        hidden: Sequence[Hidden],
-        parents: Sequence[State | None] = (),
-        shortlists: Sequence[Hidden | None] = (),
-    ) -> list[Scores]:
-        """Pick at the free columns of states from their hidden states; return scores by state,
-        after one transfer to the host.
-
-        `parents` are the states' parents, whose tokens processors see. If every state has a
-        shortlist in `shortlists` (`Scores.shortlist`), tokens are chosen among those listed.
-        """
-        block = self.block
-        count = len(states)
-        columns = np.array(
-            [
-                index * block + column
-                for index, (_, state) in enumerate(states)
-                for column in state.free
-            ],
-            np.int64,
-        )
-        if not len(columns):
-            return [
-                Scores([0] * block, [-torch.inf] * block, hidden=location) for location in hidden
-            ]
-        given_shortlists = [location for location in shortlists if location is not None]
-        flat_index, hidden_states, *shortlist_values = self._at_columns(
-            columns, hidden, *[given_shortlists] * (len(given_shortlists) == count)
-        )
-        spots = Spots(states, self.device, parents)
-        picks = (
-            picker.among(hidden_states, shortlist_values[0], spots)
-            if shortlist_values
-            else picker(hidden_states, spots)
-        )
-        row_shortlists: Sequence[Hidden | None] = shortlists or [None] * count
-        if picks.shortlist is not None:
-            size = picks.shortlist.shape[1]
-            spread_shortlist = picks.shortlist.new_zeros(count * block, size).index_copy_(
-                0, flat_index, picks.shortlist
-            )
-            spread_shortlist = spread_shortlist.view(count, block, size)
-            row_shortlists = [(spread_shortlist, index) for index in range(count)]
-        picked = zip(on_host(picks, columns, count, block), hidden, row_shortlists, strict=True)
-        return [Scores(*fields, location, shortlist) for fields, location, shortlist in picked]
-
-    def _at_columns(self, columns: np.ndarray, *several: Sequence[Hidden]) -> list[Tensor]:
-        """Copy column indices [n] to the device; return them, and the values of each list of blocks
-        at them, [n, size] each."""
-        index = torch.from_numpy(columns).to(self.device, non_blocking=True)
-        return [index, *(gather_blocks(blocks).flatten(0, 1)[index] for blocks in several)]
-
-    def token_odds(
-        self,
-        queries: Sequence[tuple[Row, State, Sequence[int], Sequence[int]]],
-        hidden: Sequence[Hidden],
-    ) -> list[list[float]]:
-        """Compute the log-odds [block] of given tokens at each state, -inf at other columns; one
-        transfer to the host.
-
-        `queries` has, by state, its row, the state, some of its free columns, and tokens by column.
-        """
-        states = []
-        tokens = []
-        for row, state, columns, token in queries:
-            narrowed = State(state.key, tuple(columns), state.end, state.masks, 0)
-            states.append((row, narrowed))
-            tokens.append((columns, token))
-        spots = Spots(states, self.device)
-        return self._compute_at_tokens(
-            tokens,
-            hidden,
-            lambda hidden_states, token: self.picker.token_odds(hidden_states, token, spots),
-        )
-
-    def magnitudes(self, queries: TokensAt, hidden: Sequence[Hidden]) -> list[list[float]]:
-        """Compute the magnitude |C| of given tokens' residual logits from h_C; return numbers as
-        `token_odds` does."""
-        weight = self.picker.lm_head_weight
-        return self._compute_at_tokens(
-            queries,
-            hidden,
-            lambda hidden_states, token: token_logits(weight, hidden_states, token[:, None])[
-                :, 0
-            ].abs(),
-        )
-
-    def _compute_at_tokens(
-        self, queries: TokensAt, hidden: Sequence[Hidden], compute: Callable[..., Tensor]
-    ) -> list[list[float]]:
-        """Call `compute(hidden states [n, size], tokens [n])` on the given tokens; return its
-        numbers as `token_odds` does."""
-        pairs = []
-        for index, (columns, token) in enumerate(queries):
-            for column in columns:
-                pairs.append((index * self.block + column, token[column]))
-        indices, tokens = np.array(pairs, np.int64).T.copy()
-        _, hidden_states = self._at_columns(indices, hidden)
-        numbers = compute(
-            hidden_states, torch.from_numpy(tokens).to(self.device, non_blocking=True)
-        )
-        rows: list[list[float]] = spread_columns(
-            numbers, indices, len(queries), self.block
-        ).tolist()
-        return rows
 
     def _network(
         self, packed: Packed, cached_lengths: Sequence[int], hidden: Tensor | None = None
@@ -635,55 +504,3 @@ def prefill_chunks(
                 block,
             ),
         )
-
-
-def gather_blocks(hidden: Sequence[Hidden]) -> Tensor:
-    """Gather the hidden states of n blocks from the tensors that hold them; return [n, block,
-    hidden_size]."""
-    first = hidden[0][0]
-    indices = [index for _, index in hidden]
-    tensors = {id(tensor): tensor for tensor, _ in hidden}
-    if len(tensors) == 1:
-        if indices == list(range(len(first))):
-            return first
-        return first[torch.tensor(indices, device=first.device)]
-    out = first.new_empty(len(hidden), *first.shape[1:])
-    for key, tensor in tensors.items():
-        pairs = []
-        for target, (holder, index) in enumerate(hidden):
-            if id(holder) == key:
-                pairs.append((target, index))
-        targets, sources = torch.tensor(pairs, device=tensor.device).unbind(1)
-        out[targets.to(out.device)] = tensor[sources].to(out.device)
-    return out
-
-
-def spread_columns(numbers: Tensor, columns: np.ndarray, states: int, block: int) -> np.ndarray:
-    """Copy numbers [n] or [n, m] to the host; return [states, block] or [states, block, m] float64,
-    -inf elsewhere."""
-    values = numbers.detach().cpu().double().numpy()
-    spread = np.full((states * block, *values.shape[1:]), -np.inf)
-    spread[columns] = values
-    return spread.reshape(states, block, *values.shape[1:])
-
-
-def on_host(
-    picks: Picks, columns: np.ndarray, states: int, block: int
-) -> list[tuple[list[int], list[float], Any, Any]]:
-    """Read picks in one transfer; return by state its token, odds, entropy and likeliest, as in
-    `Scores`."""
-    numbers = []
-    for field in picks[:4]:
-        if field is not None:
-            numbers.append(field.view(len(columns), -1).to(picks.odds.dtype))
-    spread = spread_columns(torch.cat(numbers, 1), columns, states, block)
-    # exact in float32: a vocabulary has fewer than 2^24
-    token = np.maximum(spread[..., 0], 0).astype(np.int64).tolist()
-    entropy: list[Any] = [None] * states
-    if picks.entropy is not None:
-        entropy = spread[..., 2].tolist()
-    likeliest: list[Any] = [None] * states
-    if picks.likeliest is not None:
-        ids, odds = np.split(spread[..., -picks.likeliest.shape[1] :], 2, -1)
-        likeliest = list(zip(np.maximum(ids, 0).astype(np.int64), odds, strict=True))
-    return list(zip(token, spread[..., 1].tolist(), entropy, likeliest, strict=True))

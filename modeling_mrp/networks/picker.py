@@ -7,7 +7,7 @@ whatever path led there.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -169,6 +169,11 @@ class Picker:
         return Unembedding(
             self.lm_head_weight, self.mask_token_id, self.temperature, self.eos_token_ids
         )
+
+    @cached_property
+    def for_drafts(self) -> "Picker":
+        """The picker of drafts, which need neither entropies nor shortlists."""
+        return replace(self, entropy=False, shortlist=0)
 
     @cached_property
     def masks(self) -> TokenMasks:

@@ -13,17 +13,18 @@ the host.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from modeling_mrp.networks.networks import Hidden, Networks, Packed
-from modeling_mrp.networks.picker import Picker
+from modeling_mrp.networks.networks import Packed
+from modeling_mrp.networks.sampler import Hidden, Sampler
+from modeling_mrp.rules.draft import Node
 from modeling_mrp.rules.state import Row, Scores, State
 
-from .picker import Pickers, Sampling
+from .picker import Pickers
 from .scratch import BorrowedSlots
 from .transfer import IntVector, send_to_device
 
@@ -213,8 +214,9 @@ def packed_batch(
     )
 
 
-class EngineNetworks(Networks):
-    """The networks of one round of an engine batch: they run backbone and head, and pick tokens.
+class EngineNetworks:
+    """The networks of one round of an engine batch (a `Runner`): they run backbone and head, and
+    pick tokens.
 
     The head's keys and values lie in the same slots as the backbone's, in layers of their own, and
     are written as soon as a block is committed: a request that shares a prefix through the engine's
@@ -229,6 +231,7 @@ class EngineNetworks(Networks):
         block: Tokens of a block.
 
     Attributes:
+        sampler: Picks tokens from hidden states.
         graph_ran: Whether the backbone's last forward was a CUDA graph.
     """
 
@@ -246,14 +249,9 @@ class EngineNetworks(Networks):
         self.request_rows = request_rows
         self.with_head = with_head
         self.block = block
-        self.pickers = pickers
-        # `Pickers` has all members of `Picker` that `Networks` uses
-        self.picker = self.drafter = cast(Picker, pickers)
         self.device = batch.input_ids.device
+        self.sampler = Sampler(pickers.of_row, pickers.lm_head_weight, block, self._at_columns)
         self.graph_ran = False
-        self.shifted = False
-        self.forwards = {"prefill": 0, "denoise": 0, "head": 0}
-        self.slots = 0
         self._scored: Tensor | None = None
         self._first_states: list[int] = []  # by row, the index of its first state in `_scored`
         # borrowed blocks that rows now keep, as `PackedStates.map_entries`
@@ -384,10 +382,15 @@ class EngineNetworks(Networks):
         residual_output: Tensor = self.engine.model.run_head(self.engine, batch, hidden)
         return residual_output if residual else hidden + residual_output
 
-    def _run_backbone(self, packed: Packed, held: Sequence[int]) -> tuple[Tensor, Sequence[int]]:
-        """See `Networks`."""
+    def score(self, rows: Sequence[Row], drafts: Sequence[Sequence[Node]]) -> list[list[Scores]]:
+        """See `Runner`."""
+        packed = []
+        for row, nodes in zip(rows, drafts, strict=True):
+            row.counts.forwards += bool(nodes)
+            packed.append([(node.state, node.parent) for node in nodes])
         self._first_states = np.cumsum([0, *map(len, packed)])[:-1].tolist()
-        return self._forward(packed, held), self._first_states
+        self._scored = self._forward(packed, [row.held for row in rows])
+        return self.sampler.score(rows, drafts, self._scored, self._first_states)
 
     def head(
         self,
@@ -395,14 +398,13 @@ class EngineNetworks(Networks):
         asked: Sequence[Sequence[tuple[State, Hidden]]],
         residual: bool = False,
     ) -> list[list[Hidden]]:
-        """See `Networks.head`; here the head has read every committed block already."""
+        """See `Runner`; here the head has read every committed block already."""
         packed = []
         hidden: list[Hidden] = []
         for states in asked:
             packed.append([(state, -1) for state, _ in states])
             hidden += [state_hidden for _, state_hidden in states]
         output = self._forward(packed, [row.held for row in rows], hidden, residual)
-        self.forwards["head"] += 1
         results: list[list[Hidden]] = []
         first = 0
         for row, states in zip(rows, asked, strict=True):
@@ -436,34 +438,9 @@ class EngineNetworks(Networks):
         for row, slots in zip(rows, clean, strict=True):
             row.held += self.block * bool(slots)
 
-    def pick(
-        self,
-        picker: Any,
-        states: Sequence[tuple[Any, State]],
-        hidden: Sequence[Hidden],
-        parents: Sequence[State | None] = (),
-        shortlists: Sequence[Hidden | None] = (),
-    ) -> list[Scores]:
-        """See `Networks.pick`; there is one pick, and one transfer to the host, for all rows with
-        equal `Sampling`."""
-        groups: dict[Sampling, list[int]] = {}
-        for index, (row, _) in enumerate(states):
-            groups.setdefault(row.sampling, []).append(index)
-        if len(groups) == 1:
-            return super().pick(
-                self.pickers.of(next(iter(groups))), states, hidden, parents, shortlists
-            )
-        scores: dict[int, Scores] = {}
-        for sampling, indices in groups.items():
-            arguments: list[Any] = []
-            for values in (states, hidden, parents, shortlists):
-                arguments.append([values[index] for index in indices] if values else values)
-            scores |= zip(indices, super().pick(self.pickers.of(sampling), *arguments), strict=True)
-        return [scores[index] for index in range(len(states))]
-
     def _at_columns(self, columns: np.ndarray, *several: Sequence[Hidden]) -> list[Tensor]:
-        """See `Networks`; indices of columns that the last forward copied to the device are not
-        copied again."""
+        """See `Gather`; indices of columns that the last forward copied to the device are not copied
+        again."""
         last_output, last_columns, last_index = self._last_result or (None, None, None)
         is_last = last_columns is not None and np.array_equal(columns, last_columns)
         vectors = {}

@@ -1,7 +1,7 @@
 """Token picks from the engine's logits, made as by the engine's own algorithms or as by
 `generate`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -19,8 +19,7 @@ from transformers.generation import (
 )
 
 from modeling_mrp.kernels.pick import Unembedding, likeliest_tokens, upcast
-from modeling_mrp.networks.picker import Picker, Picks, Spots
-from modeling_mrp.rules.state import State
+from modeling_mrp.networks.picker import Picker, Picks
 
 
 @dataclass(frozen=True)
@@ -254,21 +253,6 @@ class Pickers:
             self.pickers[sampling] = self.make(sampling)
         return self.pickers[sampling]
 
-    def token_odds(self, hidden: Tensor, token: Tensor, spots: Spots) -> Tensor:
-        """See `Picker.token_odds`."""
-        states: Sequence[tuple[Any, State]] = spots.states
-        samplings: list[Sampling] = [row.sampling for row, state in states for _ in state.free]
-        all_odds = None
-        for sampling in dict.fromkeys(samplings):
-            group = [(row, state) for row, state in states if row.sampling == sampling]
-            indices = torch.tensor(
-                [index for index, candidate in enumerate(samplings) if candidate == sampling],
-                device=hidden.device,
-            )
-            group_spots = Spots(group, spots.device)
-            odds = self.of(sampling).token_odds(hidden[indices], token[indices], group_spots)
-            if all_odds is None:
-                all_odds = odds.new_empty(len(token))
-            all_odds[indices] = odds
-        assert all_odds is not None
-        return all_odds
+    def of_row(self, row: Any) -> Picker:
+        """Return the picker of a request's row."""
+        return self.of(row.sampling)

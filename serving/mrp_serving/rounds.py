@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from modeling_mrp.generate.loop import Decoder, draft_amount
+from modeling_mrp.generate.loop import RoundDecoder, draft_amount
 from modeling_mrp.generate.refine import Refinement, refined
 from modeling_mrp.networks.picker import Picker
 from modeling_mrp.rules.draft import Node, UnscoredError
@@ -46,13 +46,13 @@ class Name(NamedTuple):
     start: int
 
 
-class EngineDecoder(Decoder):
-    """A `Decoder` of one round on the engine, in which each row has its request's mode.
+class EngineDecoder(RoundDecoder):
+    """A `RoundDecoder` of one round on the engine, in which each row has its request's mode.
 
     Args:
         sees_new: Whether attention sees keys and values that the same forward writes in another
             row. If not, no state attends to a clean block of its round.
-        args: See `Decoder`.
+        args: See `RoundDecoder`.
     """
 
     def __init__(self, sees_new: bool, *args: Any) -> None:
@@ -60,7 +60,7 @@ class EngineDecoder(Decoder):
         self.sees_new = sees_new
 
     def rule_of(self, row: Any) -> RevealRule:
-        """See `Decoder.rule_of`."""
+        """See `RoundDecoder.rule_of`."""
         rule: RevealRule = row.options.mode.rule
         return rule
 
@@ -70,7 +70,7 @@ class EngineDecoder(Decoder):
         size: int,
         estimates: Sequence[Mapping[Key, Scores]] | None = None,
     ) -> list[list[Node]]:
-        """See `Decoder.grown`; no row has more states than its request allows."""
+        """See `RoundDecoder.grown`; no row has more states than its request allows."""
         drafts = super().grown(rows, size, estimates)
         for row_index, (row, nodes) in enumerate(zip(rows, drafts, strict=True)):
             drafting = row.options.mode.drafting
@@ -91,7 +91,7 @@ class EngineDecoder(Decoder):
         drafts: Sequence[Sequence[Node]],
         estimates: Sequence[dict[Key, Scores]],
     ) -> None:
-        """See `Decoder.read`; only for rows whose drafts use the head."""
+        """See `RoundDecoder.read`; only for rows whose drafts use the head."""
         head_drafts: list[Sequence[Node]] = []
         for row, nodes in zip(rows, drafts, strict=True):
             drafting = row.options.mode.drafting
@@ -99,7 +99,7 @@ class EngineDecoder(Decoder):
         super().read(rows, head_drafts, estimates)
 
     def write(self, rows: Sequence[Any], frontiers: Sequence[Frontier | None]) -> None:
-        """See `Decoder.write`."""
+        """See `RoundDecoder.write`."""
         results = list(frontiers)
         row_indices: dict[Refinement, list[int]] = {}
         for index, row in enumerate(rows):

@@ -308,7 +308,7 @@ def _play_round(networks: Networks, scripts: Sequence[Script], index: int) -> No
         for row, row_queries, row_outputs in zip(rows, queries, outputs, strict=True):
             states += [(row, state) for state, _ in row_queries]
             hidden += row_outputs
-        picked = networks.pick(networks.drafter, states, hidden)
+        picked = networks.sampler.estimate(states, hidden)
         for (row, state), estimate, source in zip(states, picked, sources, strict=True):
             scripts[row.place].record("the head", state, estimate, source)
     clean = []

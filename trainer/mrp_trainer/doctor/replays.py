@@ -198,9 +198,7 @@ def _parts(
                 shortlists.append(source.shortlist)
             source = node_scores
     scored, busy = _time(networks.device, score)
-    picked, busy_pick = _time(
-        networks.device, partial(networks.pick, networks.picker, owners, hidden)
-    )
+    picked, busy_pick = _time(networks.device, partial(networks.sampler.pick, owners, hidden))
     forward_busy = None if busy is None or busy_pick is None else busy - busy_pick
     parts = [
         Part("forward", max(0.0, scored - picked), forward_busy, floors["forward"]),
@@ -209,7 +207,7 @@ def _parts(
     if networks.with_head:
         head = partial(networks.head, rows, queries)
         outputs = list(chain.from_iterable(head()))
-        pick = partial(networks.pick, networks.drafter, drafted, outputs, shortlists=shortlists)
+        pick = partial(networks.sampler.estimate, drafted, outputs, shortlists=shortlists)
         for name, call in (("head", head), ("head's pick", pick)):
             parts.append(Part(name, *_time(networks.device, call), floors.get(name)))
     return parts

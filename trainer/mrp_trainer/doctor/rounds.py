@@ -223,7 +223,7 @@ def _read(networks: Networks, rows: Sequence[Row], scores: Sequence[Scores], wid
         states += [(row, row.state)] * width
         shortlists += [row_scores.shortlist] * width
     outputs = [hidden for row in networks.head(rows, asked) for hidden in row]
-    networks.pick(networks.drafter, states, outputs, shortlists=shortlists)
+    networks.sampler.estimate(states, outputs, shortlists=shortlists)
 
 
 def _least_milliseconds(

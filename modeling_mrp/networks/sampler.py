@@ -1,0 +1,283 @@
+"""The sampler: tokens, log-odds and entropies at masked columns of states, from hidden states.
+
+Rows may have different pickers. Those with the same one are picked together, with one transfer to
+the host.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..rules.draft import Node
+from ..rules.state import Row, Scores, State
+from .picker import Picker, Picks, Spots, token_logits
+
+# Hidden states of one block: a tensor [n, block, hidden_size], and the block's index in n.
+Hidden = tuple[Tensor, int]
+# By state, some of its free columns, and tokens by column.
+TokensAt = Sequence[tuple[Sequence[int], Sequence[int]]]
+
+
+# Copies column indices [n] to the device; returns them, and the values of each list of blocks at
+# them, [n, size] each.
+Gather = Callable[..., list[Tensor]]
+
+
+class Sampler:
+    """Picks tokens at the free columns of states.
+
+    Args:
+        picker_of: Returns the picker of a row.
+        lm_head_weight: [vocab, hidden_size]; its device is that of all tensors.
+        block: Tokens of a block.
+        gather: How values at columns are gathered; None: by `gather_columns`.
+    """
+
+    def __init__(
+        self,
+        picker_of: Callable[[Any], Picker],
+        lm_head_weight: Tensor,
+        block: int,
+        gather: Gather | None = None,
+    ) -> None:
+        self.picker_of = picker_of
+        self.lm_head_weight = lm_head_weight
+        self.device = lm_head_weight.device
+        self.block = block
+        self.gather: Gather = partial(gather_columns, self.device) if gather is None else gather
+
+    def score(
+        self,
+        rows: Sequence[Row],
+        drafts: Sequence[Sequence[Node]],
+        hidden: Tensor,
+        first_states: Sequence[int],
+    ) -> list[list[Scores]]:
+        """Return the scores of submitted nodes, by row, from hidden states [n, block, hidden_size],
+        in which each row's begin at its index of `first_states`."""
+        states: list[tuple[Row, State]] = []
+        blocks: list[Hidden] = []
+        parents: list[State | None] = []
+        for row, nodes, first in zip(rows, drafts, first_states, strict=True):
+            for index, node in enumerate(nodes, first):
+                states.append((row, node.state))
+                blocks.append((hidden, index))
+                parents.append(nodes[node.parent].state if node.parent >= 0 else None)
+        scores = iter(self.pick(states, blocks, parents))
+        return [list(islice(scores, len(nodes))) for nodes in drafts]
+
+    def pick(
+        self,
+        states: Sequence[tuple[Row, State]],
+        hidden: Sequence[Hidden],
+        parents: Sequence[State | None] = (),
+    ) -> list[Scores]:
+        """Pick at the free columns of states from the backbone's hidden states; return scores by
+        state. `parents` are the states' parents, whose tokens processors see."""
+        return self._by_picker(self._pick, states, hidden, parents, ())
+
+    def estimate(
+        self,
+        states: Sequence[tuple[Row, State]],
+        hidden: Sequence[Hidden],
+        parents: Sequence[State | None] = (),
+        shortlists: Sequence[Hidden | None] = (),
+    ) -> list[Scores]:
+        """Pick as `pick` does, for drafts, from the head's estimates of hidden states. If every
+        state has a shortlist (`Scores.shortlist`), tokens are chosen among those listed."""
+        return self._by_picker(self._estimate, states, hidden, parents, shortlists)
+
+    def _by_picker(
+        self,
+        pick: Callable[..., list[Scores]],
+        states: Sequence[tuple[Row, State]],
+        *others: Sequence[Any],
+    ) -> list[Scores]:
+        """Call `pick` for each picker among the rows, with the states that have it, and their
+        entries of `others` (empty: none)."""
+        groups = self._groups([row for row, _ in states])
+        if len(groups) == 1:
+            return pick(groups[0][0], states, *others)
+        scores: dict[int, Scores] = {}
+        for picker, indices in groups:
+            arguments: list[Any] = []
+            for values in (states, *others):
+                arguments.append([values[index] for index in indices] if values else values)
+            scores |= zip(indices, pick(picker, *arguments), strict=True)
+        return [scores[index] for index in range(len(states))]
+
+    def _groups(self, rows: Sequence[Row]) -> list[tuple[Picker, list[int]]]:
+        """List the pickers among rows, each with the indices of those that have it."""
+        groups: dict[int, tuple[Picker, list[int]]] = {}
+        for index, row in enumerate(rows):
+            picker = self.picker_of(row)
+            groups.setdefault(id(picker), (picker, []))[1].append(index)
+        return list(groups.values())
+
+    def _estimate(self, picker: Picker, *arguments: Any) -> list[Scores]:
+        return self._pick(picker.for_drafts, *arguments)
+
+    def _pick(
+        self,
+        picker: Picker,
+        states: Sequence[tuple[Row, State]],
+        hidden: Sequence[Hidden],
+        parents: Sequence[State | None],
+        shortlists: Sequence[Hidden | None],
+    ) -> list[Scores]:
+        block = self.block
+        count = len(states)
+        columns = np.array(
+            [
+                index * block + column
+                for index, (_, state) in enumerate(states)
+                for column in state.free
+            ],
+            np.int64,
+        )
+        if not len(columns):
+            return [
+                Scores([0] * block, [-torch.inf] * block, hidden=location) for location in hidden
+            ]
+        given_shortlists = [location for location in shortlists if location is not None]
+        flat_index, hidden_states, *shortlist_values = self.gather(
+            columns, hidden, *[given_shortlists] * (len(given_shortlists) == count)
+        )
+        spots = Spots(states, self.device, parents)
+        picks = (
+            picker.among(hidden_states, shortlist_values[0], spots)
+            if shortlist_values
+            else picker(hidden_states, spots)
+        )
+        row_shortlists: Sequence[Hidden | None] = shortlists or [None] * count
+        if picks.shortlist is not None:
+            size = picks.shortlist.shape[1]
+            spread_shortlist = picks.shortlist.new_zeros(count * block, size).index_copy_(
+                0, flat_index, picks.shortlist
+            )
+            spread_shortlist = spread_shortlist.view(count, block, size)
+            row_shortlists = [(spread_shortlist, index) for index in range(count)]
+        picked = zip(on_host(picks, columns, count, block), hidden, row_shortlists, strict=True)
+        return [Scores(*fields, location, shortlist) for fields, location, shortlist in picked]
+
+    def token_odds(
+        self,
+        queries: Sequence[tuple[Row, State, Sequence[int], Sequence[int]]],
+        hidden: Sequence[Hidden],
+    ) -> list[list[float]]:
+        """Compute the log-odds [block] of given tokens at each state, -inf at other columns; one
+        transfer to the host for each picker.
+
+        `queries` has, by state, its row, the state, some of its free columns, and tokens by column.
+        """
+        log_odds: dict[int, list[float]] = {}
+        for picker, indices in self._groups([row for row, *_ in queries]):
+            states = []
+            tokens = []
+            blocks = []
+            for index in indices:
+                row, state, columns, token = queries[index]
+                narrowed = State(state.key, tuple(columns), state.end, state.masks, 0)
+                states.append((row, narrowed))
+                tokens.append((columns, token))
+                blocks.append(hidden[index])
+            compute = partial(picker.token_odds, spots=Spots(states, self.device))
+            computed = self._compute_at_tokens(tokens, blocks, compute)
+            log_odds |= zip(indices, computed, strict=True)
+        return [log_odds[index] for index in range(len(queries))]
+
+    def magnitudes(self, queries: TokensAt, hidden: Sequence[Hidden]) -> list[list[float]]:
+        """Compute the magnitude |C| of given tokens' residual logits from h_C; return numbers as
+        `token_odds` does."""
+        weight = self.lm_head_weight
+        return self._compute_at_tokens(
+            queries,
+            hidden,
+            lambda hidden_states, token: token_logits(weight, hidden_states, token[:, None])[
+                :, 0
+            ].abs(),
+        )
+
+    def _compute_at_tokens(
+        self, queries: TokensAt, hidden: Sequence[Hidden], compute: Callable[..., Tensor]
+    ) -> list[list[float]]:
+        """Call `compute(hidden states [n, size], tokens [n])` on the given tokens; return its
+        numbers as `token_odds` does."""
+        pairs = []
+        for index, (columns, token) in enumerate(queries):
+            for column in columns:
+                pairs.append((index * self.block + column, token[column]))
+        indices, tokens = np.array(pairs, np.int64).T.copy()
+        _, hidden_states = self.gather(indices, hidden)
+        numbers = compute(
+            hidden_states, torch.from_numpy(tokens).to(self.device, non_blocking=True)
+        )
+        rows: list[list[float]] = spread_columns(
+            numbers, indices, len(queries), self.block
+        ).tolist()
+        return rows
+
+
+def gather_columns(
+    device: torch.device, columns: np.ndarray, *several: Sequence[Hidden]
+) -> list[Tensor]:
+    """See `Gather`."""
+    index = torch.from_numpy(columns).to(device, non_blocking=True)
+    return [index, *(gather_blocks(blocks).flatten(0, 1)[index] for blocks in several)]
+
+
+def gather_blocks(hidden: Sequence[Hidden]) -> Tensor:
+    """Gather the hidden states of n blocks from the tensors that hold them; return [n, block,
+    hidden_size]."""
+    first = hidden[0][0]
+    indices = [index for _, index in hidden]
+    tensors = {id(tensor): tensor for tensor, _ in hidden}
+    if len(tensors) == 1:
+        if indices == list(range(len(first))):
+            return first
+        return first[torch.tensor(indices, device=first.device)]
+    out = first.new_empty(len(hidden), *first.shape[1:])
+    for key, tensor in tensors.items():
+        pairs = []
+        for target, (holder, index) in enumerate(hidden):
+            if id(holder) == key:
+                pairs.append((target, index))
+        targets, sources = torch.tensor(pairs, device=tensor.device).unbind(1)
+        out[targets.to(out.device)] = tensor[sources].to(out.device)
+    return out
+
+
+def spread_columns(numbers: Tensor, columns: np.ndarray, states: int, block: int) -> np.ndarray:
+    """Copy numbers [n] or [n, m] to the host; return [states, block] or [states, block, m] float64,
+    -inf elsewhere."""
+    values = numbers.detach().cpu().double().numpy()
+    spread = np.full((states * block, *values.shape[1:]), -np.inf)
+    spread[columns] = values
+    return spread.reshape(states, block, *values.shape[1:])
+
+
+def on_host(
+    picks: Picks, columns: np.ndarray, states: int, block: int
+) -> list[tuple[list[int], list[float], Any, Any]]:
+    """Read picks in one transfer; return by state its token, odds, entropy and likeliest, as in
+    `Scores`."""
+    numbers = []
+    for field in picks[:4]:
+        if field is not None:
+            numbers.append(field.view(len(columns), -1).to(picks.odds.dtype))
+    spread = spread_columns(torch.cat(numbers, 1), columns, states, block)
+    # exact in float32: a vocabulary has fewer than 2^24
+    token = np.maximum(spread[..., 0], 0).astype(np.int64).tolist()
+    entropy: list[Any] = [None] * states
+    if picks.entropy is not None:
+        entropy = spread[..., 2].tolist()
+    likeliest: list[Any] = [None] * states
+    if picks.likeliest is not None:
+        ids, odds = np.split(spread[..., -picks.likeliest.shape[1] :], 2, -1)
+        likeliest = list(zip(np.maximum(ids, 0).astype(np.int64), odds, strict=True))
+    return list(zip(token, spread[..., 1].tolist(), entropy, likeliest, strict=True))
