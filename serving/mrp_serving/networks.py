@@ -439,8 +439,7 @@ class EngineNetworks:
             row.held += self.block * bool(slots)
 
     def _at_columns(self, columns: np.ndarray, *several: Sequence[Hidden]) -> list[Tensor]:
-        """See `Gather`; indices of columns that the last forward copied to the device are not copied
-        again."""
+        """See `Gather`; columns that the last forward copied to the device are not copied again."""
         last_output, last_columns, last_index = self._last_result or (None, None, None)
         is_last = last_columns is not None and np.array_equal(columns, last_columns)
         vectors = {}
