@@ -18,4 +18,6 @@ def test_a_round_has_few_concepts_and_each_is_in_the_code() -> None:
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef | ast.FunctionDef):
                 defined.add(node.name)
+            elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                defined.add(node.targets[0].id)
     assert set(concepts) <= defined
