@@ -27,6 +27,8 @@ from .checks import TOKENS, WARM_UPS, decode, drafters
 
 # New tokens of the shorter of two timed calls, whose difference is the time of further rounds.
 SHORT = 16
+# Forwards of a shape before it is timed: the first ones are run eagerly, recorded and compared.
+RECORDINGS = 5
 
 
 @dataclass(frozen=True)
@@ -231,7 +233,7 @@ def _least_milliseconds(
 ) -> float:
     """Return the least time of a forward, after those that may record it."""
     times = []
-    for repetition in range(-WARM_UPS, repetitions):
+    for repetition in range(-RECORDINGS, repetitions):
         start = now(device)
         forward()
         if repetition >= 0:
