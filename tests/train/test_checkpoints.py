@@ -242,7 +242,7 @@ def test_a_save_leaves_a_sharded_model_sharded() -> None:
     model = torch.nn.Linear(2, 2)
     sharded = type("FSDPLinear", (FSDPModule, torch.nn.Linear), {})
     model.__class__ = sharded
-    with pytest.raises(pytest.fail.Exception, match="^Linear$"), under_own_class(model):
+    with pytest.raises(pytest.fail.Exception, match=r"^Linear$"), under_own_class(model):
         pytest.fail(type(model).__name__)
     assert type(model) is sharded
 
