@@ -134,7 +134,7 @@ class MRPScoringMixin:
             texts[in_text] = ids[real].long()
             queried = torch.zeros_like(in_text)
             queried[in_text] = scored[real]
-            count = int(queried.sum(-1).max())
+            count = int(queried.sum(1).max())
             # by row, queried columns first
             query_columns = queried.byte().argsort(dim=-1, descending=True, stable=True)[:, :count]
             # of the earlier blocks, to which states attend

@@ -148,7 +148,7 @@ EDGES_OF_TRANSFORMERS: dict[str, tuple[list[Any], list[Any]]] = {
     "repetition_penalty": ([0.5, 1.5], [0, -0.1, float("inf"), *NUMBERS]),
     "max_time": ([0, 3.5], [-0.1, *NUMBERS]),
     "eos_token_id": ([3, np.int64(3), *ID_LISTS[0]], [1.5, "a", *ID_LISTS[1][2:]]),
-    "bos_token_id": ([3], [1.5, "a", 10**20, *ID_LISTS[1][2:]]),
+    "bos_token_id": ([3, (1 << 31) - 1], [1.5, "a", 1 << 31, 10**20, *ID_LISTS[1][2:]]),
     "decoder_start_token_id": ([3], [1.5, "a", 10**20, *ID_LISTS[1][2:]]),
     "pad_token_id": ([63], [[0], 1.5, "a", *ID_LISTS[1][2:]]),
     "suppress_tokens": ID_LISTS,

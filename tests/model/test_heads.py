@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from helpers import SHA, in_hub_cache, same_tensors, speculate
+from hub_server import HubServer
 from mrp_trainer.heads import new_head, with_new_head
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from modeling_mrp import MRPForCausalLM, MRPHead
@@ -128,6 +129,22 @@ def test_names_of_backbones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         backbone_location("/no/such", hub)
     with pytest.raises(ValueError, match=r"is not followed.*from_backbone"):
         backbone_location(absolute, hub)
+
+
+def test_a_head_of_a_repository_is_attached_at_its_revision(
+    hub: HubServer, folders: dict[str, Path]
+) -> None:
+    """By default at its newest commit."""
+    files = {path.name: path.read_bytes() for path in folders["head"].glob("*.*")}
+    first = hub.commit("org/head", files)
+    weights = load_file(folders["head"] / "model.safetensors")
+    weights["mrp_head.norm.weight"] += 1
+    hub.commit("org/head", {**files, "model.safetensors": save(weights, {"format": "pt"})})
+    model = MRPForCausalLM.from_pretrained(folders["backbone"])
+    model.attach_head("org/head", revision=first)
+    assert same_tensors(model, MRPForCausalLM.from_pretrained(folders["full"]))
+    model.attach_head("org/head")
+    assert torch.equal(model.mrp_head.norm.weight, weights["mrp_head.norm.weight"])
 
 
 def test_attach_and_detach(folders: dict[str, Path]) -> None:

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 from helpers import close
-from mrp_trainer.train.checkpoints import last_whole_checkpoint
+from mrp_trainer.train.checkpoints import last_whole_checkpoint, under_own_class
 from mrp_trainer.train.trainer import MRPTrainer
 from safetensors.torch import load_file, save_file
+from torch.distributed.fsdp import FSDPModule
 from training_runs import Result, Rows, Run, result, start, trainer_of
 from transformers import AutoModelForCausalLM
 
@@ -234,6 +235,16 @@ def test_the_backbone_on_two_processes(tmp_path: Path) -> None:
     assert_same(result(two, 1), result(one), 1e-10)
     for name, value in make_model().state_dict().items():
         assert torch.equal(result(one).weights[name], value) == name.startswith("mrp_head."), name
+
+
+def test_a_save_leaves_a_sharded_model_sharded() -> None:
+    """Also one that fails: without FSDP's class no later step would synchronize gradients."""
+    model = torch.nn.Linear(2, 2)
+    sharded = type("FSDPLinear", (FSDPModule, torch.nn.Linear), {})
+    model.__class__ = sharded
+    with pytest.raises(pytest.fail.Exception, match=r"^Linear$"), under_own_class(model):
+        pytest.fail(type(model).__name__)
+    assert type(model) is sharded
 
 
 def test_sharded_training_equals_one_process(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ CHATS = [{"prompt": f"What is {n} + 4?", "completion": f"n = {n + 4}"} for n in 
 
 
 def test_arguments_from_a_command_line_and_a_file(tmp_path: Path) -> None:
-    """By `HfArgumentParser`, and so by TRL's `TrlParser`, which derives from it; with help."""
+    """By `HfArgumentParser`, with help."""
     parser = HfArgumentParser(MRPTrainingArguments)
     command = ["--output_dir", str(tmp_path), "--objective", "mrp", "--use_cpu", "--no_packed"]
     command += ["--learning_rate", "3e-4", "--block_sizes", "8", "16", "--max_length", "64"]
@@ -39,6 +39,20 @@ def test_arguments_from_a_command_line_and_a_file(tmp_path: Path) -> None:
     assert "Head steps unrolled in training." in parser.format_help()
     with pytest.raises(ValueError, match="noisy_copies is 3: it must be from 1 to 2"):
         parser.parse_args_into_dataclasses([*command, "--noisy_copies", "3"])
+
+
+def test_arguments_by_trls_parser(tmp_path: Path) -> None:
+    """Of a file that a command line overrides, as TRL's own scripts take them (trl 1.16.0 beside
+    the other packages: pip install --no-deps trl)."""
+    trl = pytest.importorskip("trl", reason="needs trl: pip install --no-deps trl")
+    text = f"output_dir: {tmp_path}\nobjective: mrp\nuse_cpu: true\n"
+    text += "unroll: 2\nblock_sizes: [8, 16]\n"
+    (tmp_path / "run.yaml").write_text(text)
+    parser = trl.TrlParser(MRPTrainingArguments)
+    words = ["--config", str(tmp_path / "run.yaml"), "--unroll", "3"]
+    (given,) = parser.parse_args_and_config(words)
+    assert isinstance(given, MRPTrainingArguments)
+    assert (given.objective, given.block_sizes, given.unroll) == ("mrp", [8, 16], 3)
 
 
 @pytest.mark.parametrize("name", ["wandbee", "wandb"])

@@ -162,6 +162,20 @@ def test_no_pass_is_longer_than_asked(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not traced(model, out).requires_grad
 
 
+def test_of_nothing_revealed_there_is_a_gradient() -> None:
+    """Of zeros: a step of which nothing is learned is a step."""
+    model = make_model()
+    model.lm_head.requires_grad_(False)
+    out = generate(model, PROMPTS, decoding="static", max_new_tokens=8, eos_token_id=None)
+    out.reveal_step.fill_(-1)
+    logprobs = traced(model, out)
+    assert logprobs.eq(0).all()
+    logprobs.sum().backward()
+    gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
+    assert gradients
+    assert not any(gradient.any() for gradient in gradients)
+
+
 def test_embedded_checkpoint_and_rows_that_join() -> None:
     model = MRPForCausalLM.from_pretrained(TINY)
     tokenizer = AutoTokenizer.from_pretrained(TINY)

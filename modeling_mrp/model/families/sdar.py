@@ -103,7 +103,7 @@ def untie(parent: Any, name: str, layer: Any) -> None:
             config.tie_word_embeddings = True
             return
     base: Any = getattr(layer, "base_layer", getattr(layer, "original_module", None))
-    if getattr(config, "tie_word_embeddings", False) and isinstance(base, nn.Module):
+    if isinstance(base, nn.Module) and config.tie_word_embeddings:
         weight: Any = base.weight
         base.weight = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
         config.tie_word_embeddings = False

@@ -183,7 +183,7 @@ def top_token_log_odds(
     mask = torch.tensor([mask_token_id], device=teacher.device)
     teacher = teacher.index_fill(1, mask, -torch.inf)
     student = student.index_fill(1, mask, -torch.inf)
-    token = teacher.argmax(-1)
+    token = teacher.argmax(1)
     return log_odds(student, token), log_odds(teacher, token)
 
 

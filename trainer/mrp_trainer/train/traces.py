@@ -81,8 +81,9 @@ def trace_logprobs(
     logprobs = weight.new_zeros(
         reveal_step.shape, dtype=torch.promote_types(weight.dtype, torch.float32)
     )
-    if not passes:
-        return logprobs
+    if not passes:  # with a graph all the same, so that a loss of it has a backward pass
+        trained = next((each for each in bare.parameters() if each.requires_grad), weight)
+        return logprobs + 0 * trained.sum()
     hidden = []
     for states in passes:
         batch = _packed(states, texts, bare.config, weight.device)

@@ -1,0 +1,140 @@
+"""Time what a user of `mrp train head` waits for: a few chats of one's own, and a run on many
+records that is started again.
+
+    python -m benchmarks.training_times
+
+Two measurements of the embedded checkpoint, each in processes of its own, with files in a temporary
+folder that are removed. First `mrp train head` without any flags but model, data and output, on 50
+chats, from the command's start to its end. Then a run on 100,000 chats: until its first step where
+nothing is encoded yet, and where the command is started again. Prints a JSON line each, with
+seconds of wall clock and of CPUs; the latter count the time of all processes, and do not grow with
+what else a machine does. The exit status is 1 if the chats take more than 60 seconds of wall clock,
+or the repeated run more than 10 to its first step.
+"""
+
+import json
+import os
+import random
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from .common import TINY, parser_of
+
+LONGEST_TRAINING, LONGEST_START = 60.0, 10.0
+
+# Trains a single step, and tells when it begins.
+_UNTIL_FIRST_STEP = """
+import sys, time
+from mrp_trainer.train.runs import open_run
+from mrp_trainer.train.settings import read_settings
+from transformers import TrainerCallback
+
+class Begins(TrainerCallback):
+    def on_step_begin(self, *args, **kwargs):
+        print("first step at", time.time(), flush=True)
+
+model, data, folder = sys.argv[1:]
+flags = {"model": model, "data": [data], "output_dir": folder, "max_steps": 1}
+run = open_run(read_settings("mrp", None, flags, ["use_cpu=true", "disable_tqdm=true"]))
+run.trainer.add_callback(Begins())
+run.trainer.train()
+"""
+
+
+def chats(count: int) -> Iterator[str]:
+    """Make short chats of different lengths, as JSON lines."""
+    rng = random.Random(0)
+    for number in range(count):
+        words = " ".join(
+            rng.choices(("apples", "pens", "coins", "and", "more"), k=rng.randint(2, 9))
+        )
+        question = f"Ana has {number} {words}. How many does she have?"
+        answer = f"n = {number} + 0 = {number}\n#### {number}"
+        turns = (("user", question), ("assistant", answer))
+        yield json.dumps(
+            {"messages": [{"role": role, "content": content} for role, content in turns]}
+        )
+
+
+def run(arguments: list[str], folder: Path) -> tuple[str, float, float, float]:
+    """Run Python with arguments; return its output, when it started, and its seconds of wall clock
+    and of CPUs."""
+    environment = {**os.environ, "HF_DATASETS_CACHE": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
+    before = _cpu_seconds()
+    started = time.time()
+    done = subprocess.run(
+        [sys.executable, *arguments], env=environment, capture_output=True, text=True
+    )
+    wall = time.time() - started
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    return done.stdout, started, wall, _cpu_seconds() - before
+
+
+def _cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def own_chats(count: int, folder: Path) -> dict[str, Any]:
+    """Time the training of a few chats without flags."""
+    data = folder / "chats.jsonl"
+    data.write_text("\n".join(chats(count)))
+    command = ["-m", "mrp_trainer.cli", "train", "head", "--model", str(TINY)]
+    command += ["--data", str(data), "--output-dir", str(folder / "head")]
+    output, _, wall, cpu = run(command, folder)
+    verdict = next(line for line in output.splitlines() if line.startswith("verdict"))
+    return {
+        "measured": "mrp train head without flags",
+        "chats": count,
+        "seconds": round(wall, 1),
+        "cpu_seconds": round(cpu, 1),
+        "verdict": verdict,
+    }
+
+
+def starts(count: int, folder: Path) -> list[dict[str, Any]]:
+    """Time a run until its first step, with nothing encoded and started again."""
+    data = folder / "many.jsonl"
+    data.write_text("\n".join(chats(count)))
+    lines = []
+    for name in ("first start", "started again"):
+        # the step is made in a folder of its own each time: a finished run would make none
+        arguments = ["-c", _UNTIL_FIRST_STEP, str(TINY), str(data), str(folder / name)]
+        output, started, _, cpu = run(arguments, folder)
+        begun = float(output.rpartition("first step at ")[2].split()[0])
+        lines.append(
+            {
+                "measured": f"until the first step, {name}",
+                "records": count,
+                "seconds": round(begun - started, 1),
+                "cpu_seconds_of_one_step": round(cpu, 1),
+            }
+        )
+    return lines
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command."""
+    parser = parser_of("training_times", __doc__ or "")
+    parser.add_argument("--chats", type=int, default=50)
+    parser.add_argument("--records", type=int, default=100_000)
+    options = parser.parse_args(arguments)
+    with TemporaryDirectory() as name:
+        trained = own_chats(options.chats, Path(name))
+        print(json.dumps(trained), flush=True)
+        begun = starts(options.records, Path(name))
+        for line in begun:
+            print(json.dumps(line), flush=True)
+    if trained["seconds"] > LONGEST_TRAINING or begun[-1]["seconds"] > LONGEST_START:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
