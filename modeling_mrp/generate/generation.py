@@ -53,6 +53,7 @@ from .output import (
     by_request,
     output_of,
 )
+from .processors import check_processor
 
 # Processors that act at a column of the batch. The options that make them are not supported; as
 # objects they are right without padding, as each row's processors see its own text.
@@ -398,6 +399,8 @@ def _prepare(
     if mixed and (mode.drafting is not None or len(input_ids) > 1):
         logger.warning_once(mixed)
     prompts = [ids[keep] for ids, keep in zip(input_ids, real, strict=True)]
+    for processor in picker.processors or ():
+        check_processor(processor, prompts, model.lm_head.weight)
     least = max([0, (config.min_length or 0) - width, *_least_new(logits_processor, width, config)])
     if least > new:
         raise ValueError(

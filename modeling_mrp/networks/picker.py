@@ -296,7 +296,7 @@ class Picker:
             )
             processed = logits[selected]
             for processor in self.processors or ():
-                processed = _check_scores(processor, processor(ids, processed), processed)
+                processed = check_scores(processor, processor(ids, processed), processed)
             logits[selected] = processed.masked_fill(processed.isnan(), -torch.inf)
         logits[:, self.mask_token_id] = -torch.inf
         return logits
@@ -397,7 +397,7 @@ def _join(picks: Sequence[Picks]) -> Picks:
     return Picks._make(joined)
 
 
-def _check_scores(processor: LogitsProcessor, answer: Any, scores: Tensor) -> Tensor:
+def check_scores(processor: LogitsProcessor, answer: Any, scores: Tensor) -> Tensor:
     """Check a logits processor's answer to `scores` [n, vocab], and return it in their dtype."""
     if (
         not isinstance(answer, Tensor)

@@ -30,8 +30,8 @@ def decode(model: MRPForCausalLM, **options: Any) -> Any:
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_text_is_one_of_its_language(target: str, sample: bool) -> None:
-    """In batches whose rows have languages of their own, padded on either side; drafted as not. More
-    of them: `python -m benchmarks.constrained valid`."""
+    """In batches whose rows have languages of their own, padded on either side; drafted as not. For
+    more texts: `python -m benchmarks.constrained valid`."""
     rng = random.Random(f"{target} {sample}")
     model = model_of(rng.choice((4, 8, 16, 32)))
     prompts = [[rng.randint(2, 59) for _ in range(rng.randint(1, 9))] for _ in range(4)]
