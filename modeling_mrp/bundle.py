@@ -103,9 +103,9 @@ CALL_PATH = [
         "Decoder.decode",
         "compute the prompts' keys and values, then go round by round until every row has ended",
     ),
-    ("Decoder.round", "run one round, in four steps:"),
+    ("RoundDecoder.round", "run one round, in four steps:"),
     (
-        "Decoder.draft",
+        "RoundDecoder.draft",
         "1. choose the states to score: the next one of each row, and drafts (`build_draft`)",
     ),
     (
@@ -114,12 +114,12 @@ CALL_PATH = [
         "position",
     ),
     (
-        "Decoder.accept",
+        "RoundDecoder.accept",
         "3. follow the reveal rule from state to state (`accept`), and commit clean blocks to the "
         "cache",
     ),
     (
-        "Decoder.write",
+        "RoundDecoder.write",
         "4. refine the last reveal by the head, where the mode says so, and write it into the "
         "row's text",
     ),

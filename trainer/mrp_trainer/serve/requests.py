@@ -4,8 +4,8 @@
 A field is followed, or asks for nothing, or is refused: pydantic's models below are the list of
 what is followed (`ChatRequest`, `CompletionRequest`), and further fields have to be options of
 `generate` (`SETTABLE`). A field that OpenAI has and this server has not is refused unless its value
-asks for nothing (`_IDLE`). `options_of` is the one place where fields become options, and where a
-constraint on the text would become one.
+asks for nothing (`_IDLE`). `options_of` is the one place where fields become options, those that
+bind the text to a language among them.
 """
 
 import json
@@ -14,7 +14,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
-from modeling_mrp.generate.option_table import OPTIONS, closest_name
+from modeling_mrp.generate.constrain import response_options
+from modeling_mrp.generate.option_table import CONSTRAINTS, OPTIONS, closest_name
 from modeling_mrp.generate.options import OPTION_NAMES
 
 MOST_TEXTS = 16  # of one request
@@ -42,6 +43,18 @@ _IDLE: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "suffix": ("",),
 }
+
+# What vLLM and SGLang call the options that bind a text to a language, and the keys of vLLM's
+# `structured_outputs`.
+_LANGUAGES = {
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_choice": "choices",
+    "guided_grammar": "grammar",
+    "ebnf": "grammar",
+}
+_STRUCTURED = {"json": "json_schema", "regex": "regex", "choice": "choices", "grammar": "grammar"}
+_MOST_OF_LANGUAGE = 65536  # characters of its JSON
 
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=100)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(min_length=1)]
@@ -121,6 +134,8 @@ class Request(_Strict):
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field({}, max_length=300)
     ignore_eos: bool = False
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] = Field({}, max_length=1)
     generation_config: str | None = None
 
     @model_validator(mode="before")
@@ -139,7 +154,7 @@ class Request(_Strict):
     @model_validator(mode="after")
     def _followed(self) -> "Request":
         """Refuse fields that are neither followed nor options of `generate`."""
-        known = type(self).model_fields.keys() | SETTABLE
+        known = type(self).model_fields.keys() | SETTABLE | _LANGUAGES.keys()
         for name in self.model_extra or {}:
             if name not in known:
                 raise ValueError(
@@ -200,7 +215,7 @@ def options_of(request: Request, vocab_size: int) -> dict[str, Any]:
         ValueError: for options out of bounds, and ids outside the vocabulary.
     """
     options = {} if request.generation_config is None else _from_json(request.generation_config)
-    options |= request.model_extra or {}
+    options |= _with_language(request)
     for name, most in _MOST.items():
         value = options.get(name)
         if isinstance(value, int) and value > most:
@@ -221,6 +236,26 @@ def options_of(request: Request, vocab_size: int) -> dict[str, Any]:
         options["sequence_bias"] = _biases(request.logit_bias, vocab_size)
     if "stop_strings" in options:
         raise ValueError("generation_config has stop_strings: use the field stop")
+    return options
+
+
+def _with_language(request: Request) -> dict[str, Any]:
+    """Return a request's further options, the language that its text is bound to under the name
+    that `generate` has for it."""
+    options: dict[str, Any] = {}
+    fields = [*(request.model_extra or {}).items()]
+    fields += response_options(request.response_format).items()
+    for key, value in request.structured_outputs.items():
+        if key not in _STRUCTURED:
+            raise ValueError(f"structured_outputs has {key}: it may have {', '.join(_STRUCTURED)}")
+        fields.append((_STRUCTURED[key], value))
+    for field, value in fields:
+        name = _LANGUAGES.get(field, field)
+        if name in options:
+            raise ValueError(f"the text is bound to two languages, both a {name}: give one")
+        if name in CONSTRAINTS and len(json.dumps(value)) > _MOST_OF_LANGUAGE:
+            raise ValueError(f"{field} has more than {_MOST_OF_LANGUAGE} characters: shorten it")
+        options[name] = value
     return options
 
 

@@ -44,6 +44,7 @@ from transformers import LogitsProcessor, PreTrainedTokenizerBase
 from transformers.generation import ContinuousBatchingConfig
 
 from modeling_mrp.generate.batching import ContinuousBatchingManager
+from modeling_mrp.generate.option_table import CONSTRAINTS
 from modeling_mrp.generate.options import MRPGenerationConfig, check_ids
 
 from ..data.records import check_utf8
@@ -298,6 +299,8 @@ class Service:
                 options = dict(asked.options)
                 if asked.seed is not None:
                     options["seed"] = (asked.seed + index) % (1 << 62)
+                if not options.keys().isdisjoint(CONSTRAINTS):
+                    options["tokenizer"] = self._reading_tokenizer
                 if any(asked.penalties):
                     options["logits_processor"] = [CountPenalty(len(prompt), *asked.penalties)]
                 self.manager.register_result_handler(text.name, text.tell)
