@@ -24,6 +24,8 @@ from openai.types.completion_choice import Logprobs
 from modeling_mrp.generate.batching import RequestOutput
 from modeling_mrp.rules.state import Counts
 
+from .tools import Tools
+
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what decoders write for a part of a character
 
 
@@ -191,6 +193,7 @@ class Asked:
         logprobs: Whether log-probabilities are wanted.
         top: Likeliest tokens that are wanted of each position.
         echo: Whether the prompt is a part of the answer.
+        tools: The tools that may be called; or None.
     """
 
     chat: bool
@@ -206,6 +209,7 @@ class Asked:
     logprobs: bool
     top: int
     echo: bool = False
+    tools: Tools | None = None
 
 
 @dataclass
@@ -268,6 +272,8 @@ class Answer:
         and where the next part begins."""
         row = self.texts[index]
         end = row.certain
+        if self.asked.tools is not None:
+            end = len(row.text) if row.ended else min(end, self.asked.tools.certain(row.text))
         if end <= begin and row.finish_reason is None:
             return None, begin
         tokens = _shifted(row, begin, end, self._echoed_length(index))
@@ -312,6 +318,11 @@ class Answer:
         part: bool = False,
     ) -> Any:
         """Write a text, or a part of one."""
+        calls: list[dict[str, Any]] = []
+        if self.asked.tools is not None and finish_reason is not None:
+            text, calls = self.asked.tools.split(text)
+        if calls and finish_reason == "stop":
+            finish_reason = "tool_calls"
         common: dict[str, Any] = {"index": index, "finish_reason": finish_reason}
         if finish_reason is not None and self.texts:
             common["meta_info"] = meta_info(self.texts[index])
@@ -322,9 +333,15 @@ class Answer:
         if self.asked.logprobs:
             chat_logprobs = ChoiceLogprobs(content=list(map(self._chat_logprob, tokens)))
         if part:
-            delta = ChoiceDelta.construct(content=text)
+            parts: dict[str, Any] = {} if calls and not text else {"content": text}
+            if calls:
+                parts["tool_calls"] = [{"index": place, **call} for place, call in enumerate(calls)]
+            delta = ChoiceDelta.model_validate(parts)
             return ChunkChoice.construct(delta=delta, logprobs=chat_logprobs, **common)
-        message = ChatCompletionMessage(role="assistant", content=text, refusal=None)
+        fields: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if calls:
+            fields |= {"content": text or None, "tool_calls": calls}
+        message = ChatCompletionMessage.model_validate(fields)
         return Choice.construct(message=message, logprobs=chat_logprobs, **common)
 
     def _logprobs(self, tokens: list[Token]) -> Logprobs:

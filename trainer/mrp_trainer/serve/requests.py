@@ -35,9 +35,9 @@ _NOTES = {"user", "metadata", "safety_identifier", "prompt_cache_key", "service_
 _IDLE: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "functions": ([],),
-    "tool_choice": ("none", "auto"),
+    "tool_choice": ("auto",),
     "function_call": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
+    "parallel_tool_calls": (True,),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "best_of": (1,),
@@ -82,11 +82,83 @@ class Part(_Strict):
     text: str
 
 
-class Message(_Strict):
-    """A message of text. What chat templates would drop in silence is refused."""
+ToolName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[Part]
+
+class Function(_Strict):
+    """A function that a model may call.
+
+    Attributes:
+        parameters: The JSON schema of its arguments, an object.
+        strict: Taken, and needless: a required call keeps to the schema in any case.
+    """
+
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(_Strict):
+    """A tool that a request declares."""
+
+    type: Literal["function"]
+    function: Function
+
+    @property
+    def name(self) -> str:
+        """The function's name."""
+        return self.function.name
+
+
+class FunctionName(_Strict):
+    """The function that has to be called."""
+
+    name: str
+
+
+class ToolChoice(_Strict):
+    """A tool that has to be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class CalledFunction(_Strict):
+    """What an assistant has called: `arguments` are the JSON of an object."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(_Strict):
+    """A call in an assistant's message."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """Return what chat templates take; `ValueError` for arguments that are no JSON object."""
+        try:
+            arguments = json.loads(self.function.arguments or "{}")
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"the arguments of the call {self.id} are no JSON: {error}") from error
+        if not isinstance(arguments, dict):
+            raise ValueError(f"the arguments of the call {self.id} are no JSON object")
+        function = {"name": self.function.name, "arguments": arguments}
+        return {"id": self.id, "type": self.type, "function": function}
+
+
+class Message(_Strict):
+    """A message of text, with calls of tools or the result of one. What chat templates would drop
+    in silence is refused."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Part] | None = None
+    tool_calls: list[ToolCall] = Field([], max_length=64)
+    tool_call_id: str | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -101,11 +173,32 @@ class Message(_Strict):
             if name in ("role", "content") or value not in ([], "")
         }
 
+    @model_validator(mode="after")
+    def _consistent(self) -> "Message":
+        """Refuse fields that are another role's, and messages without content."""
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"tool_calls stand in a message of the role {self.role}")
+        if (self.tool_call_id is not None) != (self.role == "tool"):
+            raise ValueError("a message of the role tool, and no other, has a tool_call_id")
+        if self.content is None and not self.tool_calls:
+            raise ValueError("the message has no content")
+        return self
+
     def text(self) -> str:
         """Return the content as one text."""
         if isinstance(self.content, str):
             return self.content
-        return "\n".join(part.text for part in self.content)
+        return "\n".join(part.text for part in self.content or ())
+
+    def for_template(self) -> dict[str, Any]:
+        """Return what chat templates take."""
+        role = "system" if self.role == "developer" else self.role
+        message: dict[str, Any] = {"role": role, "content": self.text()}
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        return message
 
 
 class StreamOptions(_Strict):
@@ -146,6 +239,8 @@ class Request(_Strict):
             return fields
         kept = {}
         for name, value in fields.items():
+            if name == "tool_choice" and value == "none" and not fields.get("tools"):
+                continue
             idle = any(type(value) is type(none) and value == none for none in _IDLE.get(name, ()))
             if name not in _NOTES and not idle:
                 kept[name] = value
@@ -173,6 +268,9 @@ class ChatRequest(Request):
 
     messages: list[Message] = Field(min_length=1, max_length=2048)
     max_completion_tokens: int | None = Field(None, ge=1)
+    tools: list[Tool] = Field([], max_length=128)
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice = "auto"
+    parallel_tool_calls: bool = True
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MOST_TOP)
 

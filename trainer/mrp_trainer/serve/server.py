@@ -8,6 +8,7 @@ answers (`answers`), waiting for neither.
 import asyncio
 import copy
 import hmac
+import json
 import os
 import signal
 import socket
@@ -32,6 +33,7 @@ try:
 
     from .answers import Answer, Asked, TextOfAnswer, Token
     from .requests import MOST_TEXTS, ChatRequest, CompletionRequest, options_of
+    from .tools import BEGIN, Tools
 except ImportError as error:
     raise ImportError(
         f"mrp serve needs FastAPI and OpenAI's types: pip install 'modeling-mrp[serve]' ({error})"
@@ -198,8 +200,12 @@ class Service:
         config = self.model.config
         options = options_of(request, config.vocab_size)
         check_setting({"set": options}, config)
+        tools = None
         if isinstance(request, ChatRequest):
-            prompts = [self._chat_ids(request)]
+            tools = Tools.of(request)
+            if tools is not None and tools.required:
+                self._require_call(options, tools)
+            prompts = [self._chat_ids(request, tools)]
         else:
             prompts = [self._prompt_ids(prompt) for prompt in request.prompts]
         if len(prompts) * request.n > MOST_TEXTS:
@@ -244,25 +250,55 @@ class Service:
             logprobs,
             top,
             echo,
+            tools,
         )
 
-    def _chat_ids(self, request: ChatRequest) -> list[int]:
+    def _require_call(self, options: dict[str, Any], tools: Tools) -> None:
+        """Bind the text to a call of a tool."""
+        if not options.keys().isdisjoint(CONSTRAINTS):
+            raise ValueError("tool_choice requires a call, and the text is bound to a language too")
+        options["regex"] = tools.pattern()
+
+    def _chat_ids(self, request: ChatRequest, tools: Tools | None) -> list[int]:
         """Tokenise messages as the chat template writes them."""
-        messages = []
+        messages = [message.for_template() for message in request.messages]
+        declared = [] if tools is None else tools.for_template()
+        self._check_size(json.dumps([messages, declared], ensure_ascii=False), "messages")
+        text = self._chat_text(messages, declared)
+        if tools is not None:
+            self._check_template(text, messages)
         for message in request.messages:
-            role = "system" if message.role == "developer" else message.role
-            messages.append({"role": role, "content": message.text()})
-        self._check_size("\n".join(message["content"] for message in messages), "messages")
+            called = [call.function.name for call in message.tool_calls]
+            results = [message.text()] if message.role == "tool" else []
+            for shown in (*called, *results):
+                if shown not in text:
+                    raise ValueError(
+                        "the chat template leaves out calls of tools or their results: write them "
+                        "as messages of the user and the assistant"
+                    )
+        ids = self._reading_tokenizer(text, add_special_tokens=False)["input_ids"]
+        return self._checked(ids)
+
+    def _chat_text(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
         try:
             text = self._reading_tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=False
+                messages, tools=tools or None, add_generation_prompt=True, tokenize=False
             )
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             raise ValueError(
                 f"messages cannot be written as a chat: {type(error).__name__}: {error}"
             ) from error
-        ids = self._reading_tokenizer(str(text), add_special_tokens=False)["input_ids"]
-        return self._checked(ids)
+        return str(text)
+
+    def _check_template(self, text: str, messages: list[dict[str, Any]]) -> None:
+        """Refuse tools that the chat template leaves out, or whose calls it writes in another
+        form."""
+        template = self._reading_tokenizer.get_chat_template()
+        if text == self._chat_text(messages, []) or BEGIN not in template:
+            raise ValueError(
+                "tools: the model's chat template declares none, or has calls in another form than "
+                f"{BEGIN}: leave them out"
+            )
 
     def _prompt_ids(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
