@@ -62,12 +62,17 @@ class Served:
             with urllib.request.urlopen(request, timeout=120) as reply:
                 return reply.status, reply.read(), reply.headers
         except urllib.error.HTTPError as error:
-            return error.code, json.loads(error.read() or b"{}"), error.headers
+            content = error.read()
+            if error.headers.get_content_type() == "application/json":
+                return error.code, json.loads(content), error.headers
+            return error.code, content, error.headers
 
     def raw(self, **fields: Any) -> bytes:
         """A chat as it goes over the wire."""
         body = json.dumps({"messages": CHAT, **fields}).encode()
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}"
+        head = (
+            f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}"
+        )
         return f"{head}\r\nContent-Type: application/json\r\n\r\n".encode() + body
 
     def wait_until_idle(self, seconds: float = 60) -> None:

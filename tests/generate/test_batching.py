@@ -192,10 +192,10 @@ def test_one_request_that_fails_leaves_the_others_their_texts() -> None:
 
 
 def test_admission_waits_for_memory() -> None:
-    """Room for two texts of 64 slots, and those being scored: others wait for it, of other settings
+    """Room for two texts of 64 slots: others wait for it, of other settings
     too, and what never has room is refused."""
     model, options = make_model(), {"max_new_tokens": 50, "eos_token_id": []}
-    with running(model, 4, tokens=2 * (64 + 8)) as manager:
+    with running(model, 4, tokens=2 * 64) as manager:
         prompts = [[1 + index] * 10 for index in range(8)]
         names = [
             manager.add_request(
@@ -216,7 +216,7 @@ def test_admission_waits_for_memory() -> None:
             assert_alone(model, prompts[index], {**options, **sampled, "seed": 1}, output)
         assert most <= 2
         with pytest.raises(
-            ValueError, match="a prompt of 100 tokens and its text take 160 slots of"
+            ValueError, match="a prompt of 100 tokens and its text take 152 slots, and"
         ):
             manager.add_request([1] * 100, **options)
 
