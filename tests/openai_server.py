@@ -62,7 +62,10 @@ class Served:
             with urllib.request.urlopen(request, timeout=120) as reply:
                 return reply.status, reply.read(), reply.headers
         except urllib.error.HTTPError as error:
-            return error.code, json.loads(error.read() or b"{}"), error.headers
+            content = error.read()
+            if error.headers.get_content_type() == "application/json":
+                return error.code, json.loads(content), error.headers
+            return error.code, content, error.headers
 
     def raw(self, **fields: Any) -> bytes:
         """A chat as it goes over the wire."""

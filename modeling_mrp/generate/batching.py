@@ -129,7 +129,7 @@ class Limits:
     Attributes:
         texts: Texts that are decoded at once.
         waiting: Requests that may wait; 0: any number.
-        tokens: Tokens that all caches together have room for.
+        tokens: Tokens of texts that all caches together have room for, beside those being scored.
     """
 
     texts: int
@@ -362,8 +362,8 @@ class Batch:
 
     @property
     def slots(self) -> int:
-        """The number of tokens that its cache has room for."""
-        return self.places * slots_of_row(self.capacity, self.call)
+        """The number of tokens of texts that its cache has room for."""
+        return self.places * self.capacity
 
     def takes(self, request: Request) -> bool:
         """Return whether a request can join."""
@@ -452,11 +452,6 @@ def vacant(row: Row) -> Row:
     place = row.rewound(0)
     place.place, place.stop = -1, place.prompt
     return place
-
-
-def slots_of_row(capacity: int, call: Call) -> int:
-    """Count the slots that a row takes in a cache: those of its text, and those being scored."""
-    return capacity + call.mode.width * call.rows[0].block_size
 
 
 def setting_of(call: Call, options: dict[str, Any]) -> Hashable:
@@ -710,11 +705,11 @@ class ContinuousBatchingManager:
             call = self._prepare(ids, self.generation_config, **options)
         mode = call.config.mode(self.model.config.block_size, self.limits.texts)
         call = replace(call, mode=mode)
-        needed = slots_of_row(len(call.rows[0].text), call)
+        needed = len(call.rows[0].text)
         if needed > self.limits.tokens:
             raise ValueError(
-                f"a prompt of {len(input_ids)} tokens and its text take {needed} slots of "
-                f"{self.limits.tokens} in all caches: lower max_new_tokens, or raise num_blocks of "
+                f"a prompt of {len(input_ids)} tokens and its text take {needed} slots, and all "
+                f"caches have {self.limits.tokens}: lower max_new_tokens, or raise num_blocks of "
                 "the continuous_batching_config"
             )
         return call
@@ -816,9 +811,10 @@ class ContinuousBatchingManager:
                 return batch
         left = self.limits.tokens - sum(batch.slots for batch in self._batches)
         block = self.model.config.block_size
+        longest = -(-self.model.config.max_position_embeddings // block) * block
         usual = max(LEAST_CAPACITY, 1 << (request.size - 1).bit_length()) // block * block
-        for capacity in (max(usual, request.size), request.size):
-            places = min(self.limits.texts, left // slots_of_row(capacity, request.call))
+        for capacity in (max(request.size, min(usual, longest)), request.size):
+            places = min(self.limits.texts, left // capacity)
             if places:
                 self._batches.append(Batch(self.model, request, places, capacity, self._told))
                 return self._batches[-1]

@@ -16,51 +16,8 @@ from transformers.generation import ContinuousBatchingConfig
 
 from modeling_mrp.generate import batching
 from modeling_mrp.generate.batching import ContinuousBatchingManager, RequestOutput
-from modeling_mrp.generate.option_table import DRAFTING
-from tests.random_cases import StopsBehind, Sways, make_model, word_tokenizer
-
-EOS = [3, 5, 9, 11, 20]
-MODES: list[dict[str, Any]] = [
-    *({"decoding": target} for target in ("static", "dynamic", "sequential", "entropy_bound")),
-    *(
-        {"decoding": draft, "target": target, "num_draft_states": states}
-        for draft in DRAFTING
-        for target, states in (("static", 4), ("dynamic", 4), ("sequential", 3), ("credit", 3))
-    ),
-    {"decoding": "mrp_direct", "mrp_steps": 2},
-    {"decoding": "mrp_remask", "confidence_threshold": 0.05},
-]
-SAMPLING: list[dict[str, Any]] = [
-    {},
-    {},
-    {},
-    {"do_sample": True},
-    {"do_sample": True, "temperature": 0.7, "top_k": 5},
-    {"repetition_penalty": 1.4},
-    {"no_repeat_ngram_size": 2},
-]
-SWAYS = Sways(0.3)
-
-
-def random_request(rng: random.Random) -> tuple[list[int], dict[str, Any]]:
-    """A prompt, and options of `generate`."""
-    options: dict[str, Any] = {
-        **rng.choice(MODES),
-        **rng.choice(SAMPLING),
-        "max_new_tokens": rng.randint(1, 24),
-        "eos_token_id": EOS,
-        "seed": rng.randrange(1 << 40),
-    }
-    if rng.random() < 0.15:
-        options["stop_strings"] = [f"w{id:02d}" for id in rng.sample(range(1, 50), 5)]
-        options["tokenizer"] = word_tokenizer()
-    if rng.random() < 0.15:
-        options["stopping_criteria"] = [StopsBehind(rng.sample(range(1, 50), 6))]
-    if rng.random() < 0.1:
-        options["logits_processor"] = [SWAYS]
-    if rng.random() < 0.2:
-        options["min_new_tokens"] = rng.randint(1, options["max_new_tokens"])
-    return [rng.randrange(1, 50) for _ in range(rng.randint(1, 14))], options
+from tests.batching_cases import random_request
+from tests.random_cases import make_model
 
 
 @contextmanager
@@ -192,15 +149,16 @@ def test_one_request_that_fails_leaves_the_others_their_texts() -> None:
 
 
 def test_admission_waits_for_memory() -> None:
-    """Room for two texts of 64 slots, and those being scored: others wait for it, of other settings
+    """Room for two texts of 64 slots: others wait for it, of other settings
     too, and what never has room is refused."""
     model, options = make_model(), {"max_new_tokens": 50, "eos_token_id": []}
-    with running(model, 4, tokens=2 * (64 + 8)) as manager:
-        prompts = [[1 + index] * 10 for index in range(8)]
+    with running(model, 4, tokens=2 * 64) as manager:
+        prompts = [[1 + index] * 10 for index in range(4)]
         names = [
             manager.add_request(
                 prompt,
-                decoding="static",
+                decoding="dynamic",
+                confidence_threshold=0.0,
                 temperature=1.0 + index % 2,
                 do_sample=True,
                 seed=1,
@@ -211,12 +169,17 @@ def test_admission_waits_for_memory() -> None:
         most = 0
         for index, name in enumerate(names):
             most = max(most, manager.running)
-            sampled = {"decoding": "static", "temperature": 1.0 + index % 2, "do_sample": True}
+            sampled = {
+                "decoding": "dynamic",
+                "confidence_threshold": 0.0,
+                "temperature": 1.0 + index % 2,
+                "do_sample": True,
+            }
             output = last(manager, name)
             assert_alone(model, prompts[index], {**options, **sampled, "seed": 1}, output)
         assert most <= 2
         with pytest.raises(
-            ValueError, match="a prompt of 100 tokens and its text take 160 slots of"
+            ValueError, match="a prompt of 100 tokens and its text take 152 slots, and"
         ):
             manager.add_request([1] * 100, **options)
 

@@ -1,0 +1,93 @@
+"""Compare the texts of requests that join and leave batches with those of `generate` alone.
+
+    python -m benchmarks.joining --requests 3000
+
+Random models in float64; requests of all kinds (targets, drafts, refinements, sampled by seed,
+penalised, with stop strings and criteria) come in random order while others are decoded, some are
+cancelled, and each model's manager decodes 1 to 16 at once. Each text that was not cancelled has to
+be that of `generate` for its prompt alone, with its steps. Prints a line of counts; the exit status
+is 1 if a text differs.
+"""
+
+import random
+import time
+from typing import Any
+
+import torch
+from transformers.generation import ContinuousBatchingConfig
+
+from modeling_mrp.generate.batching import RequestOutput
+from tests.batching_cases import random_request
+from tests.random_cases import make_model
+
+from .common import deciding, emit, parser_of
+
+_OF_MODEL = 60  # requests of one model
+
+
+def differing(seed: int, count: int) -> tuple[int, int]:
+    """Ask one model for `count` texts; return how many were compared, and how many differ."""
+    rng = random.Random(seed)
+    model = make_model(seed, block_size=rng.choice((4, 8)))
+    limits = ContinuousBatchingConfig(max_requests_per_batch=rng.choice((1, 2, 5, 16)))
+    manager = model.init_continuous_batching(continuous_batching_config=limits)
+    manager.start()
+    cases: dict[str, tuple[list[int], dict[str, Any]]] = {}
+    outputs: dict[str, RequestOutput] = {}
+    while len(outputs) < count:
+        if len(cases) < count:
+            prompt, options = random_request(rng)
+            name = manager.add_request(prompt, **options)
+            cases[name] = prompt, options
+            if rng.random() < 0.1:
+                manager.cancel_request(rng.choice(list(cases)))
+        wait = rng.choice((0, 0, 0.05)) if len(cases) < count else 60
+        if (output := manager.get_result(timeout=wait)) is not None:
+            outputs[output.request_id] = output
+        elif not manager.is_running():
+            raise RuntimeError("the manager has ended") from manager.fatal_error
+    manager.stop()
+    compared = wrong = 0
+    for name, output in outputs.items():
+        if output.error is not None:
+            wrong += output.error != "it was cancelled"
+            continue
+        prompt, options = cases[name]
+        alone: Any = model.generate(torch.tensor([prompt]), return_dict_in_generate=True, **options)
+        compared += 1
+        same = prompt + output.generated_tokens == alone.sequences[0].tolist()
+        if not same or output.reveal_step != alone.reveal_step[0].tolist():
+            wrong += 1
+            emit({"seed": seed, "prompt": prompt, "options": repr(options)})
+    return compared, wrong
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; return 1 if a text differs."""
+    parser = parser_of("joining", __doc__ or "")
+    parser.add_argument("--requests", type=int, default=3000)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    begun = time.monotonic()
+    compared = wrong = 0
+    for index in range(-(-options.requests // _OF_MODEL)):
+        count = min(_OF_MODEL, options.requests - index * _OF_MODEL)
+        texts, differ = differing(options.seed + index, count)
+        compared += texts
+        wrong += differ
+    emit(
+        {
+            "benchmark": "joining",
+            "deciding": deciding(),
+            "requests": options.requests,
+            "compared": compared,
+            "differ": wrong,
+            "seconds": round(time.monotonic() - begun),
+        }
+    )
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
