@@ -73,6 +73,20 @@ def test_a_stock_model_says_what_the_mrp_model_says(saved: Saved) -> None:
     assert int(out.stats.accepted.sum()) > 0
 
 
+def test_a_tied_stock_model_says_what_the_mrp_model_says(tmp_path: Path) -> None:
+    """Its `lm_head` is another name of its embeddings."""
+    model = make_model(tie_word_embeddings=True)
+    model.save_pretrained(tmp_path / "full")
+    in_hub_cache(tmp_path / "full", tmp_path / "cache", "some-one/tied")
+    inputs = {"input_ids": random_ids(1, 1, 7), "max_new_tokens": 9, "decoding": "mrp_spec"}
+    repository: dict[str, Any] = {
+        "custom_generate": "some-one/tied",
+        "trust_remote_code": True,
+        "cache_dir": str(tmp_path / "cache"),
+    }
+    assert torch.equal(stock_of(model).generate(**inputs, **repository), model.generate(**inputs))
+
+
 def test_the_parameters_are_shared_and_nothing_else_is_kept(saved: Saved) -> None:
     """What is made once goes with the stock model; what replaces a parameter is used."""
     stock, ids = stock_of(saved[0]), random_ids(2, 1, 9)

@@ -237,6 +237,14 @@ def test_the_backbone_on_two_processes(tmp_path: Path) -> None:
         assert torch.equal(result(one).weights[name], value) == name.startswith("mrp_head."), name
 
 
+def test_a_checkpoint_begins_a_line_of_the_log(tmp_path: Path) -> None:
+    """A run that is taken up there then has the same lines as one that goes on."""
+    trainer = saving(tmp_path, save_steps=2, logging_steps=3, max_steps=4)
+    trainer.train()
+    lines = [line["step"] for line in trainer.state.log_history if "loss" in line]
+    assert lines == [2, 3, 4]
+
+
 def test_a_save_leaves_a_sharded_model_sharded() -> None:
     """Also one that fails: without FSDP's class no later step would synchronize gradients."""
     model = torch.nn.Linear(2, 2)

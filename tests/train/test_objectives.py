@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from helpers import BLOCK, MASK, VOCAB, close, collate, sample
 from mrp_trainer.data.samples import Sample
 from mrp_trainer.train import attention
-from mrp_trainer.train.losses import BLANK, over_vocabulary
+from mrp_trainer.train.losses import BLANK, cross_entropy, over_vocabulary
 from mrp_trainer.train.objectives import HeadObjective, block_diffusion
 from mrp_trainer.train.packed import PackedBatch, sparse_mask, uniform
 from mrp_trainer.train.reveals import Reveals
@@ -350,6 +350,16 @@ ON_CUDA = (
         not torch.cuda.is_available(), reason="flex attention has no gradients on CPUs"
     ),
 )
+
+
+def test_every_token_is_a_target_and_minus_one_is_none() -> None:
+    """The id -1 stands for what comes after a text: the uniform distribution."""
+    logits = torch.randn(5, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    losses = cross_entropy(logits, torch.tensor([0, 1, 2, 3, -1]))
+    assert torch.allclose(
+        losses[:4], F.cross_entropy(logits[:4], torch.arange(4), reduction="none")
+    )
+    assert torch.allclose(losses[4], -logits[4].log_softmax(0).mean())
 
 
 @pytest.mark.usefixtures("exact_norms")

@@ -155,6 +155,26 @@ def test_a_value_of_another_type_is_refused_for_every_name(objective: str) -> No
             read_settings(objective, None, {"model": "m", "output_dir": "o", name: (1, "a")})
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"head": "h"},
+        {"head_layers": 1},
+        {"head_init": "identity"},
+        {"save": "full"},
+        {"lora_rank": 4},
+        {"lora_alpha": 4},
+        {"verdict_prompts": 2},
+    ],
+    ids=lambda given: next(iter(given)),
+)
+def test_a_backbone_has_no_options_of_a_head(given: dict[str, Any]) -> None:
+    """They would do nothing."""
+    options = {"model": "m", "output_dir": "o", **given}
+    with pytest.raises(ValueError, match=f"nothing is called '{next(iter(given))}' here"):
+        read_settings("block_diffusion", None, options)
+
+
 def test_a_default_that_is_written_out_is_no_other_setting() -> None:
     """A run goes on whether or not an option at its default is named."""
     options: dict[str, Any] = {"model": "m", "output_dir": "o"}
