@@ -3,8 +3,12 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Self
 
 import numpy as np
+
+# Unions of sets of tokens that are kept: of 150,000 tokens, 80 MB.
+_KNOWN_SETS = 4096
 
 # Sets of states are ints with a bit for each state.
 States = int
@@ -150,13 +154,19 @@ class PackedSet:
 
     Attributes:
         packed: Its membership by id, [vocab] bits packed by numpy.
+        size: The size of the vocabulary.
         only: Its id if it has one alone; else None.
     """
 
-    def __init__(self, is_member: np.ndarray, only: int | None = None) -> None:
-        self.size = len(is_member)
-        self.packed = np.packbits(is_member)
+    def __init__(self, packed: np.ndarray, size: int, only: int | None = None) -> None:
+        self.packed = packed
+        self.size = size
         self.only = only
+
+    @classmethod
+    def of(cls, is_member: np.ndarray, only: int | None = None) -> Self:
+        """Pack a set from its membership by id, [vocab] bool."""
+        return cls(np.packbits(is_member), len(is_member), only)
 
     def is_member(self) -> np.ndarray:
         """Return the membership by id, [vocab] bool."""
@@ -201,6 +211,7 @@ class TokenAutomaton:
         self._origins: dict[tuple[States, int, States], States] = {}
         self._any_origins: dict[tuple[States, States], States] = {}
         self._sets: dict[tuple[States, States], PackedSet] = {}
+        self._edges: dict[tuple[int, int], PackedSet] = {}
 
     @cached_property
     def successors(self) -> list[States]:
@@ -295,26 +306,53 @@ class TokenAutomaton:
         key = (states, targets)
         token_set = self._sets.get(key)
         if token_set is None:
+            if len(self._sets) >= _KNOWN_SETS:
+                self._sets.clear()
             token_set = self._sets[key] = self._tokens(states, targets)
         return token_set
 
     def _tokens(self, states: States, targets: States) -> PackedSet:
-        is_target = np.zeros(self.end + 1, bool)
-        is_target[members(targets)] = True
-        is_member = np.zeros(self.vocab_size, bool)
-        ends = bool(states & self.finals) and bool(is_target[self.end])
-        for state in members(states & ~(1 << self.end)):
+        end: States = 1 << self.end
+        edges = []
+        for state in members(states & ~end):
+            for target in members(self.successors[state] & targets & ~end):
+                edges.append(self._edge(state, target))
+        if states & self.finals and targets & end:
+            edges.append(self._eos)
+        if len(edges) == 1:
+            return edges[0]
+        packed = np.zeros_like(self._eos.packed)
+        for edge in edges:
+            packed |= edge.packed
+        ids = {edge.only for edge in edges}
+        return PackedSet(packed, self.vocab_size, ids.pop() if len(ids) == 1 else None)
+
+    def _edge(self, state: int, target: int) -> PackedSet:
+        """Return the tokens that lead from a state to another that is not the end."""
+        edge = self._edges.get((state, target))
+        if edge is None:
             part = self._slice(state)
-            is_member[self.token[part][is_target[self.target[part]]]] = True
-        ids = np.flatnonzero(is_member)[:2].tolist()
-        only = None
-        if ends and not ids:
-            only = self.eos[0]
-        elif len(ids) == 1 and not ends:
-            only = ids[0]
-        if ends:
-            is_member[list(self.eos)] = True
-        return PackedSet(is_member, only)
+            tokens = self.token[part][self.target[part] == target]
+            edge = self._edges[state, target] = self._packed(tokens)
+        return edge
+
+    @cached_property
+    def _eos(self) -> PackedSet:
+        """The tokens that lead to the end, of which the first is taken where these alone are
+        left."""
+        packed = self._packed(np.array(self.eos)).packed
+        return PackedSet(packed, self.vocab_size, self.eos[0])
+
+    def _packed(self, tokens: np.ndarray) -> PackedSet:
+        is_member = np.zeros(self.vocab_size, bool)
+        is_member[tokens] = True
+        return PackedSet.of(is_member, int(tokens[0]) if len(tokens) == 1 else None)
+
+    def forget(self) -> None:
+        """Let go of what was computed for earlier states."""
+        for known in (self._any_next, self._next, self._origins, self._any_origins, self._sets):
+            known.clear()
+        self._edges.clear()
 
     def _slice(self, state: int) -> slice:
         return slice(self.first[state], self.first[state + 1])

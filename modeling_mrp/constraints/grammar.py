@@ -107,4 +107,4 @@ class GrammarConstraint(Constraint):
         only = ids[0] if len(ids) == 1 else None
         if ids and set(ids) <= {*self.eos}:
             only = self.eos[0]
-        return PackedSet(is_member, only)
+        return PackedSet.of(is_member, only)

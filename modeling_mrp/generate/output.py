@@ -34,6 +34,8 @@ class MRPGenerateStats(ModelOutput):
             ended but not left the batch.
         drafted, accepted: [rows], drafted states that were submitted, and that were accepted.
         revoked: [rows], reveals that `mrp_remask` re-masked.
+        filled: [rows], tokens that a `regex`, `choices`, `json_schema` or `grammar` left no choice
+            about, so that no forward picked them.
         accepted_lengths: [rows, n], numbers of rounds that accepted 0, 1, 2, ... states, including
             the first, which is no draft, and states that the round before had scored.
         offered_at_depth: [rows, n], by depth k = 1, 2, ...: rounds that accepted at least k - 1
@@ -58,6 +60,7 @@ class MRPGenerateStats(ModelOutput):
     drafted: Tensor | None = None
     accepted: Tensor | None = None
     revoked: Tensor | None = None
+    filled: Tensor | None = None
     accepted_lengths: Tensor | None = None
     offered_at_depth: Tensor | None = None
     accepted_at_depth: Tensor | None = None
@@ -363,6 +366,10 @@ def output_of(
         drafted=counts("drafted"),
         accepted=counts("accepted"),
         revoked=counts("revoked"),
+        filled=torch.tensor(
+            [sum(position < (row.stop or 0) for position in row.filled_in) for row in rows],
+            device=device,
+        ),
         accepted_lengths=counts("lengths"),
         offered_at_depth=counts("offered_at_depth"),
         accepted_at_depth=counts("accepted_at_depth"),

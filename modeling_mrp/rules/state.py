@@ -155,6 +155,7 @@ class Row:
         counts: Counts of forwards and drafts.
         written: Reveals written so far, if the caller wants them; else None.
         origins: By block start, what the constraint knows there.
+        filled_in: Positions of tokens that the constraint filled in.
     """
 
     place: int
@@ -184,6 +185,7 @@ class Row:
     counts: Counts = field(init=False)
     written: list[Frontier] | None = field(init=False, default=None)
     origins: dict[int, Any] = field(init=False, default_factory=dict)
+    filled_in: list[int] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         first = next(
@@ -310,6 +312,7 @@ class Row:
             if self.text[position] == self.mask_id != token:
                 self.text[position] = token
                 self.step[position - self.prompt] = self.steps
+                self.filled_in.append(position)
 
     def ends(self, state: State) -> bool:
         """Return whether the text is complete at a state: it ends in the state's block, and no mask

@@ -94,5 +94,6 @@ def test_what_a_language_leaves_no_choice_about_takes_no_forward() -> None:
     # the prompt's, and one for the keys and values of each whole block behind it
     assert out.stats.row_forwards.item() <= 3
     assert out.token_logprobs.eq(0).all()
+    assert out.stats.filled.item() == out.sequences.shape[1] - 2
     tokens = out.sequences[0, 2:]
     assert all(score[0, token] == 0 for score, token in zip(out.scores, tokens, strict=True))
