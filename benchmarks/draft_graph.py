@@ -33,7 +33,8 @@ import torch
 
 from modeling_mrp.generate.loop import Decoder, Mode, RoundPlan
 from modeling_mrp.modeling import MRPForCausalLM
-from modeling_mrp.networks.networks import Networks, gather_blocks
+from modeling_mrp.networks.networks import Networks
+from modeling_mrp.networks.sampler import gather_blocks
 from modeling_mrp.rules import draft
 from modeling_mrp.rules.gain import Fixed
 from modeling_mrp.rules.reveal import EntropyBound, RevealRule, Sequential

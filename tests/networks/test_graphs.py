@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.networks import graphs as graphs_file
-from modeling_mrp.networks import networks
+from modeling_mrp.networks import sampler
 from modeling_mrp.networks.graphs import obstacle, recording_report, release_graphs
 from modeling_mrp.networks.inspection import fingerprint
 from modeling_mrp.networks.networks import Networks
@@ -268,7 +268,7 @@ def test_the_host_waits_for_what_was_picked_alone(
         with seen:
             return score(self, *args)
 
-    monkeypatch.setattr(networks, "spread_columns", noted(networks.spread_columns))
+    monkeypatch.setattr(sampler, "spread_columns", noted(sampler.spread_columns))
     monkeypatch.setattr(Networks, "score", watched)
     options = {
         **SPEC,
