@@ -169,7 +169,7 @@ class Service:
         self.reading += 1
         try:
             asked = await loop.run_in_executor(self._reader, self._read, kind, body)
-            echoed = await self._echoed(asked) if asked.echo else []
+            echoed = await self.echoed(asked) if asked.echo else []
             texts = []
             if asked.limit:
                 for index in range(len(asked.prompts) * asked.copies):
@@ -314,7 +314,7 @@ class Service:
                 self.manager.cancel_request(text.name)
             raise
 
-    async def _echoed(self, asked: Asked) -> list[tuple[str, list[Token]]]:
+    async def echoed(self, asked: Asked) -> list[tuple[str, list[Token]]]:
         """Make text and tokens of each prompt, with exact log-probabilities if they are wanted."""
         echoed = []
         for prompt in asked.prompts:
@@ -425,11 +425,12 @@ class EventStream(StreamingResponse):
     """A stream of server-sent events; texts are ended when its client leaves."""
 
     def __init__(self, service: Service, answer: Answer) -> None:
-        super().__init__(self._events(service, answer), media_type="text/event-stream")
+        super().__init__(self.events(service, answer), media_type="text/event-stream")
         self.headers["Cache-Control"] = "no-cache"
         self.leave = partial(service.cancel, answer)
 
-    async def _events(self, service: Service, answer: Answer) -> AsyncIterator[bytes]:
+    async def events(self, service: Service, answer: Answer) -> AsyncIterator[bytes]:
+        """Write the parts of an answer as events; an error is the last but one."""
         try:
             async for part in parts(service, answer):
                 yield self._event(part)
