@@ -641,10 +641,22 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
+def check_address(host: str, port: int) -> None:
+    """Raise `ValueError` for an address at which nothing can listen, such as one in use."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        raise ValueError(
+            f"{host}:{port} cannot be listened at ({error.strerror}): give another --port or --host"
+        ) from error
+
+
 def serve(options: ServeOptions) -> None:
     """Serve requests until the process ends. Everything else is checked before the weights are
     read: `ValueError` for options that `generate` refuses and for damaged files, `OSError` if there
     is no such checkpoint."""
+    check_address(options.host, options.port)
     setting = options.setting()
     check_setting(setting, load_config(options.model, options.revision))
     tokenizer = tokenizer_of(options)
