@@ -59,6 +59,10 @@ def report_of(req: Any) -> dict[str, Any] | None:
     report["revoked"] = counts.revoked
     report["tokens_per_forward"] = len(text) / max(1, counts.forwards)
     report["acceptance"] = counts.accepted / max(1, counts.drafted)
+    # under the engine's own names for speculation, too
+    rounds = sum(counts.lengths)
+    report["spec_verify_ct"] = rounds
+    report["spec_accept_length"] = len(text) / max(1, rounds)
     report["offered_at_depth"] = list(counts.offered_at_depth)
     report["accepted_at_depth"] = list(counts.accepted_at_depth)
     if progress.options.reveal_step:

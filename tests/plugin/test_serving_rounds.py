@@ -186,6 +186,9 @@ def test_what_requests_cost(model: Any, prompts: list[list[int]]) -> None:
         assert shown is not None
         assert shown["forwards"] == len(engine.widths) - before
         assert shown["tokens_per_forward"] == len(req.output_ids_through_stop) / shown["forwards"]
+        assert 0 < shown["spec_verify_ct"] <= shown["forwards"]
+        tokens = len(req.output_ids_through_stop)
+        assert shown["spec_accept_length"] == tokens / shown["spec_verify_ct"]
         assert 0 < shown["acceptance"] == shown["accepted"] / shown["drafted"] <= 1
         assert (
             sum(shown["accepted_at_depth"]) == shown["accepted"] <= sum(shown["offered_at_depth"])

@@ -3,11 +3,13 @@ followed or refused."""
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -237,6 +239,40 @@ def test_a_prompt_is_echoed_with_its_exact_scores(
     assert parts[0].choices[0].text == PROMPT
 
 
+def test_lm_eval_reads_what_its_own_model_computes(
+    server: Served, generate: Any, tiny_model_float64: Any, tiny_tokenizer: Any
+) -> None:
+    """Log-likelihoods and texts of `local-completions`, by lm-eval's own payloads and parsers."""
+    models: Any = pytest.importorskip("lm_eval.models.openai_completions")
+    api, asking = models.LocalCompletionsAPI, SimpleNamespace(model=MODEL, _max_gen_toks=256)
+    pairs = [
+        ("Ana has 3 pens.", " Bo gives Ana 4 more."),
+        (PROMPT, "    return value"),
+        ("f", "or"),
+    ]
+    prompts, contexts = [], []
+    for context, continuation in pairs:
+        contexts.append(len(tiny_tokenizer(context)["input_ids"]))
+        prompts.append(
+            tiny_tokenizer(context)["input_ids"] + tiny_tokenizer(continuation)["input_ids"]
+        )
+    body = json.dumps(api._create_payload(asking, prompts)).encode()
+    answer = json.loads(server.post("/v1/completions", body)[1])
+    results = api.parse_logprobs(answer, ctxlens=contexts)
+    for ids, context, (total, greedy) in zip(prompts, contexts, results, strict=True):
+        labels = torch.tensor([[-100] * context + ids[context:]])
+        exact = tiny_model_float64.score(torch.tensor([ids]), labels=labels)
+        assert total == pytest.approx(float(exact.sums), abs=1e-6)
+        assert greedy == bool((exact.greedy | ~exact.scored).all())
+    until = {"until": ["return", "zz"], "max_gen_toks": 64, "do_sample": False}
+    payload = api._create_payload(
+        asking, [PROMPT], generate=True, gen_kwargs=until, eos="<|im_end|>"
+    )
+    answer = json.loads(server.post("/v1/completions", json.dumps(payload).encode())[1])
+    expected = generate(PROMPT, max_new_tokens=64)[1].partition("return")[0]
+    assert api.parse_generations(answer) == [expected]
+
+
 def test_penalties_of_what_the_text_has(server: Served) -> None:
     own = {"ignore_eos": True, "decoding": "sequential"}
     endless: dict[str, Any] = {"extra_body": own, "max_tokens": 40}
@@ -359,6 +395,10 @@ def test_how_a_process_ends(tmp_path: Any) -> None:
 
 
 def test_options_that_cannot_be_served() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        told = " ".join(mrp("serve", str(TINY), "--port", port, fails=True).split())
+    assert f"127.0.0.1:{port} cannot be listened at" in told
     assert "--set blok: generate has no such option" in mrp(
         "serve", str(TINY), "--set", "blok=3", fails=True
     )

@@ -241,8 +241,8 @@ class Request(_Strict):
         for name, value in fields.items():
             if name == "tool_choice" and value == "none" and not fields.get("tools"):
                 continue
-            idle = any(type(value) is type(none) and value == none for none in _IDLE.get(name, ()))
-            if name not in _NOTES and not idle:
+            idle = [other for other in _IDLE.get(name, ()) if type(value) is type(other)]
+            if name not in _NOTES and value not in idle:
                 kept[name] = value
         return kept
 

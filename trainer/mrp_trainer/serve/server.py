@@ -172,7 +172,7 @@ class Service:
         self.reading += 1
         try:
             asked = await loop.run_in_executor(self._reader, self._read, kind, body)
-            echoed = await self._echoed(asked) if asked.echo else []
+            echoed = await self.echoed(asked) if asked.echo else []
             texts = []
             if asked.limit:
                 for index in range(len(asked.prompts) * asked.copies):
@@ -353,7 +353,7 @@ class Service:
                 self.manager.cancel_request(text.name)
             raise
 
-    async def _echoed(self, asked: Asked) -> list[tuple[str, list[Token]]]:
+    async def echoed(self, asked: Asked) -> list[tuple[str, list[Token]]]:
         """Make text and tokens of each prompt, with exact log-probabilities if they are wanted."""
         echoed = []
         for prompt in asked.prompts:
@@ -464,11 +464,12 @@ class EventStream(StreamingResponse):
     """A stream of server-sent events; texts are ended when its client leaves."""
 
     def __init__(self, service: Service, answer: Answer) -> None:
-        super().__init__(self._events(service, answer), media_type="text/event-stream")
+        super().__init__(self.events(service, answer), media_type="text/event-stream")
         self.headers["Cache-Control"] = "no-cache"
         self.leave = partial(service.cancel, answer)
 
-    async def _events(self, service: Service, answer: Answer) -> AsyncIterator[bytes]:
+    async def events(self, service: Service, answer: Answer) -> AsyncIterator[bytes]:
+        """Write the parts of an answer as events; an error is the last but one."""
         try:
             async for part in parts(service, answer):
                 yield self._event(part)
@@ -679,10 +680,22 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
+def check_address(host: str, port: int) -> None:
+    """Raise `ValueError` for an address at which nothing can listen, such as one in use."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        raise ValueError(
+            f"{host}:{port} cannot be listened at ({error.strerror}): give another --port or --host"
+        ) from error
+
+
 def serve(options: ServeOptions) -> None:
     """Serve requests until the process ends. Everything else is checked before the weights are
     read: `ValueError` for options that `generate` refuses and for damaged files, `OSError` if there
     is no such checkpoint."""
+    check_address(options.host, options.port)
     setting = options.setting()
     check_setting(setting, load_config(options.model, options.revision))
     tokenizer = tokenizer_of(options)
