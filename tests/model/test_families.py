@@ -206,6 +206,24 @@ def test_llada2_rotates_half_of_each_head_by_default(tmp_path: Path) -> None:
         close(model(torch.tensor([ids])).logits[0], twin.logits(ids), 1e-4)
 
 
+def test_a_family_may_be_made_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the code of a repository is loaded beside this package."""
+    original = families()["llada2_moe"]
+    monkeypatch.setitem(families(), "llada2_moe", original)
+    again = type(original.__name__, (original,), {"family": "llada2_moe"})
+    assert families()["llada2_moe"] is again
+
+
+def test_llada2_has_the_published_numbers_of_experts_by_default() -> None:
+    """Where a config names none."""
+    fields = {"model_type": "llada2_moe", "hidden_size": 64, "num_attention_heads": 4}
+    fields |= {"vocab_size": 157184, "num_key_value_heads": 4}
+    config: Any = MRPConfig.from_dict(fields)
+    names = ("num_experts", "num_experts_per_tok", "n_shared_experts", "n_group", "topk_group")
+    assert [getattr(config, name) for name in names] == [256, 8, 1, 8, 4]
+    assert (config.moe_intermediate_size, config.routed_scaling_factor) == (512, 2.5)
+
+
 def test_llada2(fresh: Fresh, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """From a process without this package: the whole model, and its head, which loads the published
     checkpoint; its card; and the bias of the router, which stays in float32."""
