@@ -188,3 +188,11 @@ def test_a_command_without_its_name_lists_what_there_is(arguments: list[str]) ->
     names = command(*arguments).commands
     assert names
     assert all(f" {name} " in listed for name in names)
+
+
+def test_a_backbone_has_no_flags_of_a_head() -> None:
+    names = {parameter.name for parameter in command("train", "backbone").params}
+    of_head = {"head", "head_layers", "head_init", "lora_rank", "lora_alpha", "unroll"}
+    of_head |= {"reveal_rule", "verdict_prompts", "eval_prompts"}
+    assert of_head <= {parameter.name for parameter in command("train", "head").params}
+    assert not names & of_head

@@ -3,6 +3,7 @@
 import json
 import logging
 import random
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -204,6 +205,12 @@ def test_llada2_rotates_half_of_each_head_by_default(tmp_path: Path) -> None:
     ids = torch.randint(6, 90, (40,), generator=torch.Generator().manual_seed(0)).tolist()
     with torch.no_grad():
         close(model(torch.tensor([ids])).logits[0], twin.logits(ids), 1e-4)
+
+
+def test_cards_link_to_papers_of_arxiv() -> None:
+    papers = [family.paper for family in families().values() if vars(family).get("paper")]
+    assert papers
+    assert all(re.fullmatch(r"\d{4}\.\d{5}", paper) for paper in papers)
 
 
 def test_a_family_may_be_made_twice(monkeypatch: pytest.MonkeyPatch) -> None:
