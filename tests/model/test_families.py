@@ -258,6 +258,7 @@ def test_llada2(fresh: Fresh, tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     assert "A LLaDA2.0 block-diffusion language model with an MRP head." in card.text
     assert "LLaDA2.0: [arXiv 2512.15745]" in card.text
     assert "SDAR" not in card.text
+    assert "custom_generate" not in card.text, "that is for stock models of the dense family"
     assert "llada2_moe" in card.data.tags
     assert "with editing off" not in caplog.text
     (tmp_path / "twin").rename(tmp_path / "LLaDA2.2-flash")
