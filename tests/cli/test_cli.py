@@ -10,9 +10,10 @@ from typing import get_args
 
 import mrp_trainer
 import pytest
-from commands import command, mrp
+from commands import RUNNER, command, mrp
 from conftest import ROOT, TINY
 from helpers import word_model
+from mrp_trainer import cli
 from mrp_trainer.evaluate.options import Judge
 from mrp_trainer.evaluate.problem_sets import JUDGES
 from mrp_trainer.train.arguments import MRPTrainingArguments
@@ -179,3 +180,19 @@ def test_errors_in_a_line(
     monkeypatch.chdir(tmp_path)
     assert message in mrp(*arguments, fails=True)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("arguments", [[], ["train"]], ids=" ".join)
+def test_a_command_without_its_name_lists_what_there_is(arguments: list[str]) -> None:
+    listed = RUNNER.invoke(cli.app, arguments).output
+    names = command(*arguments).commands
+    assert names
+    assert all(f" {name} " in listed for name in names)
+
+
+def test_a_backbone_has_no_flags_of_a_head() -> None:
+    names = {parameter.name for parameter in command("train", "backbone").params}
+    of_head = {"head", "head_layers", "head_init", "lora_rank", "lora_alpha", "unroll"}
+    of_head |= {"reveal_rule", "verdict_prompts", "eval_prompts"}
+    assert of_head <= {parameter.name for parameter in command("train", "head").params}
+    assert not names & of_head

@@ -429,6 +429,11 @@ def test_a_full_disk_leaves_what_was_there(
     assert tree(tmp_path) == before
 
 
+def test_folders_above_a_file_are_made(tmp_path: Path) -> None:
+    write_output(tmp_path / "a" / "b" / "file", "first")
+    assert (tmp_path / "a" / "b" / "file").read_text() == "first"
+
+
 def test_what_a_killed_save_left_is_no_result(tmp_path: Path) -> None:
     """The next one saves as if it was not there."""
     folder = OwnFolder(tmp_path / "runs" / "run")

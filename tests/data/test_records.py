@@ -444,13 +444,20 @@ def test_random_chats_are_what_a_template_that_marks_the_assistant_says(
             "cannot be told apart",
         ),
         (QWEN.replace(" <end>", ""), "its turns cannot be told apart"),
+        # Only the last turn has an end token, at which turn 1 would seem to end, too.
+        (
+            "{% for m in messages %}{{ m.role + ' : ' + m.content + ' ' }}{% if loop.last and "
+            "m.role == 'assistant' %}{{ '<end> ' }}{% endif %}{% endfor %}"
+            "{% if add_generation_prompt %}{{ 'assistant : ' }}{% endif %}",
+            "its turns cannot be told apart",
+        ),
         (
             QWEN
             + "{% if messages | length > 2 %}{{ raise_exception('one turn only') }}{% endif %}",
             "refuses it: one turn only",
         ),
     ],
-    ids=["reasoning", "no end", "refuses"],
+    ids=["reasoning", "no end", "a late end", "refuses"],
 )
 def test_templates_that_cannot_be_used(word_tokenizer: Any, template: str, message: str) -> None:
     """Which a chat of one turn does not show."""

@@ -162,3 +162,29 @@ def test_a_row_that_ends_early_ends_its_stream(random_model: MRPForCausalLM) -> 
     infill = torch.tensor([[5, 6, 7, 8, 5, 6, 7, MASK], [MASK] * 8])
     random_model.generate(torch.tensor([[1, 2, 3, 4]] * 2), infill_ids=infill, streamer=streamers)
     assert order == ["a", "b", "a", "end a", "b", "b", "end b"]
+
+
+class Drafts:
+    """A streamer that keeps what was sent, and how much of the text each draft reaches."""
+
+    def __init__(self) -> None:
+        self.sent: list[int] = []
+        self.reached: list[int] = []
+
+    def put(self, ids: torch.Tensor) -> None:
+        self.sent += ids.flatten().tolist()
+
+    def put_draft(self, ids: torch.Tensor) -> None:
+        self.reached.append(len(self.sent) + ids.shape[1])
+
+    def end(self) -> None:
+        self.reached.append(len(self.sent))
+
+
+def test_a_streamed_draft_goes_from_what_was_sent_to_the_end_of_its_block(
+    random_model: MRPForCausalLM,
+) -> None:
+    stream, prompt = Drafts(), torch.tensor([[1, 2, 3, 4, 5]])
+    random_model.generate(prompt, max_new_tokens=7, streamer=stream, decoding="sequential")
+    assert set(stream.reached) == {8, 12}
+    assert stream.reached == sorted(stream.reached)

@@ -9,7 +9,13 @@ import pytest
 from conftest import ROOT
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.generate.option_table import DECODINGS, DRAFTING, OPTIONS, TARGETS
+from modeling_mrp.generate.option_table import (
+    DECODINGS,
+    DRAFTING,
+    OPTIONS,
+    TARGETS,
+    closest_name,
+)
 from modeling_mrp.generate.options import MRPGenerationConfig
 from tests.random_cases import SOME_VALUES, make_model, options_of_rules
 
@@ -97,3 +103,9 @@ def test_drafts_are_chains_where_rows_are_many() -> None:
         checked(decoding="self_spec", **options).mode(4, rows).drafting for rows, options in calls
     ]
     assert [one.branches for one in drafting if one] == [3, 1, 2]
+
+
+def test_a_name_is_suggested_only_if_it_is_much_alike() -> None:
+    names = [option.name for option in OPTIONS]
+    assert closest_name("draft_shortlists", names) == " (did you mean draft_shortlist?)"
+    assert closest_name("draft_size", names) == "", "nearly two thirds of draft_shortlist"

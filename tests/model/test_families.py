@@ -3,6 +3,7 @@
 import json
 import logging
 import random
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -206,6 +207,30 @@ def test_llada2_rotates_half_of_each_head_by_default(tmp_path: Path) -> None:
         close(model(torch.tensor([ids])).logits[0], twin.logits(ids), 1e-4)
 
 
+def test_cards_link_to_papers_of_arxiv() -> None:
+    papers = [family.paper for family in families().values() if vars(family).get("paper")]
+    assert papers
+    assert all(re.fullmatch(r"\d{4}\.\d{5}", paper) for paper in papers)
+
+
+def test_a_family_may_be_made_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the code of a repository is loaded beside this package."""
+    original = families()["llada2_moe"]
+    monkeypatch.setitem(families(), "llada2_moe", original)
+    again = type(original.__name__, (original,), {"family": "llada2_moe"})
+    assert families()["llada2_moe"] is again
+
+
+def test_llada2_has_the_published_numbers_of_experts_by_default() -> None:
+    """Where a config names none."""
+    fields = {"model_type": "llada2_moe", "hidden_size": 64, "num_attention_heads": 4}
+    fields |= {"vocab_size": 157184, "num_key_value_heads": 4}
+    config: Any = MRPConfig.from_dict(fields)
+    names = ("num_experts", "num_experts_per_tok", "n_shared_experts", "n_group", "topk_group")
+    assert [getattr(config, name) for name in names] == [256, 8, 1, 8, 4]
+    assert (config.moe_intermediate_size, config.routed_scaling_factor) == (512, 2.5)
+
+
 def test_llada2(fresh: Fresh, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """From a process without this package: the whole model, and its head, which loads the published
     checkpoint; its card; and the bias of the router, which stays in float32."""
@@ -233,6 +258,7 @@ def test_llada2(fresh: Fresh, tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     assert "A LLaDA2.0 block-diffusion language model with an MRP head." in card.text
     assert "LLaDA2.0: [arXiv 2512.15745]" in card.text
     assert "SDAR" not in card.text
+    assert "custom_generate" not in card.text, "that is for stock models of the dense family"
     assert "llada2_moe" in card.data.tags
     assert "with editing off" not in caplog.text
     (tmp_path / "twin").rename(tmp_path / "LLaDA2.2-flash")

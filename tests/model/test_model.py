@@ -149,3 +149,8 @@ def test_a_head_turns_no_more_of_its_heads_than_the_backbone_does() -> None:
     assert wide_sin.equal(torch.tensor([[[0.8, 0.6, 0.0, 0.0, 0.8, 0.6, 0.0, 0.0]]]))
     same_cos, same_sin = pad_rotary((cos, sin), 4)
     assert (same_cos is cos, same_sin is sin) == (True, True)
+
+
+def test_the_base_model_is_the_backbone(random_model: MRPForCausalLM) -> None:
+    """As transformers and peft find it."""
+    assert random_model.base_model is random_model.model
