@@ -106,21 +106,6 @@ class TokenTrie:
         self.first_token = np.cumsum(self.token_count) - self.token_count
         self.tokens = self.tokens[np.argsort(ends, kind="stable")]
 
-    def longest(self, text: bytes) -> int:
-        """Return the id of the longest token that `text` begins with, -1 if there is none."""
-        node, longest = 0, -1
-        for letter in text:
-            children = slice(
-                self.first_child[node], self.first_child[node] + self.child_count[node]
-            )
-            (matches,) = np.nonzero(self.byte[children] == letter)
-            if not len(matches):
-                break
-            node = self.first_child[node] + matches[0]
-            if self.token_count[node]:
-                longest = int(self.tokens[self.first_token[node]])
-        return longest
-
     def walk(
         self, automaton: ByteAutomaton, states: Sequence[int]
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -364,8 +349,9 @@ def token_automaton(
     """Make the automaton of the token sequences whose bytes are a text of the language; None if
     there are none.
 
-    Where all texts go on alike, the longest token within that is the only one, if bytes are tokens,
-    too: every text keeps a sequence, and what a language leaves no choice about needs no model.
+    Where all texts go on alike, and no token reaches beyond, the longest one is the only one, if
+    bytes are tokens, too: every text keeps a sequence, and what a language leaves no choice about
+    needs no model.
     """
     letters = np.flatnonzero((automaton.next_state >= 0).any(0)).tolist()
     single = {text[0] for text in trie.text.values() if len(text) == 1}
@@ -381,17 +367,19 @@ def token_automaton(
         free = []
         reached = []
         for state in pending:
-            if not has_bytes or automaton.only[state] < 0:
+            transitions = trie.walk(automaton, [state]) if automaton.only[state] >= 0 else None
+            if transitions is None or not has_bytes:
                 free.append(state)
                 continue
-            forced = trie.longest(automaton.forced(state))
-            behind = state
-            for letter in trie.text[forced]:
-                behind = int(automaton.next_state[behind, letter])
-            sources.append(np.array([state], np.int32))
-            tokens.append(np.array([forced], np.int32))
-            targets.append(np.array([behind], np.int32))
-            reached.append(behind)
+            lengths = [len(trie.text[token]) for token in transitions[1].tolist()]
+            longest = int(np.argmax(lengths))
+            kept = slice(None)
+            if lengths[longest] <= len(automaton.forced(state)):
+                kept = slice(longest, longest + 1)
+            sources.append(transitions[0][kept])
+            tokens.append(transitions[1][kept])
+            targets.append(transitions[2][kept])
+            reached.extend(targets[-1].tolist())
         if free:
             transitions = trie.walk(automaton, free)
             sources.append(transitions[0])

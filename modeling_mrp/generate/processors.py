@@ -7,20 +7,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.generation import logits_process as kinds
 
 from ..networks.picker import check_scores
 from .option_table import UNSUPPORTED
 
 # Processors of transformers that an option makes which is not supported.
-_OF_OPTIONS: dict[Any, str] = {
-    kinds.WatermarkLogitsProcessor: "watermarking_config",
-    kinds.SynthIDTextWatermarkLogitsProcessor: "watermarking_config",
-    kinds.PrefixConstrainedLogitsProcessor: "prefix_allowed_tokens_fn",
-    kinds.ClassifierFreeGuidanceLogitsProcessor: "guidance_scale",
-    kinds.UnbatchedClassifierFreeGuidanceLogitsProcessor: "guidance_scale",
-    kinds.EncoderRepetitionPenaltyLogitsProcessor: "encoder_repetition_penalty",
-    kinds.EncoderNoRepeatNGramLogitsProcessor: "encoder_no_repeat_ngram_size",
+_OF_OPTIONS = {
+    "WatermarkLogitsProcessor": "watermarking_config",
+    "SynthIDTextWatermarkLogitsProcessor": "watermarking_config",
+    "PrefixConstrainedLogitsProcessor": "prefix_allowed_tokens_fn",
+    "ClassifierFreeGuidanceLogitsProcessor": "guidance_scale",
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor": "guidance_scale",
+    "EncoderRepetitionPenaltyLogitsProcessor": "encoder_repetition_penalty",
+    "EncoderNoRepeatNGramLogitsProcessor": "encoder_no_repeat_ngram_size",
 }
 _CONTRACT = (
     "it is called with positions as rows, some of them of drafts that are given up, as often as "
@@ -42,8 +41,9 @@ def check_processor(processor: Any, prompts: Sequence[Tensor], weight: Tensor) -
         weight: [vocab, hidden_size], that of `lm_head`; the scores have its vocabulary and device.
     """
     name = type(processor).__name__
-    option = next((_OF_OPTIONS[kind] for kind in _OF_OPTIONS if isinstance(processor, kind)), None)
-    if option is not None:
+    for kind in type(processor).__mro__:
+        if (option := _OF_OPTIONS.get(kind.__name__)) is None:
+            continue
         raise ValueError(
             f"the logits processor {name} does what {option} does, which is not supported: "
             f"{UNSUPPORTED[option]}. Leave it out"

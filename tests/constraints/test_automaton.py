@@ -58,21 +58,22 @@ def forced_of(prefix: str, strings: Sequence[str]) -> str:
 
 def sequences_of(strings: Sequence[str], tokens: dict[int, bytes], whole: bool) -> Iterator[Text]:
     """All token sequences of texts; if `whole`, with the longest token where all texts go on
-    alike."""
+    alike and no token reaches beyond."""
     pending: list[tuple[str, Text]] = [("", ())]
     while pending:
         prefix, sequence = pending.pop()
         if prefix in strings:
             yield sequence
         forced = forced_of(prefix, strings)
-        choices = {token: text.decode() for token, text in tokens.items()}
-        if whole and forced:
-            choices = {token: text for token, text in choices.items() if forced.startswith(text)}
-            longest = max(map(len, choices.values()))
+        choices = {}
+        for token, text in tokens.items():
+            if any(other.startswith(prefix + text.decode()) for other in strings):
+                choices[token] = text.decode()
+        longest = max(map(len, choices.values()), default=0)
+        if whole and forced and longest <= len(forced):
             choices = {token: text for token, text in choices.items() if len(text) == longest}
         for token, text in choices.items():
-            if any(other.startswith(prefix + text) for other in strings):
-                pending.append((prefix + text, (*sequence, token)))
+            pending.append((prefix + text, (*sequence, token)))
 
 
 def padded(sequence: Text, length: int) -> list[set[int]]:
