@@ -2,6 +2,7 @@
 synthetic problems.
 
     python notebooks/policy_gradient.py --output curve.jsonl
+    python notebooks/policy_gradient.py --show curve.jsonl
 
 The policy is the embedded checkpoint decoding from left to right, sampled, four tokens a step. The
 tokens of a step are drawn without seeing each other, and often do not fit together, so that a
@@ -22,6 +23,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -158,6 +160,22 @@ def held_out(policy: Policy, arguments: argparse.Namespace, reward: RewardFuncti
     }
 
 
+def curve_table(lines: Sequence[dict[str, Any]], width: int = 20) -> str:
+    """Format the means of `width` steps each as a Markdown table; steps that are fewer are left
+    out."""
+    steps = [line for line in lines if "reward" in line]
+    rows = ["| steps | reward | tokens a step | tokens a forward | CPU seconds |"]
+    rows.append("|---|---|---|---|---|")
+    for begin in range(0, len(steps) - width + 1, width):
+        window = steps[begin : begin + width]
+        cells = [f"{window[0]['step']} to {window[-1]['step']}"]
+        for name in ("reward", "tokens_per_step", "tokens_per_forward"):
+            cells.append(f"{fmean(line[name] for line in window):.2f}")
+        cells.append(f"{sum(line['cpu_seconds'] for line in window):.0f}")
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
 def _lines(policy: Policy, arguments: argparse.Namespace) -> Iterator[Any]:
     yield {"step": 0, **held_out(policy, arguments, solved)}
     yield from train(policy, arguments, solved)
@@ -178,8 +196,13 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=10, help="steps until the rate is whole")
     parser.add_argument("--held-out", type=int, default=100, help="problems, before and after")
     parser.add_argument("--output", help="a file for the log, JSON lines")
+    parser.add_argument("--show", help="only print such a file, as a Markdown table")
     parser.add_argument("--save", help="a folder for the trained model")
     arguments = parser.parse_args()
+    if arguments.show:
+        log = Path(arguments.show).read_text(encoding="utf-8")
+        print(curve_table([json.loads(line) for line in log.splitlines()]))
+        return
     set_seed(0)
     policy = Policy(
         arguments.model,

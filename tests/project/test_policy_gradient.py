@@ -48,6 +48,16 @@ def test_rewards(example: Any) -> None:
     assert example.solved(prompts=["", ""], completions=texts, problem=tasks) == [1.0, 0.0]
 
 
+def test_the_page_has_the_curve(example: Any) -> None:
+    """As the command prints it, and it rises."""
+    log = (ROOT / "notebooks" / "policy_gradient.jsonl").read_text().splitlines()
+    lines = [json.loads(line) for line in log]
+    assert example.curve_table(lines) in (ROOT / "docs" / "training.md").read_text()
+    rewards = [line["reward"] for line in lines if "reward" in line]
+    assert sum(rewards[-20:]) > 2 * sum(rewards[:20])
+    assert all(line["largest_gap"] < 1e-3 for line in lines if "reward" in line)
+
+
 def test_two_steps(
     example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
