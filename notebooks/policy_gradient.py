@@ -187,7 +187,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default=embedded_checkpoint())
     parser.add_argument("--family", choices=("math", "code"), default="math")
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--problems", type=int, default=8, help="problems per step")
     parser.add_argument("--group", type=int, default=8, help="texts per problem")
     parser.add_argument("--lr", type=float, default=1e-4)
