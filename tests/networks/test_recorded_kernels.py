@@ -18,6 +18,7 @@ from modeling_mrp.kernels.pick import PICK
 from modeling_mrp.networks import graphs
 from modeling_mrp.networks.graphs import recording_report
 from modeling_mrp.networks.networks import Networks
+from modeling_mrp.networks.sampler import Sampler
 from tests.random_cases import dampened, make_model
 
 __all__ = ["tapes"]  # a fixture
@@ -144,10 +145,10 @@ def test_what_a_round_launches(tapes: type[TapeRecorder], monkeypatch: pytest.Mo
         lambda _, logits, *others: (torch.full((len(logits),), 3), logits.new_ones(len(logits))),
     )
     model = make_model(4, block_size=16, num_hidden_layers=2, num_nextn_predict_layers=1).bfloat16()
-    counted: dict[str, list[int]] = {"pick": [], "commit": []}
+    counted: dict[str, list[int]] = {"_pick": [], "commit": []}
 
-    def watched(name: str) -> Any:
-        method = getattr(Networks, name)
+    def watched(owner: type, name: str) -> Any:
+        method = getattr(owner, name)
 
         def run(*args: Any, **more: Any) -> Any:
             with Seen() as seen:
@@ -157,8 +158,9 @@ def test_what_a_round_launches(tapes: type[TapeRecorder], monkeypatch: pytest.Mo
 
         return run
 
-    for name in counted:
-        monkeypatch.setattr(Networks, name, watched(name))
+    owners: dict[str, type] = {"_pick": Sampler, "commit": Networks}
+    for name, owner in owners.items():
+        monkeypatch.setattr(owner, name, watched(owner, name))
     options: dict[str, Any] = {
         **GREEDY,
         "decoding": "mrp_spec",
@@ -174,7 +176,7 @@ def test_what_a_round_launches(tapes: type[TapeRecorder], monkeypatch: pytest.Mo
         assert not layers - launched
         found[depth] = (launched - layers).total()
     assert found == {2: BACKBONE, 1: HEAD}
-    assert max(counted["pick"]) == PICKED  # where the stand-in makes two tensors for two launches
+    assert max(counted["_pick"]) == PICKED  # where the stand-in makes two tensors for two launches
     assert {*counted["commit"]} <= {0, COMMIT}
     assert COMMIT in counted["commit"]
 

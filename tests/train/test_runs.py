@@ -25,7 +25,7 @@ from mrp_trainer.train.objectives import HeadObjective
 from mrp_trainer.train.optimizer import MuonAdamW
 from mrp_trainer.train.options import DecodeOptions
 from mrp_trainer.train.reveals import Reveals
-from mrp_trainer.train.runs import dry_run, meta_model, open_run
+from mrp_trainer.train.runs import dry_run, meta_model, open_run, rounded
 from mrp_trainer.train.settings import Settings, known_names, read_settings, recipe_names
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
@@ -577,3 +577,13 @@ def test_what_is_there_is_kept_and_the_rest_is_made(
         with pytest.raises(ValueError, match=message):
             decode(short(decoded, path, **change))
     assert not (tmp_path / "new.jsonl").exists()
+
+
+def test_a_gathered_state_is_saved_in_the_runs_dtype() -> None:
+    """Of what FSDP gathers, in float32; numbers that are no floats stay as they are."""
+    state = {"weight": torch.tensor([1.0009765625]), "steps": torch.tensor([3])}
+    saved_state = rounded(state, torch.bfloat16)
+    assert saved_state["weight"].dtype == torch.bfloat16
+    assert saved_state["weight"].item() == 1.0
+    assert saved_state["steps"].dtype == torch.int64
+    assert torch.equal(rounded(state, torch.float32)["weight"], state["weight"])

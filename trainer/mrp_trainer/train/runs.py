@@ -12,6 +12,7 @@ import torch
 import yaml
 from filelock import FileLock, Timeout
 from peft import LoraConfig, get_peft_model
+from torch import Tensor
 from transformers import EarlyStoppingCallback, PreTrainedTokenizerBase, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
 
@@ -402,6 +403,14 @@ def meta_model(settings: Settings) -> Any:
     return model
 
 
+def rounded(state: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return tensors by name, floating ones in another dtype."""
+    tensors = {}
+    for name, tensor in state.items():
+        tensors[name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
+    return tensors
+
+
 def _save(
     trainer: MRPTrainer, settings: Settings, folder: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
@@ -422,10 +431,7 @@ def _save(
     if state is None:
         trainer.model.to(dtype)
     else:
-        state = {
-            name: value.to(dtype) if value.is_floating_point() else value
-            for name, value in state.items()
-        }
+        state = rounded(state, dtype)
     head_only = settings.objective == "mrp" and settings.options.save == "head"
     with OwnFolder(folder).saving() as partial, under_own_class(trainer.model):
         trainer.state.save_to_json(str(partial / TRAINER_STATE_NAME))
