@@ -809,12 +809,12 @@ class ContinuousBatchingManager:
         for batch in self._batches:
             if batch.takes(request):
                 return batch
-        left = self.limits.tokens - sum(batch.slots for batch in self._batches)
+        free_tokens = self.limits.tokens - sum(batch.slots for batch in self._batches)
         block = self.model.config.block_size
         longest = -(-self.model.config.max_position_embeddings // block) * block
         usual = max(LEAST_CAPACITY, 1 << (request.size - 1).bit_length()) // block * block
         for capacity in (max(request.size, min(usual, longest)), request.size):
-            places = min(self.limits.texts, left // capacity)
+            places = min(self.limits.texts, free_tokens // capacity)
             if places:
                 self._batches.append(Batch(self.model, request, places, capacity, self._told))
                 return self._batches[-1]

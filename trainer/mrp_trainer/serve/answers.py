@@ -177,7 +177,7 @@ class TextOfAnswer:
 
 
 @dataclass
-class Asked:
+class Job:
     """What a request asks for, ready to be decoded.
 
     Attributes:
@@ -217,31 +217,31 @@ class Answer:
     """The answer to a request.
 
     Attributes:
-        asked: What was asked.
+        job: What the request asks for.
         model: The model's name for the client.
         decode: Makes text of ids.
-        texts: The texts that are decoded for it; none where the prompt is all that is asked for.
-        echoed: By prompt, its text and tokens, where they are asked for.
+        texts: The texts that are decoded for it; none where the prompt is all that is wanted.
+        echoed: By prompt, its text and tokens, where they are wanted.
     """
 
-    asked: Asked
+    job: Job
     model: str
     decode: Callable[[Sequence[int]], str]
     texts: list[TextOfAnswer]
     echoed: list[tuple[str, list[Token]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        prefix = "chatcmpl" if self.asked.chat else "cmpl"
+        prefix = "chatcmpl" if self.job.chat else "cmpl"
         self._name = f"{prefix}-{uuid4().hex}"
         self._created = int(time.time())
 
     def whole(self) -> dict[str, Any]:
         """Write the answer once all texts have ended."""
         choices = []
-        for index in range(len(self.asked.prompts) * self.asked.copies):
+        for index in range(len(self.job.prompts) * self.job.copies):
             text, tokens = "", list[Token]()
             if self.echoed:
-                text, prompt_tokens = self.echoed[index // self.asked.copies]
+                text, prompt_tokens = self.echoed[index // self.job.copies]
                 tokens = list(prompt_tokens)
             offset = len(text)
             finish_reason = "length"
@@ -256,13 +256,13 @@ class Answer:
     def opening(self) -> list[dict[str, Any]]:
         """Write the first parts of a stream: roles, and echoed prompts."""
         parts = []
-        for index in range(len(self.asked.prompts) * self.asked.copies):
-            if self.asked.chat:
+        for index in range(len(self.job.prompts) * self.job.copies):
+            if self.job.chat:
                 delta = ChoiceDelta(role="assistant", content="")
                 choice = ChunkChoice(index=index, delta=delta, finish_reason=None, logprobs=None)
                 parts.append(self._enveloped([choice]))
             elif self.echoed:
-                text, tokens = self.echoed[index // self.asked.copies]
+                text, tokens = self.echoed[index // self.job.copies]
                 end = None if self.texts else "length"
                 parts.append(self._enveloped([self._choice(index, text, tokens, end, part=True)]))
         return parts
@@ -272,8 +272,8 @@ class Answer:
         and where the next part begins."""
         row = self.texts[index]
         end = row.certain
-        if self.asked.tools is not None:
-            end = len(row.text) if row.ended else min(end, self.asked.tools.certain(row.text))
+        if self.job.tools is not None:
+            end = len(row.text) if row.ended else min(end, self.job.tools.certain(row.text))
         if end <= begin and row.finish_reason is None:
             return None, begin
         tokens = _shifted(row, begin, end, self._echoed_length(index))
@@ -285,15 +285,15 @@ class Answer:
         return self._enveloped([], usage=self._usage())
 
     def _echoed_length(self, index: int) -> int:
-        return len(self.echoed[index // self.asked.copies][0]) if self.echoed else 0
+        return len(self.echoed[index // self.job.copies][0]) if self.echoed else 0
 
     def _enveloped(self, choices: list[Any], **more: Any) -> dict[str, Any]:
         """Put choices into what surrounds them."""
         kind: Any = Completion
         name = "text_completion"
-        if self.asked.chat and self.asked.stream:
+        if self.job.chat and self.job.stream:
             kind, name = ChatCompletionChunk, "chat.completion.chunk"
-        elif self.asked.chat:
+        elif self.job.chat:
             kind, name = ChatCompletion, "chat.completion"
         envelope = kind.construct(
             id=self._name, object=name, created=self._created, model=self.model, choices=choices
@@ -302,7 +302,7 @@ class Answer:
         return {**content, **more}
 
     def _usage(self) -> dict[str, int]:
-        prompt = sum(map(len, self.asked.prompts))
+        prompt = sum(map(len, self.job.prompts))
         new = sum(len(text.tokens) for text in self.texts)
         usage = CompletionUsage(
             prompt_tokens=prompt, completion_tokens=new, total_tokens=prompt + new
@@ -319,18 +319,18 @@ class Answer:
     ) -> Any:
         """Write a text, or a part of one."""
         calls: list[dict[str, Any]] = []
-        if self.asked.tools is not None and finish_reason is not None:
-            text, calls = self.asked.tools.split(text)
+        if self.job.tools is not None and finish_reason is not None:
+            text, calls = self.job.tools.split(text)
         if calls and finish_reason == "stop":
             finish_reason = "tool_calls"
         common: dict[str, Any] = {"index": index, "finish_reason": finish_reason}
         if finish_reason is not None and self.texts:
             common["meta_info"] = meta_info(self.texts[index])
-        if not self.asked.chat:
-            logprobs = self._logprobs(tokens) if self.asked.logprobs else None
+        if not self.job.chat:
+            logprobs = self._logprobs(tokens) if self.job.logprobs else None
             return CompletionChoice.construct(text=text, logprobs=logprobs, **common)
         chat_logprobs = None
-        if self.asked.logprobs:
+        if self.job.logprobs:
             chat_logprobs = ChoiceLogprobs(content=list(map(self._chat_logprob, tokens)))
         if part:
             parts: dict[str, Any] = {} if calls and not text else {"content": text}
@@ -354,7 +354,7 @@ class Answer:
         return Logprobs.construct(
             tokens=[self.decode([token.id]) for token in tokens],
             token_logprobs=[token.logprob for token in tokens],
-            top_logprobs=top if self.asked.top else None,
+            top_logprobs=top if self.job.top else None,
             text_offset=[token.begin for token in tokens],
         )
 

@@ -30,8 +30,9 @@ try:
     from openai.types import Model
     from pydantic import ValidationError
     from starlette.exceptions import HTTPException as StarletteHTTPException
+    from starlette.requests import ClientDisconnect
 
-    from .answers import Answer, Asked, TextOfAnswer, Token
+    from .answers import Answer, Job, TextOfAnswer, Token
     from .requests import MOST_TEXTS, ChatRequest, CompletionRequest, options_of
     from .tools import BEGIN, Tools
 except ImportError as error:
@@ -171,16 +172,16 @@ class Service:
         loop = asyncio.get_running_loop()
         self.reading += 1
         try:
-            asked = await loop.run_in_executor(self._reader, self._read, kind, body)
-            echoed = await self.echoed(asked) if asked.echo else []
+            job = await loop.run_in_executor(self._reader, self._read, kind, body)
+            echoed = await self.echoed(job) if job.echo else []
             texts = []
-            if asked.limit:
-                for index in range(len(asked.prompts) * asked.copies):
-                    texts.append(self._text(asked, f"{uuid4().hex}-{index}"))
-                await loop.run_in_executor(self._reader, self._enqueue, asked, texts)
+            if job.limit:
+                for index in range(len(job.prompts) * job.copies):
+                    texts.append(self._text(job, f"{uuid4().hex}-{index}"))
+                await loop.run_in_executor(self._reader, self._enqueue, job, texts)
         finally:
             self.reading -= 1
-        return Answer(asked, self.name, self._decode, texts, echoed)
+        return Answer(job, self.name, self._decode, texts, echoed)
 
     def cancel(self, answer: Answer) -> None:
         """End the texts of an answer for which nobody waits any more."""
@@ -190,10 +191,10 @@ class Service:
     def _decode(self, ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
-    def _text(self, asked: Asked, name: str) -> TextOfAnswer:
-        return TextOfAnswer(name, self._decode, asked.stops, self.metrics.count)
+    def _text(self, job: Job, name: str) -> TextOfAnswer:
+        return TextOfAnswer(name, self._decode, job.stops, self.metrics.count)
 
-    def _read(self, kind: type[ChatRequest] | type[CompletionRequest], body: bytes) -> Asked:
+    def _read(self, kind: type[ChatRequest] | type[CompletionRequest], body: bytes) -> Job:
         """Check a request and tokenise its prompts, in the thread of the reader."""
         request = kind.model_validate_json(body)
         self.check_model(request.model)
@@ -236,7 +237,7 @@ class Service:
                 raise ValueError("top_logprobs needs logprobs: set it to true")
         else:
             logprobs, top = request.logprobs is not None, request.logprobs or 0
-        return Asked(
+        return Job(
             isinstance(request, ChatRequest),
             prompts,
             request.n,
@@ -327,25 +328,25 @@ class Service:
         check_ids(torch.tensor([ids], dtype=torch.long), None, self.model.config)
         return ids
 
-    def _enqueue(self, asked: Asked, texts: Sequence[TextOfAnswer]) -> None:
+    def _enqueue(self, job: Job, texts: Sequence[TextOfAnswer]) -> None:
         """Ask the manager for the texts of a request: all of them, or none."""
         try:
             for index, text in enumerate(texts):
-                prompt = asked.prompts[index // asked.copies]
-                options = dict(asked.options)
-                if asked.seed is not None:
-                    options["seed"] = (asked.seed + index) % (1 << 62)
+                prompt = job.prompts[index // job.copies]
+                options = dict(job.options)
+                if job.seed is not None:
+                    options["seed"] = (job.seed + index) % (1 << 62)
                 if not options.keys().isdisjoint(CONSTRAINTS):
                     options["tokenizer"] = self._reading_tokenizer
-                if any(asked.penalties):
-                    options["logits_processor"] = [CountPenalty(len(prompt), *asked.penalties)]
+                if any(job.penalties):
+                    options["logits_processor"] = [CountPenalty(len(prompt), *job.penalties)]
                 self.manager.register_result_handler(text.name, text.tell)
                 self.manager.add_request(
                     prompt,
                     text.name,
-                    asked.limit,
-                    streaming=asked.stream or bool(asked.stops),
-                    top_logprobs=asked.top,
+                    job.limit,
+                    streaming=job.stream or bool(job.stops),
+                    top_logprobs=job.top,
                     **options,
                 )
         except BaseException:
@@ -353,15 +354,15 @@ class Service:
                 self.manager.cancel_request(text.name)
             raise
 
-    async def echoed(self, asked: Asked) -> list[tuple[str, list[Token]]]:
+    async def echoed(self, job: Job) -> list[tuple[str, list[Token]]]:
         """Make text and tokens of each prompt, with exact log-probabilities if they are wanted."""
         echoed = []
-        for prompt in asked.prompts:
+        for prompt in job.prompts:
             logprobs: list[float | None] = [None] * len(prompt)
             top: list[dict[int, float]] = [{} for _ in prompt]
-            if asked.logprobs:
+            if job.logprobs:
                 async with self._scoring:
-                    logprobs, top = await asyncio.to_thread(self._score, prompt, asked.top)
+                    logprobs, top = await asyncio.to_thread(self._score, prompt, job.top)
             text = ""
             tokens = []
             for token, logprob, best in zip(prompt, logprobs, top, strict=True):
@@ -405,8 +406,8 @@ async def parts(service: Service, answer: Answer) -> AsyncIterator[dict[str, Any
     Raises:
         HTTPException: for what ended a text.
     """
-    for part in answer.opening():
-        yield part
+    for chunk in answer.opening():
+        yield chunk
     begins = [0] * len(answer.texts)
     growing = {asyncio.ensure_future(text.grow()): index for index, text in enumerate(answer.texts)}
     try:
@@ -427,7 +428,7 @@ async def parts(service: Service, answer: Answer) -> AsyncIterator[dict[str, Any
     finally:
         for task in growing:
             task.cancel()
-    if answer.asked.usage:
+    if answer.job.usage:
         yield answer.closing()
 
 
@@ -471,8 +472,8 @@ class EventStream(StreamingResponse):
     async def events(self, service: Service, answer: Answer) -> AsyncIterator[bytes]:
         """Write the parts of an answer as events; an error is the last but one."""
         try:
-            async for part in parts(service, answer):
-                yield self._event(part)
+            async for chunk in parts(service, answer):
+                yield self._event(chunk)
         except HTTPException as error:
             yield self._event(error_of(error.status_code, str(error.detail)))
         yield b"data: [DONE]\n\n"
@@ -609,8 +610,12 @@ def application(
             )
 
     async def answered(kind: Any, request: Request) -> Response:
-        answer = await service.answer(kind, await body_of(request))
-        if answer.asked.stream:
+        try:
+            body = await body_of(request)
+        except ClientDisconnect:  # in the middle of the body
+            return Response(status_code=499)
+        answer = await service.answer(kind, body)
+        if answer.job.stream:
             return EventStream(service, answer)
         return await unless_left(request, service, answer)
 
