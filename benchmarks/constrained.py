@@ -4,14 +4,18 @@ forwards and host time.
     python -m benchmarks.constrained valid --texts 5000
     python -m benchmarks.constrained tables --count 50
     python -m benchmarks.constrained compile
+    python -m benchmarks.constrained schemas jsonschema-4.26.0/json/tests/draft2020-12
 
 `valid` decodes batches whose rows have languages of their own under every target, greedy and
 sampled, by models of random weights (blocks of 4 to 32) and by the embedded checkpoint, in float64,
 undrafted and drafted. `tables` decodes held-out problems of the embedded checkpoint, one at a time,
 greedy, in float64: the problems' own answers with a pattern of their form, and JSON about them.
 `compile` makes automata over a vocabulary of 151,936 tokens, of words of Python's library.
+`schemas` compiles the schemas of the JSON Schema test suite, which is in the source of the package
+jsonschema (`pip download --no-binary jsonschema --no-deps jsonschema`), and tries their texts.
 """
 
+import json
 import os
 import random
 import re
@@ -25,10 +29,11 @@ from time import process_time
 from typing import Any
 
 import torch
+from jsonschema import Draft202012Validator
 from mrp_trainer.evaluate.problem_sets import ProblemSet, family_set
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.constraints.automaton import TokenTrie, token_automaton
+from modeling_mrp.constraints.automaton import ByteAutomaton, TokenTrie, token_automaton
 from modeling_mrp.constraints.block import AutomatonConstraint
 from modeling_mrp.constraints.patterns import byte_automaton
 from modeling_mrp.constraints.schema import schema_pattern
@@ -40,7 +45,7 @@ from .common import TINY, deciding, load, parser_of
 
 ROWS = 16
 MATH = "[^\n]+\n([a-z_]+ = [^=\n]+ = -?[0-9]+\n)+#### -?[0-9]+"
-CODE = "def [a-z_]+\\([a-z_]+\\):\n(    [^\n]+\n)+    return [^\n]+"
+CODE = "def [a-z_]+\\([a-z_]+\\):\n(    [^\n]+\n)*    return [^\n]+"
 EXTRACTION = {
     "type": "object",
     "properties": {
@@ -159,7 +164,7 @@ def decode_problems(
     constraint a round."""
     counts: Counter[str] = Counter()
     texts = []
-    profile = Profile()
+    profile = Profile(process_time)
     for prompt in problems.prompts:
         ids = torch.tensor([prompt])
         profile.enable()
@@ -296,6 +301,63 @@ def print_compile(options: Namespace) -> None:
         )
 
 
+def random_text(automaton: ByteAutomaton, rng: random.Random) -> str | None:
+    """Draw a text of a language, or None if it gets long."""
+    state = 0
+    text = bytearray()
+    while len(text) < 2000:
+        (choices,) = (automaton.next_state[state] >= 0).nonzero()
+        if automaton.final[state] and (not len(choices) or rng.random() < 0.3):
+            return text.decode()
+        byte = int(rng.choice(choices))
+        text.append(byte)
+        state = automaton.next_state[state, byte]
+    return None
+
+
+def accepts(automaton: ByteAutomaton, text: str) -> bool:
+    """Return whether a text is one of a language."""
+    state = 0
+    for byte in text.encode():
+        state = automaton.next_state[state, byte]
+        if state < 0:
+            return False
+    return bool(automaton.final[state])
+
+
+def print_schemas(options: Namespace) -> None:
+    """Print what becomes of the schemas of a test suite."""
+    rng = random.Random(0)
+    counts: Counter[str] = Counter()
+    reasons: Counter[str] = Counter()
+    for path in sorted(options.suite.glob("*.json")):
+        for case in json.loads(path.read_text(encoding="utf-8")):
+            schema = case["schema"]
+            counts["schemas"] += 1
+            try:
+                automaton = byte_automaton(schema_pattern(schema))
+            except ValueError as error:
+                counts["refused"] += 1
+                reasons[str(error).split()[0]] += 1
+                continue
+            counts["compiled"] += 1
+            validator = Draft202012Validator(schema)
+            for _ in range(20):
+                text = random_text(automaton, rng)
+                if text is not None:
+                    counts["texts"] += 1
+                    counts["valid texts"] += validator.is_valid(json.loads(text))
+            for test in case["tests"]:
+                held = accepts(automaton, json.dumps(test["data"], ensure_ascii=False))
+                counts["invalid instances"] += not test["valid"]
+                counts["invalid instances that are texts"] += held and not test["valid"]
+                counts["valid instances"] += test["valid"]
+                counts["valid instances that are texts"] += held and test["valid"]
+    for name, count in counts.items():
+        print(f"{name}: {count}")
+    print("refused by:", ", ".join(f"{name} {count}" for name, count in reasons.most_common()))
+
+
 def main() -> None:
     """Print a table."""
     parser = parser_of("constrained", __doc__ or "")
@@ -308,6 +370,9 @@ def main() -> None:
     tables.add_argument("--count", type=int, default=50, help="problems of each language")
     tables.set_defaults(run=print_tables)
     commands.add_parser("compile").set_defaults(run=print_compile)
+    schemas = commands.add_parser("schemas")
+    schemas.add_argument("suite", type=Path, help="folder of the suite's files")
+    schemas.set_defaults(run=print_schemas)
     options = parser.parse_args()
     torch.set_num_threads(1)
     options.run(options)

@@ -90,7 +90,8 @@ class Checker:
             return {"anyOf": kinds}
         if kind is None:
             self.only(keywords, set(), path)
-            return {}
+            # outlines-core writes alternatives of {} without the parentheses that these get
+            return {"anyOf": [{"type": each} for each in _OF_TYPE if each != "integer"]}
         if kind not in _OF_TYPE:
             raise ValueError(f"type is {kind!r} at {path}: use one of {', '.join(_OF_TYPE)}")
         self.only(keywords, {"type", *_OF_TYPE[kind]}, path)

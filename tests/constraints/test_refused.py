@@ -119,6 +119,16 @@ def test_a_schema_of_which_something_would_not_hold(schema: Any, message: str) -
         schema_pattern(schema)
 
 
+def test_a_value_of_any_kind_within_another() -> None:
+    """outlines-core alone takes '{null}' for an object that may have a property of any kind."""
+    automaton = patterns.byte_automaton(schema_pattern({"properties": {"a": {}}}))
+    for text, held in (('{"a": null}', True), ('{"a": [1, "b"]}', True), ("{null}", False)):
+        state = 0
+        for byte in text.encode():
+            state = automaton.next_state[state, byte] if state >= 0 else -1
+        assert bool(state >= 0 and automaton.final[state]) == held
+
+
 def test_openais_response_format() -> None:
     schema = {"type": "null"}
     assert response_options(None) == response_options({"type": "text"}) == {}
