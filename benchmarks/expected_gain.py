@@ -209,6 +209,7 @@ def main(arguments: list[str] | None = None) -> None:
         return
     torch.set_num_threads(1)
     model, tokenizer = load(TINY)
+    model.double()  # so that every way comes to one text
     file = options.output.open("w") if options.output else None
     emit(header("expected_gain", options, model), file)
     prompts = encode_prompts(problems(options.family, options.split, options.count), tokenizer)

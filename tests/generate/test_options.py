@@ -35,7 +35,6 @@ CHANGES |= {
 }
 CHANGES |= {"prompt_lookup_num_tokens": 5, "max_matching_ngram_size": 3}
 CHANGES |= {"remask_rule": "threshold", "residual_delta": 0.5}
-CHANGES |= {"round_costs": {"states": [1, 8], "backbone": [1.0, 2.0]}}
 
 
 def checked(**options: Any) -> MRPGenerationConfig:

@@ -334,7 +334,8 @@ def test_what_is_read_again_under_the_surest_alone() -> None:
         shown.append(list(asked[0][0][0].ids))
         return [[scores.hidden]]
 
-    networks: Any = SimpleNamespace(head=head, token_odds=lambda *_: [[9.0] * 4])
+    sampler = SimpleNamespace(token_odds=lambda *_: [[9.0] * 4])
+    networks: Any = SimpleNamespace(head=head, sampler=sampler)
     refined(
         RereadRemask(1.0, -1.0),
         networks,
