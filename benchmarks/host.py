@@ -12,7 +12,7 @@ measured just before and after. Packing of ids and the device's work are exclude
 import gc
 import time
 import timeit
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,25 +30,28 @@ from .common import TINY, emit, encode_prompts, greedy_decode, header, load, par
 from .frontier import rule_of
 
 NEW, LOOP_NS = 64, 27.0
-RECORDED = ("prefill", "score", "head", "pick")  # methods of networks whose results are recorded
+RECORDED = ("prefill", "score", "head")  # methods of networks whose results are recorded
 
 
 class Recording:
-    """A wrapper of networks that appends the results of their methods `RECORDED` to the list
-    `results`, in order."""
+    """A wrapper of networks that appends the results of their methods `RECORDED`, and of their
+    sampler's `estimate`, to the list `results`, in order."""
 
     def __init__(self, networks: Networks) -> None:
         self.networks = networks
         self.results: list[Any] = []
+        self.sampler = SimpleNamespace(estimate=self._noting(networks.sampler.estimate))
 
     def __getattr__(self, name: str) -> Any:
         real = getattr(self.networks, name)
+        return self._noting(real) if name in RECORDED else real
 
+    def _noting(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def noting(*arguments: Any, **named: Any) -> Any:
-            self.results.append(real(*arguments, **named))
+            self.results.append(method(*arguments, **named))
             return self.results[-1]
 
-        return noting if name in RECORDED else real
+        return noting
 
 
 def replayed(results: Sequence[Any]) -> SimpleNamespace:
@@ -63,8 +66,7 @@ def replayed(results: Sequence[Any]) -> SimpleNamespace:
         pass
 
     return SimpleNamespace(
-        picker=None,
-        drafter=None,
+        sampler=SimpleNamespace(estimate=following),
         commit=nothing,
         widen=nothing,
         **dict.fromkeys(RECORDED, following),

@@ -190,6 +190,11 @@ EFFECTS = [
         "take",
     ),
     (
+        "MRPPreTrainedModel.load_adapter",
+        "load_adapter",
+        "transformers and peft read an adapter",
+    ),
+    (
         "MRPPreTrainedModel.from_backbone",
         "from_pretrained",
         "the same, of the named backbone; then `attach_head`",

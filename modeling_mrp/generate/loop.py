@@ -31,12 +31,11 @@ from ..networks.picker import LIKELIEST, SHORTLIST, Picker
 from ..networks.predicted import predicted_costs
 from ..networks.runner import Runner
 from ..networks.sampler import Hidden
-from ..rules.costs import RoundCosts
+from ..rules.costs import RoundCosts, draft_sizes
 from ..rules.draft import (
     Node,
     accept,
     build_draft,
-    draft_sizes,
     first_frontier,
     write,
 )

@@ -16,7 +16,7 @@ from inspect import getdoc
 from numbers import Integral, Real
 from typing import Annotated, Any, Literal, get_type_hints
 
-from ..rules.costs import RoundCosts
+from ..rules.costs import TABLE, RoundCosts
 from ..rules.options import COUNT, POSITIVE, STEPS, Option, Values
 from ..rules.published import FastDLLM
 from ..rules.reveal import RULES, CheckedRule, RevealRule
@@ -52,11 +52,15 @@ _SEED = Values(
 )
 
 
-_COSTS = Values(
-    dict,
-    lambda value, _: RoundCosts.from_dict(value) is not None,
-    "use None (predicted from shape and device), or the table that `mrp doctor` prints",
-)
+def _is_table(value: dict[str, Any], _: int) -> bool:
+    try:
+        RoundCosts.from_dict(value)
+    except ValueError:
+        return False
+    return True
+
+
+_COSTS = Values(dict, _is_table, TABLE)
 
 
 def _by_row(holds: Callable[[Any], bool]) -> Callable[[Any, int], bool]:

@@ -7,10 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .draft import draft_sizes
-
 # The numbers of states per row to choose from; each has its own CUDA graph.
 WIDTHS = (1, 2, 3, 4, 6, 8)
+
+
+# What a table of costs is.
+TABLE = (
+    "give a dict with increasing numbers of `states`, for each of them the cost of a `backbone` "
+    "forward and, with a head, of a `head` pass, all above 0, and `host`, the cost of drafting a "
+    "state; or leave it out"
+)
 
 
 @dataclass(frozen=True)
@@ -47,11 +53,7 @@ class RoundCosts:
             isinstance(number, int | float) and 0 <= number < float("inf") for number in numbers
         )
         if not valid or min(*states, *backbone, *head) <= 0 or sorted({*states}) != [*states]:
-            raise ValueError(
-                f"round_costs is {table!r}: give increasing numbers of `states`, and for each of "
-                "them the cost of a `backbone` forward and, with a head, of a `head` pass, all "
-                "above 0, and `host`, the cost of drafting a state, or leave it out"
-            )
+            raise ValueError(f"round_costs is {table!r}: {TABLE}")
         return cls(states, backbone, head, table.get("host", 0.0))
 
     def to_dict(self) -> dict[str, Any]:
@@ -87,3 +89,10 @@ def interpolated(points: Sequence[int], values: Sequence[float], point: int) -> 
         return values[index]
     share = (point - points[index - 1]) / (points[index] - points[index - 1])
     return values[index - 1] + share * (values[index] - values[index - 1])
+
+
+def draft_sizes(width: int, passes: int) -> list[int]:
+    """List the number of states in the draft at each head pass of a round, rising evenly to `width`
+    - 1."""
+    passes = min(passes, width - 1)
+    return [-(-count * (width - 1) // passes) for count in range(1, passes + 1)]

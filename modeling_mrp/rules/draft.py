@@ -175,13 +175,6 @@ def follower(
     return None if row.ends(successor) else (successor, (), successor.key, source, parent)
 
 
-def draft_sizes(width: int, passes: int) -> list[int]:
-    """List the number of states in the draft at each head pass of a round, rising evenly to `width`
-    - 1."""
-    passes = min(passes, width - 1)
-    return [-(-count * (width - 1) // passes) for count in range(1, passes + 1)]
-
-
 def build_draft(
     row: Row,
     rule: RevealRule,

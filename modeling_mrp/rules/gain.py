@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from .costs import WIDTHS, RoundCosts
-from .draft import Node, draft_sizes
+from .costs import WIDTHS, RoundCosts, draft_sizes
+from .draft import Node
 
 Drafts = Sequence[Sequence[Node]]  # by row of the batch, its nodes; none if it has ended
 

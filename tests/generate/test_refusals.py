@@ -92,6 +92,7 @@ EDGES: dict[str, tuple[Any, list[Any]]] = {
     "num_draft_states": (["auto", 1, 256], [0, 257, "3", 2.5]),
     **dict.fromkeys(("draft_shortlist", "prompt_lookup_num_tokens"), ([0, 1024], [-1, 1025])),
     "remask_rule": (REMASK_RULES, ["static"]),
+    "round_costs": ([{"states": [1, 8], "backbone": [1.0, 2.0]}], [{"states": [1]}, [1], 3]),
     "seed": ([0, (1 << 62) - 1, [0, 3]], [-1, 1 << 62, 2.5, (0,), [-1], [True], ["x"]]),
     **dict.fromkeys(("kernels", "graphs"), ([True, False], [1, 0])),
     **dict.fromkeys(("regex", "grammar"), (["a+", ["a", None]], ["", [], [""], [3], 3])),

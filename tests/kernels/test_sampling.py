@@ -90,7 +90,13 @@ def spots(n: int, early: int = 0) -> Spots:
     made = []
     for i in range(n):
         row: Any = SimpleNamespace(
-            seed=i, no_eos_before=10 * (i < early), prompt=0, text=[1, 2], given_end=0, mask_id=17
+            constraint=None,
+            seed=i,
+            no_eos_before=10 * (i < early),
+            prompt=0,
+            text=[1, 2],
+            given_end=0,
+            mask_id=17,
         )
         made.append((row, State((5, (17,)), (0,), 1, 1 + i % 4, 0)))
     return Spots(made, torch.device("cpu"))

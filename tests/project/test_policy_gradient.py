@@ -64,7 +64,7 @@ def test_two_steps(
     """Log-probabilities of the updated weights are those of the next draw, and the model that is
     saved has other weights."""
     log = tmp_path / "curve.jsonl"
-    arguments = ["--steps", "2", "--problems", "3", "--group", "4", "--held-out", "4"]
+    arguments = ["--steps", "2", "--problems", "8", "--group", "8", "--held-out", "4"]
     arguments += ["--output", str(log), "--save", str(tmp_path / "model"), "--warmup", "1"]
     monkeypatch.setattr(sys, "argv", ["policy_gradient.py", *arguments])
     example.main()

@@ -16,7 +16,8 @@ from modeling_mrp.generate.option_table import TARGETS
 from modeling_mrp.generate.options import MRPGenerationConfig
 from modeling_mrp.generate.refine import RereadRemask, refined
 from modeling_mrp.rules.bans import Bans
-from modeling_mrp.rules.draft import Node, accept, build_draft, draft_sizes
+from modeling_mrp.rules.costs import draft_sizes
+from modeling_mrp.rules.draft import Node, accept, build_draft
 from modeling_mrp.rules.published import SlowFast
 from modeling_mrp.rules.reveal import ORDER_SHARPNESS, RevealRule, Static, log_sigmoid, logit
 from modeling_mrp.rules.state import Frontier, Row, Scores

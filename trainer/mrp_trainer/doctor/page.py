@@ -114,11 +114,15 @@ class Report:
     def _costs(self) -> str:
         assert self.costs is not None
         note = (
-            'Milliseconds of a forward by its number of states, as `num_draft_states="auto"` '
-            "takes them: set `model.generation_config.round_costs` to this dict and save the "
-            "config. Without it, `auto` goes by costs that are predicted for the device."
+            "Milliseconds of a forward by its number of states, as drafts by `auto` take them: "
+            "set `model.generation_config.round_costs` to this dict and save the config. Without "
+            "it, `auto` goes by costs that are predicted for the device."
         )
-        return f"{_wrapped(note)}\n\n```json\n{json.dumps(self.costs.to_dict())}\n```"
+        lines = []
+        for name, costs in self.costs.to_dict().items():
+            lines.append(f"  {json.dumps(name)}: {json.dumps(costs)}")
+        table = ",\n".join(lines)
+        return f"{_wrapped(note)}\n\n```json\n{{\n{table}\n}}\n```"
 
     def _check_table(self) -> list[str]:
         """Format the checks as a table; a note that does not fit beside its check stands below,

@@ -245,5 +245,5 @@ def _rising(values: Sequence[float]) -> tuple[float, ...]:
     """Round values, and raise each to the one before it: more states never cost less."""
     rising: list[float] = []
     for value in values:
-        rising.append(round(max([value, *rising[-1:]]), 4))
+        rising.append(round(max([value, *rising[-1:]]), 3))
     return tuple(rising)
