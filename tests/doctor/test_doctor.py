@@ -1,6 +1,7 @@
 """`mrp doctor` on a CPU: its page, and a broken kernel, graph, acceptance or head, each named in
 it."""
 
+import json
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from tape import TapeRecorder, tapes
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from modeling_mrp import MRPForCausalLM
+from modeling_mrp import MRPForCausalLM, MRPGenerationConfig
 from modeling_mrp.generate import loop
 from modeling_mrp.generate.option_table import TARGETS
 from modeling_mrp.generate.output import MRPGenerateOutput
@@ -95,10 +96,14 @@ def test_the_page(folder: Path) -> None:
     assert "graphs in generate: the model is on cpu: move it to a CUDA device" in shown.splitlines()
     lines = shown.splitlines()
     assert max(len(line) for line in lines if str(folder) not in line) <= 80
+    *sections, costs = shown.split("\n## ")[2:]
     parts, steps, rounds_of_generate = (
         [line.split(" | ")[:4] for line in section.splitlines() if line.startswith("| 2 |")]
-        for section in shown.split("\n## ")[2:]
+        for section in sections
     )
+    table = json.loads(costs.split("```json\n")[1].split("```")[0])
+    assert MRPGenerationConfig(round_costs=table).round_costs == table
+    assert len(table["states"]) == len(table["backbone"]) == len(table["head"]) > 2
     assert [row[:3] for row in parts] == [
         ["| 2", "8", "1"],
         ["| 2", "8", "3"],
