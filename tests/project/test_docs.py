@@ -38,6 +38,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 NEEDS = {
     "docs/quantized.md": ("bitsandbytes",),
     "docs/serving.md": ("openai", "uvicorn", "fastapi"),
+    "docs/decoding.md": ("outlines_core", "llguidance"),
 }
 
 
