@@ -123,7 +123,7 @@ class TokenTrie:
             state, node = reached[alive], children[alive]
             indices, positions = _ranges(self.first_token[node], self.token_count[node])
             outputs.append((origin[indices], self.tokens[positions], state[indices]))
-        source, token, target = (np.concatenate(parts) for parts in zip(*outputs, strict=True))
+        source, token, target = (np.concatenate(arrays) for arrays in zip(*outputs, strict=True))
         return source, token, target
 
 
@@ -238,12 +238,12 @@ class TokenAutomaton:
             return self.end if self.finals >> state & 1 else None
         if state == self.end:
             return None
-        part = self._slice(state)
-        tokens = self.token[part]
+        edges = self._slice(state)
+        tokens = self.token[edges]
         index = int(np.searchsorted(tokens, token))
         if index == len(tokens) or tokens[index] != token:
             return None
-        return int(self.target[part][index])
+        return int(self.target[edges][index])
 
     def behind(self, states: States, token: int | None) -> States:
         """Return the states behind a token, or behind any token, from some states."""
@@ -316,8 +316,8 @@ class TokenAutomaton:
         """Return the tokens that lead from a state to another that is not the end."""
         edge = self._edges.get((state, target))
         if edge is None:
-            part = self._slice(state)
-            tokens = self.token[part][self.target[part] == target]
+            edges = self._slice(state)
+            tokens = self.token[edges][self.target[edges] == target]
             edge = self._edges[state, target] = self._packed(tokens)
         return edge
 
@@ -388,7 +388,7 @@ def token_automaton(
             reached.extend(np.unique(transitions[2]).tolist())
         pending = sorted({state for state in reached if not seen[state]})
         seen[pending] = True
-    source, token, target = (np.concatenate(parts) for parts in (sources, tokens, targets))
+    source, token, target = (np.concatenate(arrays) for arrays in (sources, tokens, targets))
     alive = alive_states(source, target, automaton.final & seen)
     if not alive[0]:
         return None

@@ -44,10 +44,12 @@ class GrammarConstraint(Constraint):
         self, origin: tuple[int, ...], start: int, ids: Sequence[int]
     ) -> tuple[int, ...] | None:
         """See `Constraint`."""
-        known = self.known(origin, start, ids)
-        return known if len(ids) - max(0, self.prompt - start) + len(origin) == len(known) else None
+        prefix = self.prefix_of(origin, start, ids)
+        return (
+            prefix if len(ids) - max(0, self.prompt - start) + len(origin) == len(prefix) else None
+        )
 
-    def known(self, origin: tuple[int, ...], start: int, ids: Sequence[int]) -> tuple[int, ...]:
+    def prefix_of(self, origin: tuple[int, ...], start: int, ids: Sequence[int]) -> tuple[int, ...]:
         """Return the tokens of a text up to its first mask or eos."""
         tokens = []
         for token in ids[max(0, self.prompt - start) :]:
@@ -62,40 +64,40 @@ class GrammarConstraint(Constraint):
         """See `Constraint`."""
         sets: list[TokenSet | None] = [None] * len(columns)
         if columns and ids.index(self.mask_id, max(0, self.prompt - start)) == columns[0]:
-            sets[0] = self.tokens(self.known(origin, start, ids))
+            sets[0] = self.tokens(self.prefix_of(origin, start, ids))
         return sets
 
     def is_possible(self, origin: tuple[int, ...], start: int, ids: tuple[int, ...]) -> bool:
         """See `Constraint`."""
-        known = self.known(origin, start, ids)
-        if not self.follow(known):
+        prefix = self.prefix_of(origin, start, ids)
+        if not self.follow(prefix):
             return False
-        column = len(known) - len(origin) + max(0, self.prompt - start)
+        column = len(prefix) - len(origin) + max(0, self.prompt - start)
         ended = column < len(ids) and ids[column] in self.eos
         return not ended or bool(self.matcher.is_accepting())
 
-    def tokens(self, known: tuple[int, ...]) -> PackedSet | None:
+    def tokens(self, prefix: tuple[int, ...]) -> PackedSet | None:
         """Return the tokens that may follow; None if the text is not one of the grammar."""
-        if known not in self._sets:
+        if prefix not in self._sets:
             if len(self._sets) >= _KNOWN_TEXTS:
                 self._sets.clear()
-            self._sets[known] = self._tokens() if self.follow(known) else None
-        return self._sets[known]
+            self._sets[prefix] = self._tokens() if self.follow(prefix) else None
+        return self._sets[prefix]
 
-    def follow(self, known: tuple[int, ...]) -> bool:
+    def follow(self, prefix: tuple[int, ...]) -> bool:
         """Take the matcher to the end of a text; return False if it is not one of the grammar."""
         shared = 0
-        for token, consumed in zip(known, self._consumed, strict=False):
+        for token, consumed in zip(prefix, self._consumed, strict=False):
             if token != consumed:
                 break
             shared += 1
         if len(self._consumed) > shared:
             self.matcher.rollback(len(self._consumed) - shared)
-        rest = list(known[shared:])
-        count = self.matcher.validate_tokens(rest)
-        self.matcher.consume_tokens(rest[:count])
-        self._consumed = known[: shared + count]
-        return bool(count == len(rest))
+        unread = list(prefix[shared:])
+        count = self.matcher.validate_tokens(unread)
+        self.matcher.consume_tokens(unread[:count])
+        self._consumed = prefix[: shared + count]
+        return bool(count == len(unread))
 
     def _tokens(self) -> PackedSet:
         bits = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)
@@ -104,7 +106,7 @@ class GrammarConstraint(Constraint):
         is_member[: len(unpacked)] = unpacked
         is_member[list(self.eos)] = self.matcher.is_accepting()
         ids = np.flatnonzero(is_member).tolist()
-        only = ids[0] if len(ids) == 1 else None
+        single = ids[0] if len(ids) == 1 else None
         if ids and set(ids) <= {*self.eos}:
-            only = self.eos[0]
-        return PackedSet.of(is_member, only)
+            single = self.eos[0]
+        return PackedSet.of(is_member, single)

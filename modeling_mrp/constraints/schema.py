@@ -86,12 +86,12 @@ class Checker:
         kind = keywords.get("type")
         if isinstance(kind, list):
             self.only(keywords, {"type"}, path)
-            kinds = [self.checked({"type": each}, f"{path}/type") for each in kind]
+            kinds = [self.checked({"type": name}, f"{path}/type") for name in kind]
             return {"anyOf": kinds}
         if kind is None:
             self.only(keywords, set(), path)
             # outlines-core writes alternatives of {} without the parentheses that these get
-            return {"anyOf": [{"type": each} for each in _OF_TYPE if each != "integer"]}
+            return {"anyOf": [{"type": name} for name in _OF_TYPE if name != "integer"]}
         if kind not in _OF_TYPE:
             raise ValueError(f"type is {kind!r} at {path}: use one of {', '.join(_OF_TYPE)}")
         self.only(keywords, {"type", *_OF_TYPE[kind]}, path)
@@ -122,7 +122,7 @@ class Checker:
             values = [value] if name == "const" else value
             if not values:
                 self.refuse(name, path, "empty")
-            if not all(self.has_type(each, keywords.get("type")) for each in values):
+            if not all(self.has_type(value, keywords.get("type")) for value in values):
                 self.refuse(name, path, "of another type")
             return {"enum": values}
         if name == "allOf" and len(value) > 1:
@@ -135,7 +135,7 @@ class Checker:
     def has_type(self, value: Any, kind: Any) -> bool:
         """Return whether a JSON value has a type of a schema."""
         if isinstance(kind, list):
-            return any(self.has_type(value, each) for each in kind)
+            return any(self.has_type(value, name) for name in kind)
         expected = _PYTHON_TYPES.get(kind, object)
         if isinstance(value, bool):
             return expected in (bool, object)

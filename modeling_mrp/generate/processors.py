@@ -57,9 +57,9 @@ def check_processor(processor: Any, prompts: Sequence[Tensor], weight: Tensor) -
     scores = torch.randn(len(weight), generator=generator).to(weight.device)
 
     def answer(context: Tensor, rows: int) -> Tensor:
-        given = scores.repeat(rows, 1)
-        answered = copied(context.repeat(rows, 1), given.clone())
-        return check_scores(processor, answered, given)
+        repeated = scores.repeat(rows, 1)
+        answered = copied(context.repeat(rows, 1), repeated.clone())
+        return check_scores(processor, answered, repeated)
 
     first = answer(ids, 2)  # what it cannot take at all it says itself
     try:

@@ -44,7 +44,7 @@ class TokenMasks:
         if new:
             for token_set in new:
                 self._index[token_set] = len(self._index)
-            added = torch.stack([torch.from_numpy(each.is_member()) for each in new])
+            added = torch.stack([torch.from_numpy(token_set.is_member()) for token_set in new])
             added = added.to(logits.device)
             self._table = added if self._table is None else torch.cat([self._table, added])
-        return torch.tensor([self._index[each] for each in sets], device=logits.device)
+        return torch.tensor([self._index[token_set] for token_set in sets], device=logits.device)

@@ -140,7 +140,7 @@ class ExpectedGain:
     """
 
     # How the acceptance of drafts falls with depth, as long as nothing is known: of stale drafts,
-    # and of the head's.
+    # and of the head's by its own chances and by those of the stale drafts that it starts from.
     STALE_DECAY = 0.75
     HEAD_DECAY = 0.9
     UNREAD_DECAY = 0.95
@@ -163,14 +163,16 @@ class ExpectedGain:
         """See `DraftAmount`."""
         best_rate = 0.0
         best = Amount(1)
-        for passes, calibration in ((0, self.stale), (self.passes, self.unread)):
-            if passes or calibration is self.stale:
-                steps = expected_steps(drafts, calibration, self.widths)
-                for width, expected in zip(self.widths, steps, strict=True):
-                    rate = expected / self.costs.of_round(len(drafts), width, passes)
-                    if passes < width and rate > best_rate * (self.HEAD_MARGIN if passes else 1.0):
-                        best_rate = rate
-                        best = Amount(width, passes)
+        ways = [(0, self.stale, 1.0)]
+        if self.passes:
+            ways.append((self.passes, self.unread, self.HEAD_MARGIN))
+        for passes, calibration, margin in ways:
+            steps = expected_steps(drafts, calibration, self.widths)
+            for width, expected in zip(self.widths, steps, strict=True):
+                rate = expected / (margin * self.costs.of_round(len(drafts), width, passes))
+                if passes < width and rate > best_rate:
+                    best_rate = rate
+                    best = Amount(width, passes)
         return best
 
     def cut(self, amount: Amount, drafts: Drafts) -> int:

@@ -88,6 +88,12 @@ def test_the_head_runs_where_that_is_worth_its_passes() -> None:
     assert Fixed(8, 1).cut(amount, [nodes]) == 8
 
 
+def test_the_head_has_to_win_by_a_margin_over_stale_drafts_alone() -> None:
+    """Not again over its own drafts of fewer states."""
+    nodes = draft([0.6, *[0.02] * 6], [1] * 7)
+    assert gain(FREE, passes=1).plan([nodes]) == Amount(8, 1)
+
+
 def test_rows_that_end_a_block_wait_where_that_pays() -> None:
     """Their first state of the next block is a second one for all rows."""
     clean = [Node(state([A, B, C, D]), -1, None), Node(state([M] * 4, 8), 0, None)]
