@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers.generation import ContinuousBatchingConfig
 
-from modeling_mrp.generate.batching import RequestOutput
+from modeling_mrp.generate.request import RequestOutput
 from tests.batching_cases import random_request
 from tests.random_cases import make_model
 

@@ -54,6 +54,8 @@ READING = [
     "generate.loop",
     "generate.refine",
     "generate.batching",
+    "generate.joining",
+    "generate.request",
     "generate",
     "constraints.languages",
     "constraints.schema",

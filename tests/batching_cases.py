@@ -47,4 +47,5 @@ def random_request(rng: random.Random) -> tuple[list[int], dict[str, Any]]:
         options["logits_processor"] = [SWAYS]
     if rng.random() < 0.2:
         options["min_new_tokens"] = rng.randint(1, options["max_new_tokens"])
-    return [rng.randrange(1, 50) for _ in range(rng.randint(1, 14))], options
+    length = rng.randint(1, 14) if rng.random() < 0.8 else rng.randint(15, 120)
+    return [rng.randrange(1, 50) for _ in range(length)], options

@@ -1,44 +1,35 @@
 """Continuous batching: requests that come one by one join and leave batches between rounds.
 
-Requests share a batch if all that its rounds have in common is equal (`setting_of`): sampling,
-processors, drafting, refinement. Prompt, target, seed, limits of length and stopping criteria are
-each request's own. Batches of different settings take turns, a round each. Requests start in the
-order in which they came: one that finds no room waits, and so do those behind it, until texts end.
+Batches of different settings (`setting_of`) take turns, a round each. Requests start in the order
+in which they came: one that finds no room waits, and so do those behind it, until texts end.
 
 A text depends on nothing but its own request. So where one request has no token to choose, the
 others of its batch begin again from their prompts, and come to the texts that they had.
 """
 
-import copy
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers.generation import StoppingCriteria
-from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 from ..model.loading import weights_on_device
 from ..networks.graphs import LEAST_CAPACITY, release_graphs
-from ..networks.networks import Networks, networks_for
-from ..networks.picker import Picker, Spots
 from ..rules.draft import UnscoredError
-from ..rules.reveal import RevealRule, log_sigmoid
-from ..rules.sources import DraftSource
-from ..rules.state import Counts, Frontier, Row, State
-from .loop import Decoder, Mode, draft_amount
-from .option_table import OPTIONS
-from .output import Stopping
+from .joining import Batch, setting_of
+from .request import Call, Request, RequestOutput, unscored
 
 TOP_LOGPROBS = 20  # tokens of a position whose log-probabilities a request may ask for, at most
 _AT_ONCE = 16  # texts decoded at once, if nobody says how many
 _USUAL_TEXT = 4096  # tokens of a text for which memory is planned, if nobody says how many
+# Tokens of prompts between two rounds, if nobody says how many: on accelerators a forward over more
+# takes longer the more they are.
+_PROMPT_TOKENS = 512
 _QUEUE_SECONDS = 10.0  # that `add_request` waits for a place in a full queue, as transformers does
 # Arguments that `generate` alone has.
 _OF_GENERATE = (
@@ -51,75 +42,6 @@ _OF_GENERATE = (
     "output_scores",
     "output_logits",
 )
-# Options of a request that others of its batch need not share: those behind its `Mode`, which is
-# compared itself, and those that its row heeds.
-_OF_REQUEST = {option.name for option in OPTIONS} - {"kernels", "graphs"} | {
-    "max_new_tokens",
-    "max_length",
-    "min_new_tokens",
-    "min_length",
-    "max_time",
-    "stop_strings",
-    "num_return_sequences",
-    "return_dict_in_generate",
-    "output_scores",
-    "output_logits",
-}
-
-
-@dataclass(frozen=True)
-class Call:
-    """What decoding the prompts of a call of `generate` takes, its arguments checked.
-
-    Attributes:
-        config: The options.
-        mode: Rule, refinement and drafting.
-        picker: Picks tokens by the call's processors.
-        rows: A row for each text.
-        prompts: By row, the prompt's ids without padding.
-        input_ids: [rows, length] long, the prompts as given, which criteria see.
-        criteria: Stopping criteria, without those that each row decides by itself.
-        sources: Sources of drafts beside scores.
-        model_key: The model's `fingerprint`.
-    """
-
-    config: Any
-    mode: Mode
-    picker: Picker
-    rows: list[Row]
-    prompts: list[Tensor]
-    input_ids: Tensor
-    criteria: Sequence[StoppingCriteria]
-    sources: Sequence[DraftSource]
-    model_key: Hashable
-
-
-def unscored(error: UnscoredError, row: Row, picker: Picker) -> str:
-    """Explain that a row has no token to choose, and what to do about it."""
-    return (
-        f"no token with a finite score at position {error.position}, "
-        f"{error.position - row.prompt} behind its prompt: leave one that no logits processor, "
-        "option or minimum length bars. If none is, weights or scores are not finite in "
-        f"{picker.lm_head_weight.dtype}: load or train them again, or load a wider dtype"
-    )
-
-
-@dataclass
-class RequestOutput(GenerationOutput):
-    """The text of a request so far, as transformers' `GenerationOutput` has it, and what it cost.
-
-    Attributes:
-        reveal_step: By generated token, the denoising step that revealed it.
-        top_logprobs: By generated token, the likeliest ids at its state, each with its
-            log-probability, if the request asks for them.
-        finish_reason: "eos", "length" or "criterion" (a stop string, too) once the text is whole.
-        counts: What the row has cost (`MRPGenerateStats` explains each number).
-    """
-
-    reveal_step: list[int] = field(default_factory=list)
-    top_logprobs: list[dict[int, float]] = field(default_factory=list)
-    finish_reason: str | None = None
-    counts: Counts = field(default_factory=lambda: Counts(1, False))
 
 
 @dataclass(frozen=True)
@@ -130,11 +52,13 @@ class Limits:
         texts: Texts that are decoded at once.
         waiting: Requests that may wait; 0: any number.
         tokens: Tokens of texts that all caches together have room for, beside those being scored.
+        prompt_tokens: Tokens of prompts that are computed between two rounds of a batch.
     """
 
     texts: int
     waiting: int
     tokens: int
+    prompt_tokens: int
 
     @classmethod
     def of(cls, given: Any, max_batch_size: int | None, config: Any) -> "Limits":
@@ -146,6 +70,7 @@ class Limits:
         pages = fields.pop("num_blocks", None)
         texts = fields.pop("max_requests_per_batch", None) or max_batch_size or _AT_ONCE
         waiting = fields.pop("max_queue_size", 0)
+        prompt_tokens = fields.pop("max_batch_tokens", None) or _PROMPT_TOKENS
         fields.pop("return_logprobs", None)  # they are there in any case
         for name, value in fields.items():
             if value != defaults.get(name):
@@ -157,315 +82,7 @@ class Limits:
         tokens = max(longest, texts * min(longest, _USUAL_TEXT))
         if pages is not None:
             tokens = pages * page
-        return cls(texts, waiting, tokens)
-
-
-class Request:
-    """One text that is asked for: its row, and what became of it so far.
-
-    Args:
-        name: Its id.
-        call: The checked call it belongs to.
-        index: The index of its row in the call.
-        setting: What it shares with all others of its batch.
-        streaming: Whether the text is told after every round, not only when it is whole.
-        timestamps: Whether the time of each token is kept.
-        top_logprobs: Likeliest tokens that are told of each position.
-
-    Attributes:
-        cancelled: Whether nobody waits for it any more.
-        output: What is told of it.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        call: Call,
-        index: int,
-        setting: Hashable,
-        streaming: bool,
-        timestamps: bool,
-        top_logprobs: int,
-    ) -> None:
-        self.call = call
-        self.setting = setting
-        self.streaming = streaming
-        self.top_count = top_logprobs
-        self.cancelled = False
-        self._index = index
-        self.output = RequestOutput(name, call.prompts[index].tolist())
-        if timestamps:
-            self.output.timestamps = []
-        self.restart()
-
-    @property
-    def size(self) -> int:
-        """The number of slots that its text takes in a cache."""
-        return len(self.row.text)
-
-    def restart(self) -> None:
-        """Begin again from the prompt; what was told of the text stays true."""
-        mode = self.call.mode
-        self.row = self.call.rows[self._index].rewound(0)
-        self.row.counts = Counts(mode.width, mode.drafting is not None)
-        if self.top_count:
-            self.row.written = []
-        self._likeliest: dict[int, dict[int, float]] = {}
-        self._stopping = None
-        if self.call.criteria:
-            ids = self.call.prompts[self._index][None]
-            pad = self.call.config.pad_token_id
-            self._stopping = Stopping(self.call.criteria, [self.row], ids, pad)
-
-    def read(self, networks: Networks) -> bool:
-        """Look at the row after a round: end it where a criterion does, and take what is final of
-        its text; return whether anything is new."""
-        row = self.row
-        if self.top_count:
-            self._read_likeliest(networks)
-        end = row.stop
-        if self._stopping is not None:
-            self._stopping([row])
-        if row.stop is None:
-            # what the head may still put back is not final
-            bound = row.limit if self.call.mode.refine is None else row.state.start
-            return self._take(bound, None)
-        reason = "length"
-        if row.stop != end:
-            reason = "criterion"
-        elif row.text[row.stop - 1] in row.eos:
-            reason = "eos"
-        return self._take(row.stop, reason)
-
-    def _take(self, bound: int, reason: str | None) -> bool:
-        """Take tokens in order up to a mask or the position `bound`, and why the text ends, if it
-        does; return whether anything is new."""
-        row, output = self.row, self.output
-        begin = row.prompt + len(output.generated_tokens)
-        end = begin
-        while end < bound and row.text[end] != row.mask_id:
-            end += 1
-        if end == begin and reason is None:
-            return False
-        output.generated_tokens += row.text[begin:end]
-        output.logprobs += row.logprob[begin - row.prompt : end - row.prompt]
-        output.reveal_step += row.step[begin - row.prompt : end - row.prompt]
-        for position in range(begin, end if self.top_count else begin):
-            output.top_logprobs.append(self._likeliest[position])
-        if output.timestamps is not None:
-            output.timestamps += [time.perf_counter()] * (end - begin)
-        output.counts = row.counts
-        output.status = RequestStatus.DECODING
-        if reason is not None:
-            output.finish_reason = reason
-            self._end(RequestStatus.FINISHED)
-        return True
-
-    def begin(self) -> None:
-        """Note that the text is being decoded."""
-        self.output.status = RequestStatus.PREFILLING
-        self.output.lifespan = (time.perf_counter(), -1)
-
-    def fail(self, error: str) -> None:
-        """Note that there will be no more of the text."""
-        self.output.error = error
-        self._end(RequestStatus.FAILED)
-
-    def _end(self, status: RequestStatus) -> None:
-        self.output.status = status
-        self.output.lifespan = (self.output.lifespan[0], time.perf_counter())
-        self.row.forget()
-
-    def snapshot(self) -> RequestOutput:
-        """Copy what is told of it, which goes on growing."""
-        output = copy.copy(self.output)
-        output.generated_tokens = list(output.generated_tokens)
-        output.logprobs = list(output.logprobs)
-        output.reveal_step = list(output.reveal_step)
-        output.top_logprobs = list(output.top_logprobs)
-        if output.timestamps is not None:
-            output.timestamps = list(output.timestamps)
-        return output
-
-    def _read_likeliest(self, networks: Networks) -> None:
-        """Compute the likeliest tokens at the positions that the last round revealed."""
-        places = []
-        states: list[tuple[Row, State]] = []
-        hidden_states = []
-        for frontier in self.row.written or ():
-            for column, (state, (hidden, index)) in picked_from(frontier):
-                places.append(state.start + column)
-                single = State(state.key, (column,), state.end, state.masks, state.step)
-                states.append((self.row, single))
-                hidden_states.append(hidden[index, column])
-        self.row.written = []
-        if not places:
-            return
-        picker = replace(
-            networks.picker,
-            sample=False,
-            truncation=None,
-            entropy=False,
-            likeliest=True,
-            shortlist=0,
-        )
-        spots = Spots(states, networks.device)
-        likeliest = picker(torch.stack(hidden_states), spots).likeliest
-        assert likeliest is not None
-        count = likeliest.shape[1] // 2
-        for position, numbers in zip(places, likeliest.tolist(), strict=True):
-            pairs = zip(numbers[:count], numbers[count:], strict=True)
-            best = sorted(pairs, key=lambda pair: -pair[1])[: self.top_count]
-            self._likeliest[position] = {int(token): log_sigmoid(odds) for token, odds in best}
-
-
-def picked_from(frontier: Frontier) -> Iterator[tuple[int, tuple[State, Any]]]:
-    """Yield each revealed column of a frontier, with the state and the hidden states (as
-    `Scores.hidden`) from which its token was picked."""
-    of_backbone = (frontier.state, frontier.scores.hidden)
-    for column in frontier.where:
-        yield column, (frontier.drawn or {}).get(column, of_backbone)
-
-
-class Batch:
-    """Requests of one setting, decoded side by side.
-
-    Args:
-        model: An `MRPForCausalLM`.
-        first: A request of the setting.
-        places: Rows that decode at once, at most.
-        capacity: Slots of each.
-        tell: Called with each request of which a round has made something.
-
-    Attributes:
-        requests: Those that are decoded, by the `place` of their rows, and those that join next.
-        rounds: Runs a round each time it is advanced, until there is no request.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        first: Request,
-        places: int,
-        capacity: int,
-        tell: Callable[[Request], None],
-    ) -> None:
-        self.model = model
-        self.call = first.call
-        self.setting = first.setting
-        self.places = places
-        self.capacity = capacity
-        self.tell = tell
-        self.requests: dict[int, Request] = {}
-        self.joining: list[Row] = []
-        self.rounds = self._rounds()
-
-    @property
-    def slots(self) -> int:
-        """The number of tokens of texts that its cache has room for."""
-        return self.places * self.capacity
-
-    def takes(self, request: Request) -> bool:
-        """Return whether a request can join."""
-        fits = request.setting == self.setting and request.size <= self.capacity
-        return fits and len(self.requests) < self.places
-
-    def add(self, request: Request, place: int) -> None:
-        """Let a request join before the next round."""
-        request.begin()
-        request.row.place = place
-        self.requests[place] = request
-        self.joining.append(request.row)
-
-    def _rounds(self) -> Iterator[None]:
-        call, block = self.call, self.model.config.block_size
-        size = (self.places, self.capacity, call.mode.width * block, call.mode.uses_head)
-        with weights_on_device(self.model.lm_head):
-            picker = replace(call.picker, lm_head_weight=self.model.lm_head.weight)
-            with networks_for(self.model, picker, call.config.graphs, None, *size) as networks:
-                yield from JoinedRows(self, networks).rounds([], iter(()))
-
-    def report(self, networks: Networks, rows: Sequence[Row]) -> None:
-        """Tell what a round has made of requests."""
-        for row in rows:
-            request = self.requests.get(row.place)
-            if request is None:
-                continue
-            try:
-                news = request.read(networks)
-            except Exception as error:  # of the request's own criterion
-                row.stop = row.prompt
-                request.fail(f"{type(error).__name__}: {error}")
-                news = True
-            if row.stop is not None:
-                del self.requests[row.place]
-            if news:
-                self.tell(request)
-
-    def drop_cancelled(self) -> None:
-        """End the rows of requests for which nobody waits any more."""
-        for place, request in list(self.requests.items()):
-            if request.cancelled:
-                del self.requests[place]
-                request.row.stop = request.row.prompt
-                request.fail("it was cancelled")
-                self.tell(request)
-        self.joining = [row for row in self.joining if row.stop is None]
-
-
-class JoinedRows(Decoder):
-    """The decoder of a `Batch`: rows join it as requests come, and it grows for them."""
-
-    def __init__(self, batch: Batch, networks: Networks) -> None:
-        call = batch.call
-        super().__init__(
-            call.mode,
-            networks,
-            draft_amount(call.mode, call.picker, batch.model.config, call.config.round_costs),
-            [lambda rows: batch.report(networks, rows)],
-            1 if networks.recorded is None else 4,
-            call.sources,
-        )
-        self.requests = batch
-
-    def rule_of(self, row: Row) -> RevealRule:
-        """See `Decoder.rule_of`: the rule of the row's request."""
-        return self.requests.requests[row.place].call.mode.rule
-
-    def join(self, batch: list[Row], waiting: Iterator[Row]) -> bool:
-        """See `Decoder.join`: those that wait are the requests that came since the last round."""
-        self.requests.drop_cancelled()
-        joining, self.requests.joining = self.requests.joining, []
-        ended = sum(row.stop is not None for row in batch)
-        if (needed := len(batch) - ended + len(joining)) > len(batch):
-            size = needed
-            if self.networks.recorded is not None:  # few sizes, each of which has its recordings
-                size = min(self.requests.places, max(4, 1 << (needed - 1).bit_length()))
-            while len(batch) < size:
-                batch.append(vacant(joining[0]))
-            self.networks.extend(size)
-        return super().join(batch, iter(joining))
-
-
-def vacant(row: Row) -> Row:
-    """Make a row that has ended, for a place that another one may take."""
-    place = row.rewound(0)
-    place.place, place.stop = -1, place.prompt
-    return place
-
-
-def setting_of(call: Call, options: dict[str, Any]) -> Hashable:
-    """Return what the requests of a batch have in common; `options` are the arguments given."""
-    shared = []
-    for name, value in vars(call.config).items():
-        if name not in _OF_REQUEST and value is not None and not name.startswith("_"):
-            shared.append((name, repr(value)))
-    objects = []
-    for name in ("logits_processor", "draft_sources"):
-        objects += [id(part) for part in options.get(name) or ()]
-    mode = call.mode
-    refine = (mode.refine, mode.drafting, mode.rule.needs_entropy)
-    return refine, tuple(sorted(shared)), tuple(objects)
+        return cls(texts, waiting, tokens, prompt_tokens)
 
 
 class ContinuousBatchingManager:
@@ -816,7 +433,8 @@ class ContinuousBatchingManager:
         for capacity in (max(request.size, min(usual, longest)), request.size):
             places = min(self.limits.texts, free_tokens // capacity)
             if places:
-                self._batches.append(Batch(self.model, request, places, capacity, self._told))
+                size = (places, capacity, self.limits.prompt_tokens)
+                self._batches.append(Batch(self.model, request, *size, self._told))
                 return self._batches[-1]
         return None
 

@@ -39,7 +39,7 @@ from ..rules.draft import UnscoredError
 from ..rules.sources import CheckedSource, DraftSource
 from ..rules.state import Counts, Row
 from ..versions import tested_versions
-from .batching import Call, ContinuousBatchingManager, Limits, unscored
+from .batching import ContinuousBatchingManager, Limits
 from .constrain import languages_by_row
 from .loop import Decoder, Mode, draft_amount
 from .option_table import ids_in
@@ -54,6 +54,7 @@ from .output import (
     output_of,
 )
 from .processors import check_processor
+from .request import Call, unscored
 
 # Processors that act at a column of the batch. The options that make them are not supported; as
 # objects they are right without padding, as each row's processors see its own text.
@@ -309,8 +310,10 @@ class MRPGenerationMixin(GenerationMixin):
             generation_config: Options of all requests; each may override them. `max_batch_size`
                 texts are decoded at once, 16 unless it is set.
             continuous_batching_config: transformers' `ContinuousBatchingConfig`, of which
-                `max_requests_per_batch` (in place of `max_batch_size`), `max_queue_size`, and
-                `num_blocks` and `page_size` (tokens in all caches together) are followed.
+                `max_requests_per_batch` (in place of `max_batch_size`), `max_batch_tokens` (tokens
+                of prompts that are computed between two rounds, 512 unless it is set),
+                `max_queue_size`, and `num_blocks` and `page_size` (tokens in all caches together)
+                are followed.
             workload_hints: Not needed.
 
         Raises:

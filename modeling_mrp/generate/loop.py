@@ -372,10 +372,9 @@ class Decoder(RoundDecoder):
                 break
             if not joined and (size := self.smaller(len(batch), active)) < len(batch):
                 batch = self.networks.narrow(batch, size)
-            if not active:  # the texts of all that joined were whole with their first token
-                continue
-            self.round(batch, self.plan(batch))
-            self.watch(batch)
+            if active:  # else the texts of all that joined were whole with their first token
+                self.round(batch, self.plan(batch))
+                self.watch(batch)
             yield
 
     def prefill(

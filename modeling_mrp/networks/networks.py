@@ -102,21 +102,36 @@ class Networks:
                 at the least of these.
             first: The index of the first row in the batch.
         """
-        if len(rows) < self.cache.active:
-            self._rows_join = True
-            for index in range(first, first + len(rows)):  # what rows before them left may be NaN
-                self.cache.blank(range(len(self.cache.layer_devices)), index)
+        self._let_join(range(first, first + len(rows)), reused)
         with self.cache.of_rows(first, len(rows)):
             return self._prefill(rows, reused, first)
 
-    def _prefill(self, rows: Sequence[Row], reused: Sequence[int], first: int) -> list[Scores]:
-        length = max(row.state.start for row in rows) + self.block
-        head_length = max(row.head_held for row in rows)
-        for index, row in enumerate(rows, first):
-            if row.head_held < head_length:  # possible only if an earlier call filled the cache
-                self.cache.blank(self.head_layers, index, row.head_held, head_length)
+    def read_ahead(self, row: Row, index: int, begin: int, end: int) -> None:
+        """Compute keys and values of a part of a prompt, in whole blocks from `begin` to `end`, for
+        a row that joins the batch at `index`; `prefill` then reuses them. Between both, rounds of
+        the batch need a row there of the same text that holds as many tokens."""
+        self._let_join(range(index, index + 1), [begin])
+        with self.cache.of_rows(index, 1):
+            for _ in self._read_prompts([row], [begin], end, index):
+                row.held = end
+        if self.with_head:
+            self._read_texts([row], index, [row])
+
+    def _let_join(self, indices: range, reused: Sequence[int]) -> None:
+        """Clear what rows before left behind the reused tokens of rows that join, which may be
+        NaN."""
+        if len(indices) == self.cache.active:
+            return
+        self._rows_join = True
+        for index, tokens in zip(indices, reused, strict=True):
+            self.cache.blank(range(len(self.cache.layer_devices)), index, tokens)
+
+    def _read_prompts(
+        self, rows: Sequence[Row], reused: Sequence[int], length: int, first: int
+    ) -> Iterator[tuple[int, int, Tensor]]:
+        """Run the backbone over the rows' texts up to `length`, in chunks; yield begin, end and
+        hidden states [rows, end - begin, hidden_size] of each."""
         cached_hidden = self.cache.hidden[first : first + len(rows)]
-        first_blocks: dict[int, Hidden] = {}
         for begin, end, *inputs in self._chunks(rows, min(reused), length):
             hidden = self.model.backbone(*inputs, self.cache).to(self.device)
             self.forwards["prefill"] += 1
@@ -125,9 +140,20 @@ class Networks:
                 cached_hidden[:, begin + self.shifted : end + self.shifted] = hidden
             if self.shifted:
                 hidden = cached_hidden[:, begin:end].to(self.device, copy=True)
+            for row, tokens in zip(rows, reused, strict=True):
+                row.counts.forwards += row.state.start >= begin and tokens < end
+            yield begin, end, hidden
+
+    def _prefill(self, rows: Sequence[Row], reused: Sequence[int], first: int) -> list[Scores]:
+        length = max(row.state.start for row in rows) + self.block
+        head_length = max(row.head_held for row in rows)
+        for index, row in enumerate(rows, first):
+            if row.head_held < head_length:  # possible only if an earlier call filled the cache
+                self.cache.blank(self.head_layers, index, row.head_held, head_length)
+        first_blocks: dict[int, Hidden] = {}
+        for begin, end, hidden in self._read_prompts(rows, reused, length, first):
             blocks = hidden.unflatten(1, (-1, self.block)).flatten(0, 1)
             for index, row in enumerate(rows):
-                row.counts.forwards += row.state.start >= begin and reused[index] < end
                 if begin <= row.state.start < end:
                     position = index * (end - begin) + row.state.start - begin
                     first_blocks[index] = blocks, position // self.block

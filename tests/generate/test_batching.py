@@ -15,14 +15,19 @@ from transformers import StoppingCriteria
 from transformers.generation import ContinuousBatchingConfig
 
 from modeling_mrp.generate import batching
-from modeling_mrp.generate.batching import ContinuousBatchingManager, RequestOutput
+from modeling_mrp.generate.batching import ContinuousBatchingManager
+from modeling_mrp.generate.request import RequestOutput
 from tests.batching_cases import random_request
 from tests.random_cases import make_model
 
 
 @contextmanager
 def running(
-    model: Any, texts: int | None = None, tokens: int | None = None, waiting: int = 0
+    model: Any,
+    texts: int | None = None,
+    tokens: int | None = None,
+    waiting: int = 0,
+    prompt_tokens: int | None = None,
 ) -> Iterator[ContinuousBatchingManager]:
     """A manager that decodes while the context is open."""
     limits = ContinuousBatchingConfig(
@@ -30,6 +35,7 @@ def running(
         num_blocks=tokens,
         page_size=256 if tokens is None else 1,
         max_queue_size=waiting,
+        max_batch_tokens=prompt_tokens,
     )
     manager = model.init_continuous_batching(continuous_batching_config=limits)
     manager.start()
@@ -56,14 +62,20 @@ def assert_alone(model: Any, prompt: list[int], options: dict[str, Any], output:
     assert output.prompt_ids == prompt
 
 
-@pytest.mark.parametrize(("seed", "texts", "count"), [(1, 1, 8), (2, 3, 20), (3, 16, 30)])
-def test_texts_are_those_of_generate_alone(seed: int, texts: int, count: int) -> None:
-    """Whatever else is decoded, comes meanwhile, or is cancelled."""
+@pytest.mark.parametrize(
+    ("seed", "texts", "count", "prompt_tokens"),
+    [(1, 1, 8, 1), (2, 3, 20, None), (3, 16, 30, 16), (4, 5, 20, 9)],
+)
+def test_texts_are_those_of_generate_alone(
+    seed: int, texts: int, count: int, prompt_tokens: int | None
+) -> None:
+    """Whatever else is decoded, comes meanwhile, or is cancelled, and in whatever parts prompts are
+    computed."""
     rng, model = random.Random(seed), make_model(seed)
     cases: dict[str, tuple[list[int], dict[str, Any]]] = {}
     outputs: dict[str, RequestOutput] = {}
     cancelled = set()
-    with running(model, texts) as manager:
+    with running(model, texts, prompt_tokens=prompt_tokens) as manager:
         while len(cases) < count:
             prompt, options = random_request(rng)
             name = manager.add_request(prompt, streaming=rng.random() < 0.5, **options)
@@ -121,6 +133,51 @@ def test_a_cancelled_request_leaves_before_its_next_round() -> None:
         assert len(last(manager, second).generated_tokens) == 4
         assert last(manager, third).error == "it was cancelled"
     assert seen.tokens < 300
+
+
+@pytest.mark.parametrize("decoding", ["sequential", "mrp_spec", "mrp_direct"])
+def test_a_long_prompt_keeps_nobody_from_the_next_round(decoding: str) -> None:
+    """Of a prompt of 200 tokens, 8 are computed between two rounds of a text that is decoded. One
+    that is cancelled meanwhile leaves nothing behind."""
+    model = make_model()
+    options = {**ENDLESS, "decoding": decoding, "max_new_tokens": 200}
+    if decoding == "mrp_spec":
+        options |= {"target": "sequential", "num_draft_states": 3}
+    with running(model, prompt_tokens=8) as manager:
+        first = manager.add_request([1], streaming=True, **options)
+        assert manager.get_result() is not None
+        long = {**options, "max_new_tokens": 9}
+        with manager.pause():
+            names = [manager.add_request([*prompt, *[2] * 199], **long) for prompt in ([3], [4])]
+        for _ in range(12):  # rounds in which the first of both is read
+            assert getattr(manager.get_result(), "request_id", None) == first
+        manager.cancel_request(names[0])
+        outputs = []
+        while not outputs or outputs[-1].request_id != names[1]:
+            output = manager.get_result(timeout=60)
+            assert output is not None
+            outputs.append(output)
+        assert [output.error for output in outputs if output.request_id == names[0]] == [
+            "it was cancelled"
+        ]
+        assert len(outputs) > 200 // 8 // 2  # not every round ends a block
+        assert_alone(model, [4, *[2] * 199], long, outputs[-1])
+        assert_alone(model, [1], options, last(manager, first))
+
+
+def test_a_batch_keeps_the_place_of_a_prompt_that_is_read() -> None:
+    """While seven of eight rows end, which halves the batch otherwise."""
+    model, options = make_model(), {"decoding": "mrp_direct", "seed": 1}
+    with running(model, prompt_tokens=4) as manager:
+        with manager.pause():
+            prompts = [[number] for number in range(1, 8)] + [[8, *[2] * 99]]
+            names = []
+            for prompt in prompts:
+                limit = 9 if len(prompt) > 1 else prompt[0]
+                more = {"max_new_tokens": limit, "eos_token_id": [], **options}
+                names.append((manager.add_request(prompt, **more), prompt, more))
+        for name, prompt, more in names:
+            assert_alone(model, prompt, more, last(manager, name))
 
 
 def test_one_request_that_fails_leaves_the_others_their_texts() -> None:
@@ -304,8 +361,8 @@ def test_what_is_refused(options: dict[str, Any], message: str) -> None:
 
 
 def test_fields_of_a_config_that_are_not_followed() -> None:
-    config = ContinuousBatchingConfig(max_batch_tokens=8)
-    with pytest.raises(ValueError, match="max_batch_tokens=8, which is not followed here"):
+    config = ContinuousBatchingConfig(safety_margin=0.5)
+    with pytest.raises(ValueError, match=r"safety_margin=0.5, which is not followed here"):
         make_model().init_continuous_batching(continuous_batching_config=config)
     with pytest.raises(ValueError, match="decoding is 'beam'"):
         make_model().init_continuous_batching({"decoding": "beam"})

@@ -21,7 +21,7 @@ from openai.types.chat.chat_completion_chunk import ChoiceDelta
 from openai.types.chat.chat_completion_token_logprob import TopLogprob
 from openai.types.completion_choice import Logprobs
 
-from modeling_mrp.generate.batching import RequestOutput
+from modeling_mrp.generate.request import RequestOutput
 from modeling_mrp.rules.state import Counts
 
 from .tools import Tools

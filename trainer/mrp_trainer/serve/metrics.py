@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from modeling_mrp.generate.batching import RequestOutput
+from modeling_mrp.generate.request import RequestOutput
 
 _COUNTED = ("forwards", "head_forwards", "drafted", "accepted", "revoked")
 
