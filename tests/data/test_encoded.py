@@ -9,12 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import word_model
 from mrp_trainer.data import encoded
 from mrp_trainer.data.chat import RecordEncoder
 from mrp_trainer.data.records import RecordError
 from mrp_trainer.data.rows import RecordRows
+from mrp_trainer.data.sampler import LengthBucketSampler
 from mrp_trainer.data.samples import Sample
 from mrp_trainer.data.sources import JsonFile, Source, TableRows, open_source
+from mrp_trainer.train.collator import widths_of
+from training_runs import trainer_of
+from transformers import TrainerCallback
 
 datasets: Any = pytest.importorskip("datasets")
 
@@ -127,6 +132,79 @@ def test_a_later_run_encodes_nothing(
     written(tmp_path / "records.jsonl", [*records(40), *records(1)])
     assert len(contents(RecordRows(open_source([path]), encoder, processes=1))) > len(first)
     assert generated
+
+
+class Plain:
+    """Rows that tell no sizes; two epochs of them are read beforehand."""
+
+    def __init__(self, rows: RecordRows) -> None:
+        self.length = len(rows)
+        self.visits = [rows[visit] for visit in range(2 * len(rows) + 2)]
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, visit: int) -> list[Sample]:
+        return self.visits[visit]
+
+
+@pytest.mark.parametrize("large", [1, 1 << 30], ids=["cached", "in memory"])
+def test_sizes_are_known_without_reading(
+    large: int, tmp_path: Path, encoder: RecordEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What orders rows, and what a compiled attention is as wide as."""
+    monkeypatch.setattr(encoded, "_LARGE_BYTES", large)
+    path = written(tmp_path / "records.jsonl", records(40))
+    rows = RecordRows(open_source([path]), encoder, processes=1, hold_back=3)
+    plain = Plain(rows)
+    order = [*LengthBucketSampler(plain, 2, lambda: 1)]
+    widths = widths_of(plain, 4, 2)
+    monkeypatch.setattr(RecordRows, "__getitem__", None)
+    assert [*LengthBucketSampler(rows, 2, lambda: 1)] == order
+    assert widths_of(rows, 4, 2) == widths
+    assert len({rows.size(visit) for visit in order}) > 2
+
+
+def test_a_resumed_run_reads_its_next_rows_alone(
+    tmp_path: Path, encoder: RecordEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And none of the steps that are made: of 100,000 records these take minutes."""
+    path = written(tmp_path / "records.jsonl", records(400))
+    read: list[int] = []
+    original = encoded.EncodedSamples.__getitem__
+
+    def counted(self: Any, index: int) -> Sample:
+        read.append(index)
+        return original(self, index)
+
+    monkeypatch.setattr(encoded.EncodedSamples, "__getitem__", counted)
+    at_begin = []
+
+    class Begins(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            at_begin.append((state.global_step, len(read)))
+
+    options = {
+        "objective": "mrp",
+        "max_length": 16,
+        "dataset_num_proc": 1,
+        "max_steps": 31,
+        "logging_strategy": "no",
+    }
+    options |= {"save_strategy": "steps", "save_steps": 30}
+    for checkpoint in (None, str(tmp_path / "run" / "checkpoint-30")):
+        read.clear()
+        at_begin.clear()
+        model = word_model(encoder.tokenizer)
+        trainer = trainer_of(tmp_path / "run", model, path, None, encoder.tokenizer, **options)
+        trainer.add_callback(Begins())
+        trainer.train(resume_from_checkpoint=checkpoint)
+        assert isinstance(trainer.train_dataset._samples, encoded.EncodedSamples)
+    assert len(trainer.train_dataset) > 31 * trainer.args.train_batch_size
+    (step, count), *_ = at_begin
+    assert step == 30
+    most = max(len(row) for row in trainer.train_dataset)
+    assert 0 < count <= 2 * trainer.args.train_batch_size * most  # one batch ahead
 
 
 def test_malformed_records_are_named_as_in_memory(

@@ -15,7 +15,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from transformers import __version__ as transformers_version
 
 from .chat import RecordEncoder
@@ -43,32 +42,36 @@ class EncodedSamples(Sequence[Sample]):
 
     Attributes:
         tokens: [n] int, the tokens of each sample.
+        learned: [n] int, those that are learned.
+        blocks: [n] int, the blocks with learned tokens.
         uncut: [n] bool, whether a sample has its end.
         prompted: [n] bool, whether it begins with a prompt.
     """
 
     def __init__(self, table: Any) -> None:
         columns = table.with_format("numpy")
-        tokens, self._cut, prompted = (
-            np.asarray(columns[name][:]) for name in ("tokens", "cut", "prompted")
+        self._numbers = columns["tokens"][:].nonzero()[0]
+        self.tokens, self.learned, self.blocks, cut, self.prompted = (
+            columns[name][:][self._numbers]
+            for name in ("tokens", "learned", "blocks", "cut", "prompted")
         )
-        self._numbers = tokens.nonzero()[0]
-        self.tokens = tokens[self._numbers]
-        self.uncut = ~self._cut[self._numbers]
-        self.prompted = prompted[self._numbers]
-        self._table = columns
+        self.uncut = ~cut
+        self._table = table.with_format("arrow")  # numpy's costs ten times as much a sample
 
     def __len__(self) -> int:
         return len(self._numbers)
 
     def __getitem__(self, index: Any) -> Any:
         row = self._table[int(self._numbers[index])]
-        steps = np.asarray(row["steps"], np.int32)
+        ids, response, steps = (
+            row[name].chunk(0).flatten().to_numpy(zero_copy_only=False)
+            for name in ("ids", "response", "steps")
+        )
         return Sample(
             0,
-            np.asarray(row["ids"], np.int32),
-            np.asarray(row["response"], bool),
-            None if row["cut"] else int(row["length"]),
+            ids,
+            response,
+            row["length"][0].as_py() if self.uncut[index] else None,
             steps if len(steps) else None,
         )
 
@@ -101,6 +104,8 @@ def encode_large(
                 "steps": of(value("int32")),
                 "length": value("int32"),
                 "tokens": value("int32"),
+                "learned": value("int32"),
+                "blocks": value("int32"),
                 "cut": value("bool"),
                 "prompted": value("bool"),
                 "problem": value("string"),
@@ -185,13 +190,13 @@ def _encoded_rows(shards: list[Shard], encoder: RecordEncoder) -> Iterator[dict[
     for shard in shards:
         for outcome in outcomes(shard.name, shard.rows, shard.first, shard.weight, encoder.sample):
             if isinstance(outcome.parsed, FieldError):
-                yield _row(None, outcome.problem)
+                yield _row(None, encoder.block_size, outcome.problem)
             else:
                 for _ in range(outcome.copies):
-                    yield _row(outcome.parsed, "")
+                    yield _row(outcome.parsed, encoder.block_size, "")
 
 
-def _row(sample: Sample | None, problem: str) -> dict[str, Any]:
+def _row(sample: Sample | None, block_size: int, problem: str) -> dict[str, Any]:
     if sample is None:
         return {
             "ids": [],
@@ -199,6 +204,8 @@ def _row(sample: Sample | None, problem: str) -> dict[str, Any]:
             "steps": [],
             "length": 0,
             "tokens": 0,
+            "learned": 0,
+            "blocks": 0,
             "cut": False,
             "prompted": False,
             "problem": problem,
@@ -209,6 +216,8 @@ def _row(sample: Sample | None, problem: str) -> dict[str, Any]:
         "steps": [] if sample.reveal_step is None else sample.reveal_step,
         "length": sample.length or 0,
         "tokens": len(sample.ids),
+        "learned": int(sample.response.sum()),
+        "blocks": len(sample.response_blocks(block_size)),
         "cut": sample.length is None,
         "prompted": not sample.response[0],
         "problem": problem,

@@ -62,6 +62,8 @@ class RecordRows(Dataset[list[Sample]]):
         if (encoded := encode_large(source, encoder, processes, skip_malformed)) is not None:
             samples, record_count = encoded
             lengths = samples.tokens
+            learned = samples.learned
+            blocks = samples.blocks
             uncut = int(samples.uncut.sum())
             prompted = samples.prompted
         else:
@@ -72,6 +74,10 @@ class RecordRows(Dataset[list[Sample]]):
                 if sample is not None:
                     samples.append(sample)
             lengths = np.asarray([len(sample.ids) for sample in samples])
+            learned = np.asarray([sample.response.sum() for sample in samples])
+            blocks = np.asarray(
+                [len(sample.response_blocks(encoder.block_size)) for sample in samples]
+            )
             prompted = np.asarray([not sample.response[0] for sample in samples])
             uncut = sum(sample.length is not None for sample in samples)
         self._samples = samples
@@ -89,12 +95,15 @@ class RecordRows(Dataset[list[Sample]]):
         self.held_back = [samples[number] for number in held_back.tolist()]
         self._numbers = np.setdiff1d(np.arange(count), held_back)
         lengths = lengths[self._numbers]
+        self._lengths = lengths
+        self._learned = learned[self._numbers]
+        self._blocks = blocks[self._numbers]
         count = len(self._numbers)
         self.row_length = encoder.capacity
         if fit:
             filled = min(int(lengths.sum()) // _FIT_ROWS, _FIT_LENGTH)
-            blocks = max(int(lengths.max()), filled) // encoder.block_size
-            self.row_length = min(blocks * encoder.block_size, encoder.capacity)
+            whole = max(int(lengths.max()), filled) // encoder.block_size * encoder.block_size
+            self.row_length = min(whole, encoder.capacity)
         if packed:
             order = _order(count, seed, 0) if shuffle else np.arange(count)
             self._rows: list[np.ndarray] = []
@@ -119,14 +128,29 @@ class RecordRows(Dataset[list[Sample]]):
         return (self[number] for number in range(len(self)))  # larger numbers are later epochs
 
     def __getitem__(self, visit: int) -> list[Sample]:
+        first = visit // len(self) * len(self._numbers)
+        return [
+            replace(self._samples[int(self._numbers[number])], index=first + number)
+            for number in self._samples_at(visit).tolist()
+        ]
+
+    def _samples_at(self, visit: int) -> np.ndarray:
+        """Return the numbers of the samples in item `visit`."""
         epoch, row = divmod(visit, len(self))
         if self.shuffle:
             row = int(_order(len(self), self.seed, epoch)[row])
-        first = epoch * len(self._numbers)
-        return [
-            replace(self._samples[int(self._numbers[number])], index=first + number)
-            for number in self._rows[row].tolist()
-        ]
+        return self._rows[row]
+
+    def size(self, visit: int) -> tuple[int, int]:
+        """Return how many tokens item `visit` has, and how many are learned, without reading it."""
+        numbers = self._samples_at(visit)
+        return int(self._lengths[numbers].sum()), int(self._learned[numbers].sum())
+
+    def widest(self) -> tuple[int, int]:
+        """Return the most blocks with learned tokens, and the most tokens, that a row has, without
+        reading any."""
+        blocks = max(int(self._blocks[numbers].sum()) for numbers in self._rows)
+        return blocks, max(int(self._lengths[numbers].sum()) for numbers in self._rows)
 
 
 def pack(lengths: np.ndarray, max_length: int) -> list[np.ndarray]:
@@ -141,12 +165,14 @@ def pack(lengths: np.ndarray, max_length: int) -> list[np.ndarray]:
         For each row the numbers of its samples, ascending; rows are sorted by their first sample.
     """
     room = np.full(len(lengths), max_length)
-    rows: list[list[int]] = [[] for _ in lengths]
+    rows: list[list[int]] = []
     for number in np.argsort(-lengths, kind="stable").tolist():
-        row = int(np.argmax(room >= lengths[number]))
+        row = int(np.argmax(room[: len(rows) + 1] >= lengths[number]))  # the last one is empty
+        if row == len(rows):
+            rows.append([])
         room[row] -= lengths[number]
         rows[row].append(number)
-    return [np.asarray(sorted(row)) for row in sorted(filter(None, rows), key=min)]
+    return [np.asarray(sorted(row)) for row in sorted(rows, key=min)]
 
 
 @lru_cache(maxsize=8)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset, Sampler
 
+from .rows import RecordRows
 from .samples import Sample, samples_of
 
 
@@ -54,6 +55,9 @@ class LengthBucketSampler(Sampler[int]):
     def _cost(self, visit: int) -> int:
         """Estimate the length of a row in a packed pass: its clean tokens, plus its response tokens
         twice."""
+        if isinstance(self.dataset, RecordRows):  # which a resumed run would read up to its step
+            tokens, learned = self.dataset.size(visit)
+            return tokens + 2 * learned
         return sum(
             len(sample.ids) + 2 * int(sample.response.sum())
             for sample in samples_of(self.dataset[visit])

@@ -1,12 +1,13 @@
 """Noise and packing: from samples to the batch of one training pass [x_t | x_0]."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
+from ..data.rows import RecordRows
 from ..data.samples import Sample, samples_of
 from .losses import BLANK
 from .packed import CLEAN_VIEW, NO_VIEW, PackedBatch
@@ -175,14 +176,15 @@ class DiffusionCollator:
         return masked
 
 
-def widths_of(
-    rows: Iterable[Sample | Sequence[Sample]], block: int, copies: int
-) -> tuple[int, int]:
+def widths_of(rows: Any, block: int, copies: int) -> tuple[int, int]:
     """Compute the columns of the noisy copies and of the clean tokens that the widest row has,
     in blocks of `block` tokens."""
+    if isinstance(rows, RecordRows):
+        blocks, tokens = rows.widest()
+        return copies * blocks * block, tokens
     noisy, clean = block, block
-    for row in rows:
-        samples = samples_of(row)
+    for number in range(len(rows)):  # larger numbers may be later epochs
+        samples = samples_of(rows[number])
         blocks = sum(len(sample.response_blocks(block)) for sample in samples)
         noisy = max(noisy, copies * blocks * block)
         clean = max(clean, sum(len(sample.ids) for sample in samples))

@@ -211,8 +211,7 @@ class MRPTrainer(Trainer):
         widths = (0, 0)
         for rows in datasets:
             if rows is not None:
-                visits = (rows[number] for number in range(len(rows)))
-                columns = widths_of(visits, collator.block_size, collator.copies)
+                columns = widths_of(rows, collator.block_size, collator.copies)
                 widths = (max(widths[0], columns[0]), max(widths[1], columns[1]))
         return widths
 
