@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import word_model
 from mrp_trainer.data.chat import RecordEncoder
 from mrp_trainer.data.records import Chat, RecordError, Text, parse
 from mrp_trainer.data.sources import DataPath, Source, checked, open_source
+from training_runs import trainer_of
 
 MASK = 2  # of the word tokenizer
 # Prints all that a record gives to a template.
@@ -224,6 +226,21 @@ def test_files_that_are_read(name: str, tmp_path: Path, word_tokenizer: Any) -> 
     samples = [sample for _, sample in checked(open_source([path]), encode)]
     assert len(samples) == len(found)
     assert all(sample is not None and sample.response.any() for sample in samples)
+
+
+def test_files_that_train(tmp_path: Path, word_tokenizer: Any) -> None:
+    """A step on each of them has something to learn."""
+    tokenizer = copy.deepcopy(word_tokenizer)
+    tokenizer.chat_template = TEMPLATE
+    model = word_model(tokenizer)
+    options = {"objective": "mrp", "max_steps": 1, "per_device_train_batch_size": 1}
+    losses = {}
+    for name, (content, _) in READ.items():
+        path = written(tmp_path, name, content)
+        trainer = trainer_of(tmp_path / "run", model, path, None, tokenizer, **options)
+        trainer.train()
+        losses[name] = trainer.state.log_history[0]["loss"]
+    assert [name for name, loss in losses.items() if not loss > 0] == []
 
 
 @pytest.mark.parametrize("name", REFUSED)
