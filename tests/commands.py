@@ -1,5 +1,6 @@
 """The command line `mrp`, run in this process."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import typer
@@ -28,3 +29,13 @@ def command(*path: str) -> Any:
     for name in path:
         found = found.commands[name]
     return found
+
+
+def leaves(parser: Any = None, *path: str) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield the path and the parser of each command that is no group."""
+    parser = parser or command()
+    inner = getattr(parser, "commands", {})
+    if not inner:
+        yield path, parser
+    for name, of_name in inner.items():
+        yield from leaves(of_name, *path, name)

@@ -17,7 +17,7 @@ from mrp_trainer import cli
 from mrp_trainer.evaluate.options import Judge
 from mrp_trainer.evaluate.problem_sets import JUDGES
 from mrp_trainer.train.arguments import MRPTrainingArguments
-from mrp_trainer.train.options import TrainCommand
+from mrp_trainer.train.options import HeadInit, RevealRule, TrainCommand
 from mrp_trainer.train.settings import known_names
 from mrp_trainer.train.trainer import MRPTrainer
 from training_runs import saved
@@ -188,6 +188,16 @@ def test_a_command_without_its_name_lists_what_there_is(arguments: list[str]) ->
     names = command(*arguments).commands
     assert names
     assert all(f" {name} " in listed for name in names)
+
+
+@pytest.mark.parametrize(
+    ("flag", "choices"),
+    [("--reveal-rule", get_args(RevealRule)), ("--head-init", get_args(HeadInit))],
+)
+def test_a_flag_names_its_choices(flag: str, choices: tuple[str, ...]) -> None:
+    message = mrp("train", "head", *TRAIN, flag, "another", fails=True)
+    assert f"for '{flag}'" in message
+    assert all(f"'{choice}'" in message for choice in choices)
 
 
 def test_a_backbone_has_no_flags_of_a_head() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from commands import RUNNER, command, mrp
 from conftest import ROOT, TINY
 from helpers import SHA, in_hub_cache, same_tensors
@@ -351,3 +352,10 @@ def test_what_is_missing_on_a_machine_is_named(
     )
     assert message in mrp(*arguments.replace("TINY", embedded_checkpoint()).split(), fails=True)
     assert not (no_network / "run").exists()
+
+
+@pytest.mark.parametrize("device", ["mps", "mps:0", None])
+def test_an_apple_gpu_has_no_float64(device: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mrp_trainer.loading.default_device", lambda: torch.device("mps"))
+    with pytest.raises(ValueError, match=r"dtype is float64, which an Apple GPU \(mps\) has not"):
+        load_model(embedded_checkpoint(), "float64", device)

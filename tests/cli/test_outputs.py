@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import mrp
+from commands import leaves, mrp
 from helpers import word_model
 from mrp_trainer.data.tasks import training_lines
 from mrp_trainer.outputs import LISTING, OwnFolder, report_full_disk, write_output
@@ -77,7 +77,36 @@ FILES: dict[str, tuple[str, Arguments]] = {
             *("--max-new-tokens", "8", "--output", output),
         ],
     ),
+    "heads": ("HEADS.md", lambda files, output: ["--output", output]),
 }
+CARD_OF_DATA = "decode --card"
+REFUSING: dict[str, tuple[str, Arguments]] = {
+    **FILES,
+    CARD_OF_DATA: (
+        "README.md",
+        lambda files, output: [
+            *("--model", files["full"], "--data", files["chats"], "--limit", "1"),
+            *("--output", str(Path(output).parents[1] / "decoded.jsonl"), "--card", output),
+        ],
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def hub_without_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mrp_trainer.publish.collection.published_heads", lambda **_: [])
+
+
+def test_every_command_that_writes_is_tried() -> None:
+    """Those below have a row in `REFUSING`; `train` has tests of its own."""
+    writing = set()
+    for path, parser in leaves():
+        names = {parameter.name for parameter in parser.params}
+        for flag in ("output", "card", "output_dir"):
+            if flag in names:
+                suffix = " --card" if flag == "card" else ""
+                writing.add(" ".join(path) + suffix)
+    assert writing == {*REFUSING, "train head", "train backbone"}
 
 
 def user_file(path: Path) -> None:
@@ -138,17 +167,17 @@ REFUSED = [
 @pytest.mark.parametrize(
     "kind", [*REFUSED, file_above, read_only_above], ids=lambda kind: kind.__name__
 )
-@pytest.mark.parametrize("command", FILES)
+@pytest.mark.parametrize("command", REFUSING)
 def test_a_file_is_not_written_over_what_is_there(
     command: str, kind: Any, files: dict[str, str], tmp_path: Path
 ) -> None:
     """It says so in one line, and everything stays as it was."""
-    name, arguments = FILES[command]
+    name, arguments = REFUSING[command]
     path = tmp_path / "out" / name
     path.parent.mkdir()
     kind(path)
     before = tree(tmp_path)
-    said = mrp(command, *arguments(files, str(path)), fails=True)
+    said = mrp(command.split()[0], *arguments(files, str(path)), fails=True)
     assert "Error: " in said
     assert str(path.parent) in said.replace("\n", "")
     assert tree(tmp_path) == before
@@ -173,7 +202,7 @@ def test_a_file_of_the_command_itself(command: str, files: dict[str, str], tmp_p
     assert len(before) == 5, "nothing else is left behind"
     mrp(command, *arguments(files, str(path)), fails=command == "decode")
     assert tree(tmp_path) == before
-    if command in ("tasks", "card", "show"):
+    if command in ("tasks", "card", "show", "heads"):
         path.write_text(MINE)
         mrp(command, *arguments(files, str(path)), "--overwrite")
         assert tree(tmp_path) == before

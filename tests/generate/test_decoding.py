@@ -188,3 +188,19 @@ def test_a_streamed_draft_goes_from_what_was_sent_to_the_end_of_its_block(
     random_model.generate(prompt, max_new_tokens=7, streamer=stream, decoding="sequential")
     assert set(stream.reached) == {8, 12}
     assert stream.reached == sorted(stream.reached)
+
+
+def test_criteria_see_what_a_row_that_they_ended_has_said(random_model: MRPForCausalLM) -> None:
+    """Its last token and padding behind it, where the rows' next tokens were decoded in one step,
+    too."""
+    seen: list[list[list[int]]] = []
+
+    def end_the_first(ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        seen.append(ids.tolist())
+        return torch.tensor([True, False])
+
+    prompts = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
+    options: dict[str, Any] = {"max_new_tokens": 8, "denoising_steps": 1, "pad_token_id": 0}
+    text = random_model.generate(prompts, stopping_criteria=[end_the_first], **options).tolist()
+    assert text[0][5:] == [0] * 7
+    assert seen == [[row[:length] for row in text] for length in range(5, 13)]

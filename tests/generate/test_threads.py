@@ -1,5 +1,6 @@
 """Eight threads over all that is kept between calls: each gets what it gets alone."""
 
+import ast
 import copy
 import threading
 import warnings
@@ -9,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import ROOT
 from helpers import LIVELY, generate, random_ids
 from tape import tapes
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from modeling_mrp import MRPForCausalLM
+from modeling_mrp.constraints import languages
 from modeling_mrp.kernels import dispatch
 from modeling_mrp.kernels.dispatch import Dispatch, Kernel, failed_kernels
 from modeling_mrp.networks import graphs
@@ -201,3 +204,50 @@ def test_options_of_calls_and_of_the_model() -> None:
     alone = [generate(model, prompts(n), **given[n]) for n in range(CALLS)]
     same_texts(in_threads(lambda n: generate(model, prompts(n), **given[n])), alone)
     assert model.generation_config.to_dict() == before
+
+
+def test_texts_of_languages() -> None:
+    """More than are kept, so that they leave and come back meanwhile."""
+    for name in ("llguidance", "outlines_core"):
+        pytest.importorskip(name)
+    from tests.languages import EOS, letters_tokenizer
+
+    model, tokenizer = make_model(3), letters_tokenizer()
+    options = {"max_new_tokens": 12, "eos_token_id": EOS, "tokenizer": tokenizer}
+
+    def decode(n: int) -> Any:
+        length = n % (languages._KEPT_AUTOMATA + 2) + 1
+        return generate(model, prompts(n), regex=f"[a-c]{{{length}}}", seed=n, **OPTIONS | options)
+
+    alone = [decode(n) for n in range(CALLS)]
+    same_texts(in_threads(decode), alone)
+
+
+# What modules keep between calls, and the test above that has it in eight threads; None: filled by
+# imports, or one entry at a time with values that follow from their keys alone.
+KEPT: dict[str, Any] = {
+    "model/loading.py _SHARED_MODELS": test_a_stock_model_gets_one_head,
+    "model/families/sdar.py FAMILIES": None,
+    "rules/reveal.py RULES": None,
+    "networks/inspection.py _SETTINGS_READERS": None,
+    "networks/inspection.py _DECISIONS": test_options_of_calls_and_of_the_model,
+    "networks/graphs.py _KEPT": test_graphs_and_their_cache,
+    "networks/graphs.py _IN_USE": test_a_cache_serves_one_call_at_a_time,
+    "kernels/dispatch.py _failed": test_first_uses_of_kernels,
+    "kernels/dispatch.py _checked": test_first_uses_of_kernels,
+    "constraints/languages.py _OF_TOKENIZERS": test_texts_of_languages,
+}
+EMPTY = {"{}", "[]", "set()", "dict()", "OrderedDict()", "defaultdict()"}
+
+
+def test_all_that_is_kept_between_calls_is_tried_in_threads() -> None:
+    package = ROOT / "modeling_mrp"
+    kept = set()
+    for path in package.rglob("*.py"):
+        for statement in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(statement, ast.AnnAssign | ast.Assign) and statement.value:
+                value = ast.unparse(statement.value)
+                if value in EMPTY or value.startswith("weakref."):
+                    target = getattr(statement, "target", None) or statement.targets[0]  # type: ignore[union-attr]
+                    kept.add(f"{path.relative_to(package)} {ast.unparse(target)}")
+    assert kept == {*KEPT}

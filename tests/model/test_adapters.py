@@ -112,6 +112,14 @@ def test_an_adapter_of_a_tied_weight_changes_one_of_both(
     close(MRPForCausalLM.from_pretrained(tmp_path / "merged")(PROMPT).logits, logits)
 
 
+def test_an_adapter_of_a_weight_that_is_not_tied_copies_nothing() -> None:
+    plain = make_model()
+    weight = plain.lm_head.weight
+    config = LoraConfig(target_modules=["lm_head"], r=2)
+    model: Any = get_peft_model(plain, config, autocast_adapter_dtype=False)
+    assert model.base_model.model.lm_head.base_layer.weight is weight
+
+
 def test_the_commands_load_an_adapter_with_its_base(
     saved: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -140,6 +140,16 @@ def test_rotary_frequencies_are_not_rounded_by_a_cast(dtype: torch.dtype, tmp_pa
     assert not torch.equal(expected(ids, position_ids=positions).logits, logits)
 
 
+def test_rotary_frequencies_of_the_meta_device_are_computed_where_memory_is_given() -> None:
+    """No checkpoint holds them."""
+    model = make_model()
+    empty = make_model().to("meta").to_empty(device="cpu")
+    expected = dict(model.model.rotary_emb.named_buffers())
+    assert expected
+    for name, buffer in empty.model.rotary_emb.named_buffers():
+        assert torch.equal(buffer, expected[name].to(buffer.dtype)), name
+
+
 def test_a_head_turns_no_more_of_its_heads_than_the_backbone_does() -> None:
     """Rotations of 4 of 8 numbers, pairs (0, 2) and (1, 3), become those of pairs (0, 4) and (1,
     5); 2, 3, 6 and 7 stay."""

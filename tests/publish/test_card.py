@@ -124,6 +124,18 @@ def test_custom_generate_names_a_repository(folder: Path, name: str, repository:
     assert pushed.count('custom_generate="me/mine"') == pushed.count("custom_generate=") == 1
 
 
+def test_only_models_that_transformers_knows_are_offered_to_custom_generate(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Other families have no stock model to decode with."""
+    shutil.copytree(folder, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text()) | {"family": "llada2_moe"}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    text = str(render_card(tmp_path / "model", "full", "org/some-model"))
+    assert "A LLaDA2" in text
+    assert "custom_generate" not in text
+
+
 @pytest.mark.parametrize("kind", ["head", "adapter"])
 def test_cards_of_heads_and_adapters_name_their_base(tmp_path: Path, kind: str) -> None:
     model = make_model()

@@ -88,6 +88,18 @@ def test_weights_without_a_state_are_no_checkpoint(state: str | None, tmp_path: 
     assert checkpoints(tmp_path / "run") == []
 
 
+@pytest.mark.parametrize("steps", [2, 3])
+def test_a_run_that_is_done_makes_no_further_step(steps: int, tmp_path: Path) -> None:
+    """Taken up in the middle of an epoch, or at its end, three steps."""
+    saving(tmp_path, max_steps=steps, objective="mrp").train()
+    again = saving(tmp_path, max_steps=steps, objective="mrp")
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == steps
+    stored = load_file(tmp_path / f"checkpoint-{steps}" / "model.safetensors")
+    weights = again.model.state_dict()
+    assert all(torch.equal(weights[name], weight) for name, weight in stored.items())
+
+
 # Two steps an epoch, seven in all, so that runs are taken up in the middle of an epoch; lines of
 # the log over three steps.
 KILLED = {
