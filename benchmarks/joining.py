@@ -1,17 +1,22 @@
 """Compare the texts of requests that join and leave batches with those of `generate` alone.
 
     python -m benchmarks.joining --requests 3000
+    python -m benchmarks.joining --requests 600 --seed 10 --output benchmarks/results/joining.jsonl
 
 Random models in float64; requests of all kinds (targets, drafts, refinements, sampled by seed,
-penalised, with stop strings and criteria) come in random order while others are decoded, some are
-cancelled, and each model's manager decodes 1 to 16 at once. Each text that was not cancelled has to
-be that of `generate` for its prompt alone, with its steps. Prints a line of counts; the exit status
-is 1 if a text differs.
+penalised, with stop strings and criteria, with prompts that are computed in parts) come in random
+order while others are decoded, some are cancelled, and each model's manager decodes 1 to 16 at
+once. Each text that was not cancelled has to be that of `generate` for its prompt alone, with its
+steps. Prints a line for each that is not, and one of counts; the exit status is 1 if a text
+differs. Each 60 requests are of another model, by seed: those from `--seed` on. With `--output` a
+header and the lines are appended to a file.
 """
 
 import random
 import time
-from typing import Any
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, TextIO
 
 import torch
 from transformers.generation import ContinuousBatchingConfig
@@ -20,16 +25,20 @@ from modeling_mrp.generate.request import RequestOutput
 from tests.batching_cases import random_request
 from tests.random_cases import make_model
 
-from .common import deciding, emit, parser_of
+from .common import emit, header, parser_of
 
 _OF_MODEL = 60  # requests of one model
 
 
-def differing(seed: int, count: int) -> tuple[int, int]:
-    """Ask one model for `count` texts; return how many were compared, and how many differ."""
+def differing(seed: int, count: int, file: TextIO | None) -> tuple[int, int]:
+    """Ask one model for `count` texts; return how many were compared, and how many differ, which
+    `file` gets a line of."""
     rng = random.Random(seed)
     model = make_model(seed, block_size=rng.choice((4, 8)))
-    limits = ContinuousBatchingConfig(max_requests_per_batch=rng.choice((1, 2, 5, 16)))
+    limits = ContinuousBatchingConfig(
+        max_requests_per_batch=rng.choice((1, 2, 5, 16)),
+        max_batch_tokens=rng.choice((8, 40, None)),
+    )
     manager = model.init_continuous_batching(continuous_batching_config=limits)
     manager.start()
     cases: dict[str, tuple[list[int], dict[str, Any]]] = {}
@@ -58,7 +67,7 @@ def differing(seed: int, count: int) -> tuple[int, int]:
         same = prompt + output.generated_tokens == alone.sequences[0].tolist()
         if not same or output.reveal_step != alone.reveal_step[0].tolist():
             wrong += 1
-            emit({"seed": seed, "prompt": prompt, "options": repr(options)})
+            emit({"seed": seed, "prompt": prompt, "options": repr(options)}, file)
     return compared, wrong
 
 
@@ -66,26 +75,31 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command; return 1 if a text differs."""
     parser = parser_of("joining", __doc__ or "")
     parser.add_argument("--requests", type=int, default=3000)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the first model")
+    parser.add_argument("--output", type=Path, help="a file that is appended to")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     begun = time.monotonic()
     compared = wrong = 0
-    for index in range(-(-options.requests // _OF_MODEL)):
-        count = min(_OF_MODEL, options.requests - index * _OF_MODEL)
-        texts, differ = differing(options.seed + index, count)
-        compared += texts
-        wrong += differ
-    emit(
-        {
-            "benchmark": "joining",
-            "deciding": deciding(),
+    with ExitStack() as files:
+        file = None
+        if options.output is not None:
+            first = header("joining", options)
+            file = files.enter_context(options.output.open("a"))
+            emit(first, file)
+        for index in range(-(-options.requests // _OF_MODEL)):
+            count = min(_OF_MODEL, options.requests - index * _OF_MODEL)
+            texts, differ = differing(options.seed + index, count, file)
+            compared += texts
+            wrong += differ
+        line = {
             "requests": options.requests,
             "compared": compared,
             "differ": wrong,
+            "seed": options.seed,
             "seconds": round(time.monotonic() - begun),
         }
-    )
+        emit(line, file)
     return int(wrong > 0)
 
 

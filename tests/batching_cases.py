@@ -14,6 +14,8 @@ MODES: list[dict[str, Any]] = [
         for draft in DRAFTING
         for target, states in (("static", 4), ("dynamic", 4), ("sequential", 3), ("credit", 3))
     ),
+    {"decoding": "mrp_spec", "target": "sequential", "num_draft_states": "auto"},
+    {"decoding": "mrp_spec", "target": "sequential", "prompt_lookup_num_tokens": 4},
     {"decoding": "mrp_direct", "mrp_steps": 2},
     {"decoding": "mrp_remask", "confidence_threshold": 0.05},
 ]
@@ -25,6 +27,7 @@ SAMPLING: list[dict[str, Any]] = [
     {"do_sample": True, "temperature": 0.7, "top_k": 5},
     {"repetition_penalty": 1.4},
     {"no_repeat_ngram_size": 2},
+    {"bad_words_ids": [[7], [9, 9]]},
 ]
 SWAYS = Sways(0.3)
 

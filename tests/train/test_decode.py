@@ -34,6 +34,15 @@ def records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def test_a_text_that_cannot_be_decoded_ends_the_command(prompts: Path, tmp_path: Path) -> None:
+    """With what was made before kept, and the file not written."""
+    arguments = ["decode", "--model", str(TINY), "--data", str(prompts), "--device", "cpu"]
+    arguments += ["--set", f"suppress_tokens={list(range(1280))}", "--max-new-tokens", "16"]
+    told = mrp(*arguments, "--output", str(tmp_path / "o.jsonl"), fails=True)
+    assert "the text of prompt 0: it has no token with a finite score" in " ".join(told.split())
+    assert not (tmp_path / "o.jsonl").exists()
+
+
 def test_any_target_drawn_and_published(prompts: Path, tmp_path: Path) -> None:
     """A batch has the same texts whatever the batches before it; the card names what made them, and
     no folder."""

@@ -19,7 +19,7 @@ from mrp_trainer.evaluate.decoded import NEW_TOKENS
 from mrp_trainer.heads import with_new_head
 from mrp_trainer.outputs import LISTING
 from mrp_trainer.train.arguments import MRPTrainingArguments
-from mrp_trainer.train.decode import decode
+from mrp_trainer.train.decode import ModelDecoder, decode
 from mrp_trainer.train.inputs import digest, encoder_of
 from mrp_trainer.train.objectives import HeadObjective
 from mrp_trainer.train.optimizer import MuonAdamW
@@ -475,10 +475,10 @@ def short(decoded: dict[str, str], path: Path, **others: Any) -> DecodeOptions:
 def decode_as(rank: int, options: DecodeOptions) -> None:
     """One of two processes, of which each makes one batch, and the first tells of the file."""
     with mock.patch.object(
-        MRPForCausalLM, "generate", autospec=True, side_effect=MRPForCausalLM.generate
+        ModelDecoder, "batches", autospec=True, side_effect=ModelDecoder.batches
     ) as made:
         assert (decode(options) is None) == (rank > 0)
-    assert made.call_count == 1
+    assert len(made.call_args.args[1]) == 1
 
 
 def test_a_head_trains_on_decoded_texts_among_chats(
@@ -532,16 +532,18 @@ def test_what_is_there_is_kept_and_the_rest_is_made(
     """Of calls that were stopped behind a batch the one with the same prompts and options is taken
     up, whatever the checkpoint is called, by two processes, of which each makes its own; a file
     that is done is refused."""
-    whole, part, generate = (
-        tmp_path / "whole.jsonl",
-        tmp_path / "whole.jsonl.part",
-        MRPForCausalLM.generate,
-    )
+    whole, part = tmp_path / "whole.jsonl", tmp_path / "whole.jsonl.part"
+    batches = ModelDecoder.batches
+
+    def interrupted(*arguments: Any) -> Any:
+        for begin, lines in batches(*arguments):
+            if begin == 0:
+                yield begin, lines
+                break
+        raise KeyboardInterrupt
+
     for change in ({}, {"max_new_tokens": 16}, {"limit": 4}):
-        outcomes = mock.Mock(side_effect=[None, KeyboardInterrupt])
-        once = mock.patch.object(
-            MRPForCausalLM, "generate", lambda *a, o=outcomes, **k: o() or generate(*a, **k)
-        )
+        once = mock.patch.object(ModelDecoder, "batches", interrupted)
         with once, pytest.raises(KeyboardInterrupt):
             decode(short(decoded, whole, **change))
     first = sorted(part.glob("*-0.jsonl"))

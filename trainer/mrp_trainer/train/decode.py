@@ -10,7 +10,7 @@ with text alone (`endpoint.py`), and the lines are chats.
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from hashlib import sha256
 from itertools import islice
@@ -19,13 +19,15 @@ from typing import Any, Protocol
 
 import torch
 from accelerate import PartialState
-from torch import Tensor
 from tqdm.auto import tqdm
+from transformers.generation import ContinuousBatchingConfig
+
+from modeling_mrp.generate.batching import ContinuousBatchingManager
+from modeling_mrp.generate.request import RequestOutput
 
 from ..data.records import FieldError
 from ..data.sources import Source, checked, open_source
 from ..evaluate.command import check_setting
-from ..evaluate.decoded import pad_left, padding_id
 from ..evaluate.options import generate_options
 from ..loading import load_model, tokenizer_of
 from ..outputs import OwnFolder, check_output
@@ -55,8 +57,9 @@ class TextMaker(Protocol):
         """The prompts, as JSON holds them."""
         ...
 
-    def lines(self, begin: int, count: int) -> list[str]:
-        """Make the JSON lines of `count` prompts from `begin` on."""
+    def batches(self, begins: Sequence[int], count: int) -> Iterator[tuple[int, list[str]]]:
+        """Make the JSON lines of batches of `count` prompts (the last may have fewer), each from a
+        prompt of `begins` on; yield it with its lines, in any order."""
         ...
 
     def note(self, lines: Sequence[str]) -> str:
@@ -104,14 +107,15 @@ def decode(options: DecodeOptions) -> str | None:
         batches[begin] = folder.path / f"{key}-{begin}.jsonl"
         names += [f"{key}-{begin}.jsonl", f"{key}-{begin}.partial"]
     folder.claim(*names)
-    for begin, batch in tqdm(
-        list(batches.items())[state.process_index :: state.num_processes], "decoding"
-    ):
-        if not batch.exists():
-            partial = batch.with_suffix(".partial")
-            batch_lines = maker.lines(begin, options.batch_size)
-            partial.write_text("".join(f"{line}\n" for line in batch_lines))
-            partial.replace(batch)
+    missing = []
+    for begin in list(batches)[state.process_index :: state.num_processes]:
+        if not batches[begin].exists():
+            missing.append(begin)
+    made = maker.batches(missing, options.batch_size)
+    for begin, batch_lines in tqdm(made, "decoding", total=len(missing)):
+        partial = batches[begin].with_suffix(".partial")
+        partial.write_text("".join(f"{line}\n" for line in batch_lines))
+        partial.replace(batches[begin])
     state.wait_for_everyone()
     if not state.is_main_process:
         return None
@@ -137,9 +141,9 @@ def _check_free(path: Path) -> None:
 
 
 class ModelDecoder:
-    """A model that decodes here, on `device`; see `TextMaker`. Drawn texts of a batch have the
-    seeds s, s + 1 and so on, where s is the option `seed` (by default 0) plus the number of prompts
-    before the batch."""
+    """A model that decodes here, on `device`; see `TextMaker`. A prompt joins those that decode as
+    the text of another ends, of whatever batch. Drawn texts have the seeds s, s + 1 and so on by
+    prompt, where s is the option `seed`, by default 0."""
 
     def __init__(self, options: DecodeOptions, source: Source, device: str) -> None:
         tokenizer = tokenizer_of(options)
@@ -157,7 +161,6 @@ class ModelDecoder:
         self.longest = config.max_position_embeddings - options.max_new_tokens
         self.prompts = [ids for _, ids in islice(checked(source, self.prompt), options.limit)]
         self.model: Any = model
-        self.pad_token_id = padding_id(tokenizer)
         self.options = {
             "do_sample": False,
             "max_new_tokens": options.max_new_tokens,
@@ -185,13 +188,60 @@ class ModelDecoder:
             raise FieldError(None, f"its prompt has {len(ids)} tokens, and {fitting}")
         return ids
 
-    def lines(self, begin: int, count: int) -> list[str]:
-        """See `TextMaker`."""
-        inputs = pad_left(self.prompts[begin : begin + count], self.pad_token_id)
-        options = dict(self.options)
-        if options["do_sample"]:
-            options["seed"] = options.get("seed", 0) + begin
-        return _decoded_lines(self.model, inputs, self.decoded_by, **options)
+    def batches(self, begins: Sequence[int], count: int) -> Iterator[tuple[int, list[str]]]:
+        """See `TextMaker`; `ValueError` if a text cannot be decoded."""
+        limits = ContinuousBatchingConfig(max_requests_per_batch=count)
+        manager = self.model.init_continuous_batching(continuous_batching_config=limits)
+        indices: list[int] = []
+        missing = {}
+        for begin in begins:
+            members = range(begin, min(begin + count, len(self.prompts)))
+            indices += members
+            missing[begin] = len(members)
+        lines: dict[int, str] = {}
+        manager.start()
+        try:
+            for output in self._results(manager, indices, count):
+                index = int(output.request_id)
+                if output.error is not None:
+                    raise ValueError(f"the text of prompt {index}: {output.error}")
+                lines[index] = self._line(output)
+                begin = index // count * count
+                missing[begin] -= 1
+                if not missing[begin]:
+                    members = range(begin, min(begin + count, len(self.prompts)))
+                    yield begin, [lines.pop(member) for member in members]
+        finally:
+            manager.stop(hard_stop=True)
+
+    def _results(
+        self, manager: ContinuousBatchingManager, indices: Sequence[int], waiting: int
+    ) -> Iterator[RequestOutput]:
+        """Ask for the texts of prompts, of which `waiting` wait at most; yield results as they
+        come."""
+        asked = ended = 0
+        while ended < len(indices):
+            while asked < len(indices) and manager.waiting < waiting:
+                index = indices[asked]
+                options = dict(self.options)
+                if options["do_sample"]:
+                    options["seed"] = options.get("seed", 0) + index
+                manager.add_request(self.prompts[index], str(index), **options)
+                asked += 1
+            output = manager.get_result()
+            if output is None:
+                raise RuntimeError("decoding has ended") from manager.fatal_error
+            ended += 1
+            yield output
+
+    def _line(self, output: RequestOutput) -> str:
+        """Write a text as a line that training reads."""
+        line = {
+            "ids": output.prompt_ids + output.generated_tokens,
+            "response_start": len(output.prompt_ids),
+            "reveal_step": output.reveal_step,
+        }
+        return json.dumps({**line, "decoded_by": self.decoded_by})
 
     def note(self, lines: Sequence[str]) -> str:
         """See `TextMaker`."""
@@ -199,27 +249,3 @@ class ModelDecoder:
         return (
             f", {cut} of them without an end (of these training takes whole blocks)" if cut else ""
         )
-
-
-def _decoded_lines(
-    model: Any, inputs: dict[str, Tensor], decoded_by: Mapping[str, Any], **options: Any
-) -> list[str]:
-    """Decode padded prompts, `inputs` [rows, length] long; return a JSON line that training reads
-    for each prompt."""
-    tensors = {name: value.to(model.device) for name, value in inputs.items()}
-    with torch.inference_mode():
-        out = model.generate(**tensors, return_dict_in_generate=True, **options)
-    lines = []
-    width = inputs["input_ids"].shape[1]
-    lengths = inputs["attention_mask"].sum(1)
-    for ids, real, steps in zip(
-        out.sequences.tolist(), lengths.tolist(), out.reveal_step.tolist(), strict=True
-    ):
-        length = sum(step >= 0 for step in steps)
-        line = {
-            "ids": ids[width - real : width + length],
-            "response_start": real,
-            "reveal_step": steps[:length],
-        }
-        lines.append(json.dumps({**line, "decoded_by": decoded_by}))
-    return lines

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Any
@@ -47,9 +47,14 @@ class EndpointDecoder:
         }
         self.fingerprint = {**self.decoded_by, "endpoint": self.endpoint}
 
-    def lines(self, begin: int, count: int) -> list[str]:
+    def batches(self, begins: Sequence[int], count: int) -> Iterator[tuple[int, list[str]]]:
         """See `TextMaker`."""
-        chats = self.chats[begin : begin + count]
+        for begin in begins:
+            yield begin, self._lines(self.chats[begin : begin + count], count)
+
+    def _lines(self, chats: Sequence[Chat], count: int) -> list[str]:
+        """Ask for the answers of chats, `count` at once; return the lines of those that were not
+        cut."""
         with (
             network_errors(f"the server at {self.endpoint}", "repeat the command"),
             ThreadPoolExecutor(count) as threads,
