@@ -6,7 +6,8 @@ differed.
 The registry is `tests/capabilities.py`, a case `tests/pairs.py`: each pair comes once, in an order
 of the seed, before any comes again. Cases are functions of the seed and their number: `--first N
 --cases 1` repeats one. The result, `--output`, has the seed, the count of cases of each pair, those
-that were refused as they have to be, and every mismatch.
+that were refused as they have to be, and every mismatch. `--add` goes on from an earlier result
+behind its last case.
 """
 
 import json
@@ -80,6 +81,21 @@ def summary_of(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def added(earlier: dict[str, Any], summary: dict[str, Any]) -> dict[str, Any]:
+    """Add what an earlier result counted to a summary; `ValueError` if its cases are of another
+    seed or registry."""
+    for name, now in (("seed", summary["options"]["seed"]), ("registry", summary["registry"])):
+        then = earlier["options"]["seed"] if name == "seed" else earlier["registry"]
+        if then != now:
+            raise ValueError(f"{name} was {then} and is {now}: begin again, without --add")
+    pairs = Counter(earlier["cases_by_pair"])
+    pairs.update(summary["cases_by_pair"])
+    together = {"pairs": len(pairs), "cases_by_pair": dict(sorted(pairs.items()))}
+    for name in ("cases", "tokens", "refused", "mismatches", "seconds", "runs"):
+        together[name] = earlier[name] + summary[name]
+    return {**summary, **together}
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return 1 if a case differed."""
     parser = parser_of("pairs", __doc__)
@@ -90,12 +106,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--minutes", type=float, default=float("inf"), help="begin no more cases after this time"
     )
+    parser.add_argument("--add", type=Path, help="an earlier result, behind whose cases to begin")
     parser.add_argument("--output", type=Path, default=RESULTS / "pairs.json")
     options = parser.parse_args(arguments)
     os.environ.setdefault("TRITON_INTERPRET", "1")
     from tests.capabilities import REGISTRY
     from tests.pairs import pairs_of
 
+    earlier = json.loads(options.add.read_text()) if options.add else None
+    if earlier:
+        options.first = earlier["runs"][-1]["first"] + earlier["runs"][-1]["cases"]
     begin = time.monotonic()
     lines: list[dict[str, Any]] = []
     head = header("pairs", options) | {
@@ -113,12 +133,16 @@ def main(arguments: list[str] | None = None) -> int:
                 if "error" in line:
                     print(json.dumps(line), flush=True)
             summary = {**head, **summary_of(lines), "seconds": round(time.monotonic() - begin)}
+            run = {"commit": head["commit"], "first": options.first, "cases": len(lines)}
+            summary["runs"] = [run]
+            if earlier:
+                summary = added(earlier, summary)
             options.output.write_text(json.dumps(summary, indent=0) + "\n")
             if time.monotonic() - begin > 60 * options.minutes:
                 break
     print(
-        f"{len(lines)} cases of {summary['pairs']} pairs, {len(summary['mismatches'])} mismatches: "
-        f"{options.output}"
+        f"{summary['cases']} cases of {summary['pairs']} pairs, "
+        f"{len(summary['mismatches'])} mismatches: {options.output}"
     )
     return int(bool(summary["mismatches"]))
 

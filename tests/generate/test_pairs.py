@@ -8,6 +8,7 @@ import pytest
 import torch
 from faults import Stale
 
+from benchmarks.pairs import added, summary_of
 from modeling_mrp.generate import generation
 from modeling_mrp.generate.options import MRPGenerationConfig
 from modeling_mrp.generate.output import Streams
@@ -112,3 +113,24 @@ def test_faults_are_found(
 
     with pytest.raises((AssertionError, ValueError, AttributeError, RuntimeError, TypeError)):
         until_found()
+
+
+def test_results_add_up() -> None:
+    """Of runs whose cases follow each other, and of one seed and registry alone."""
+    lines = []
+    for number in range(5):
+        pair = ["a", "bc"[number % 2]]
+        lines.append({"case": number, "pair": pair, "refused": number == 1, "tokens": number})
+    lines[3]["error"] = "ValueError: x"
+
+    def result(first: int, end: int) -> dict[str, Any]:
+        run = {"commit": "c", "first": first, "cases": end - first}
+        head = {"options": {"seed": 1}, "registry": 3, "seconds": 2, "runs": [run]}
+        return {**head, **summary_of(lines[first:end])}
+
+    together = added(result(0, 3), result(3, 5))
+    runs = [{"commit": "c", "first": 0, "cases": 3}, {"commit": "c", "first": 3, "cases": 2}]
+    assert together == {**result(0, 5), "seconds": 4, "runs": runs}
+    for other in ({"registry": 4}, {"options": {"seed": 2}}):
+        with pytest.raises(ValueError, match=r"and is .*: begin again, without --add"):
+            added(result(0, 3), result(3, 5) | other)
