@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 CHECKED := rules cache fuzz golden_traces imports bundle
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo picture check mutants test test-extras peers test-serving versions resolve fresh heads long lint walkthrough docs dist clean
+.PHONY: demo picture check mutants test test-gpu test-extras peers test-serving versions resolve fresh heads long lint walkthrough docs dist clean
 
 # The main job in one step: the picture, in decode.svg, and the table of README.
 demo: $(VENV)/.demo
@@ -23,6 +23,12 @@ check: $(VENV)/.dev
 
 test: $(VENV)/.dev
 	$(PYTEST) --ignore=tests/kernels/test_compiled.py
+
+# What a machine with a GPU runs: kernels, recordings, layers and training, in ten minutes; without one, their stand-ins.
+GPU_TESTS := tests/kernels tests/networks tests/train/test_objectives.py
+
+test-gpu: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 0 -m gpu --ignore=tests/kernels/test_compiled.py $(GPU_TESTS)
 
 # Small faults put into the engine one at a time: which tests find them, in tests/mutants.json. Half an hour on one core; ONLY=...
 # tries those whose file or text it names.

@@ -1,12 +1,15 @@
 """Stand-ins for devices, in a CPU's memory: two that refuse each other's tensors, over which a
-model is spread, and one that lacks what Apple's MPS lacks."""
+model is spread, one that lacks what Apple's MPS lacks, and one that counts copies for which the
+host waits."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 import torchgen
 import yaml
@@ -15,6 +18,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
+
+from modeling_mrp.networks import uploads
+from tests.tape import waits
 
 FIRST, SECOND = "lazy:0", "lazy:1"  # of a kind for which this build of torch has no kernels
 SMALL = "lazy:0"
@@ -169,6 +175,10 @@ class _SmallOperations(TorchDispatchMode):
         return out
 
 
+# What reads numbers on the host without dispatching a copy.
+_READS = (Tensor.tolist, Tensor.numpy)
+
+
 class _Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run(func, args, kwargs or {})
@@ -176,15 +186,97 @@ class _Operations(TorchDispatchMode):
 
 class _Literals(TorchFunctionMode):
     """A mode for `torch.tensor` and `new_tensor`, which fill memory without dispatching an
-    operation."""
+    operation, and for `tolist`, which reads it so."""
+
+    def __init__(self, copies: "Copies | None" = None) -> None:
+        super().__init__()
+        self.copies = copies
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func is torch.tensor and (device := kwargs.pop("device", None)) is not None:
             return func(*args, **kwargs).to(device)
+        if self.copies is not None and func in _READS and isinstance(args[0], Placed):
+            self.copies.reads += 1
         if func is Tensor.new_tensor and isinstance(args[0], Placed):
             return torch.tensor(args[1], dtype=args[0].dtype).to(args[0].device)
         return func(*args, **kwargs)
+
+
+class Copies(TorchDispatchMode):
+    """A mode that counts copies between the host and `SMALL`.
+
+    Attributes:
+        uploads: Copies to the device from pinned memory, for which nobody waits.
+        reads: Copies to the host, each of which waits for all work before it.
+        waits: Names of operations that make the host wait besides: copies to the device from other
+            memory, and operations whose size depends on numbers.
+        pinned: Memory that counts as pinned.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.uploads = 0
+        self.reads = 0
+        self.waits: list[str] = []
+        self.pinned: dict[int, Tensor] = {}
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        """Stand for `Tensor.pin_memory`."""
+        copy = tensor.clone()
+        self.pinned[copy.untyped_storage().data_ptr()] = copy
+        return copy
+
+    def reset(self) -> None:
+        """Count from zero."""
+        self.uploads = 0
+        self.reads = 0
+        self.waits = []
+
+    def _count(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        name = func._schema.name.removeprefix("aten::")
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        here = [tensor for tensor in tensors if isinstance(tensor, Placed)]
+        source = tensors[-1] if tensors else None
+        if name in ("_to_copy", "copy_") and source is not None:
+            target = kwargs.get("device", tensors[0].device)
+            goes_there = target is not None and torch.device(target).type != "cpu"
+            if goes_there and not isinstance(source, Placed):
+                place = source.untyped_storage().data_ptr()
+                asynchronous = kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2)
+                if asynchronous and place in self.pinned:
+                    self.uploads += 1
+                else:
+                    self.waits.append(name)
+            elif not goes_there and isinstance(source, Placed):
+                self.reads += 1
+        elif here and (waits(name, args) or len(here) < len([t for t in tensors if t.dim()])):
+            self.waits.append(name)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._count(func, args, kwargs or {})
+        return _run(func, args, kwargs or {})
+
+
+def _autocast_enabled(device_type: str | None = None) -> bool:
+    """Stand for `torch.is_autocast_enabled`, which refuses devices that it does not know."""
+    if device_type is not None and device_type == torch.device(SMALL).type:
+        return False
+    return _AUTOCAST(device_type) if device_type is not None else _AUTOCAST()
+
+
+_AUTOCAST = torch.is_autocast_enabled
+_KNOWN = mock.patch.object(torch, "is_autocast_enabled", _autocast_enabled)
+
+
+@contextmanager
+def counted_copies(patch: pytest.MonkeyPatch) -> Iterator[Copies]:
+    """Let tensors be on `SMALL`, and count the copies there and back."""
+    copies = Copies()
+    patch.setattr(uploads, "pin", copies.pin)
+    patch.setattr(uploads, "PINNED_ON", {torch.device(SMALL).type})
+    with _KNOWN, copies, _Literals(copies), torch.no_grad():
+        yield copies
 
 
 @contextmanager
@@ -198,7 +290,7 @@ def two_devices() -> Iterator[None]:
 def small_device() -> Iterator[_SmallOperations]:
     """Let tensors be on `SMALL`, which has no float64, no pinned memory, no operation that torch
     lacks on MPS, and scatters only what is contiguous."""
-    with _SmallOperations() as operations, _Literals():
+    with _KNOWN, _SmallOperations() as operations, _Literals():
         yield operations
 
 

@@ -79,7 +79,8 @@ def older_than(release: str) -> bool:
 
 def generate(model: MRPForCausalLM, prompts: Sequence[list[int]], **options: Any) -> Any:
     """Decode left-padded prompts; return the whole output of `generate`."""
-    return model.generate(**left_padded(prompts), return_dict_in_generate=True, **options)
+    inputs = {name: tensor.to(model.device) for name, tensor in left_padded(prompts).items()}
+    return model.generate(**inputs, return_dict_in_generate=True, **options)
 
 
 _TABLES = (

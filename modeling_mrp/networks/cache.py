@@ -6,12 +6,14 @@ from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from ..model.loading import device_of
 from .inspection import PassingReference, weight_versions
+from .uploads import upload_all
 
 # Where shapes have to stay the same, attention reads the texts' slots rounded up to a power of two,
 # at least this one.
@@ -166,14 +168,9 @@ class BlockCache(Cache):
     def move(self, layers: range, moves: Sequence[tuple[int, int, int]], length: int) -> None:
         """Copy `length` slots of a row, from `source` on to `target` on, in some layers, for each
         `(row, source, target)`."""
-        row, source, target = torch.tensor(moves).unbind(1)
-        offsets = torch.arange(length)
-        source = source[:, None] + offsets
-        target = target[:, None] + offsets
+        row, source, target = np.array(moves, np.int64).T
+        offsets = np.arange(length)
         for buffer in self._layer_views(layers):
-            rows = row[:, None].to(buffer.device, non_blocking=True)
-            sources = source.to(buffer.device, non_blocking=True)
-            targets = target.to(buffer.device, non_blocking=True)
             # A number of a narrow type costs as much to index as a wide one; other devices may lack
             # such writes of int64.
             if (
@@ -181,7 +178,13 @@ class BlockCache(Cache):
                 and buffer.shape[-1] * buffer.element_size() % 8 == 0
             ):
                 buffer = buffer.view(torch.int64)
-            buffer[rows, targets] = buffer[rows, sources]
+            first = row * buffer.shape[1]
+            places = []
+            for begin in (first + source, first + target):
+                places.append((begin[:, None] + offsets).ravel())
+            sources, targets = upload_all(places, buffer.device)
+            slots = buffer.flatten(0, 1)
+            slots[targets] = slots[sources]
 
     def blank(self, layers: range, row: int, begin: int = 0, end: int | None = None) -> None:
         """Zero slots of a row, all by default, in some layers: attention multiplies masked slots by
@@ -191,11 +194,12 @@ class BlockCache(Cache):
 
     def swap(self, pairs: Sequence[tuple[int, int]], used: int) -> None:
         """Exchange the first `used` slots of pairs of rows, with their kept hidden states."""
-        firsts, seconds = torch.tensor(pairs).unbind(1)
-        targets = torch.cat([firsts, seconds])
-        sources = torch.cat([seconds, firsts])
+        firsts, seconds = np.array(pairs, np.int64).T
+        targets = np.concatenate([firsts, seconds])
+        sources = np.concatenate([seconds, firsts])
         for buffer in self._held_parts(used):
-            buffer[targets.to(buffer.device)] = buffer[sources.to(buffer.device)]
+            places = upload_all([targets, sources], buffer.device)
+            buffer[places[0]] = buffer[places[1]]
 
     @contextmanager
     def exchanging(self) -> Iterator[None]:

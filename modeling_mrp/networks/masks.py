@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..rules.constraint import TokenSet
+from .uploads import upload
 
 # Sets on the device: of 150,000 tokens, 75 MB.
 _MASKS_ON_DEVICE = 512
@@ -31,7 +32,7 @@ class TokenMasks:
         indices = self._indices_of(members, logits)
         assert self._table is not None
         allowed = torch.ones_like(logits, dtype=torch.bool)
-        allowed[torch.tensor(rows, device=logits.device)] = self._table[indices]
+        allowed[upload(rows, logits.device)] = self._table[indices]
         return logits.masked_fill(~allowed, -torch.inf)
 
     def _indices_of(self, sets: Sequence[TokenSet], logits: Tensor) -> Tensor:
@@ -47,4 +48,4 @@ class TokenMasks:
             added = torch.stack([torch.from_numpy(token_set.is_member()) for token_set in new])
             added = added.to(logits.device)
             self._table = added if self._table is None else torch.cat([self._table, added])
-        return torch.tensor([self._index[token_set] for token_set in sets], device=logits.device)
+        return upload([self._index[token_set] for token_set in sets], logits.device)

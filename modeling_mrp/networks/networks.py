@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,6 +28,7 @@ from .inspection import decide, fingerprint
 from .layers import pack, plan_layers
 from .picker import Picker
 from .sampler import Hidden, Sampler, gather_blocks
+from .uploads import host_copy, upload, upload_all
 
 # Prompt tokens per prefill forward, at most, in whole blocks.
 PREFILL_CHUNK = 2048
@@ -187,7 +189,7 @@ class Networks:
         with self.cache.of_rows(first, len(rows)):
             for begin, end, ids, positions, mask in self._chunks(rows, start, last):
                 hidden = self.cache.hidden[first : first + len(rows), begin:end]
-                cached_lengths = torch.tensor([row.held for row in rows], device=hidden.device)
+                cached_lengths = upload([row.held for row in rows], hidden.device)
                 is_cached = torch.arange(begin, end, device=hidden.device) < cached_lengths[:, None]
                 self.model.residual(
                     ids, torch.where(is_cached[..., None], hidden, 0), positions, mask, self.cache
@@ -201,9 +203,8 @@ class Networks:
     def _chunks(self, rows: Sequence[Row], begin: int, length: int) -> Iterator[Chunk]:
         """Yield the inputs of each forward over the rows' texts from `begin` to `length`; see
         `prefill_chunks`."""
-        texts = torch.tensor(
-            [(row.text + [self.mask_id] * length)[:length] for row in rows], device=self.device
-        )
+        ids = [(row.text + [self.mask_id] * length)[:length] for row in rows]
+        texts = upload(np.array(ids).ravel(), self.device).view(len(rows), length)
         return prefill_chunks(
             self.cache, texts, begin, max(1, PREFILL_CHUNK // self.block) * self.block, self.block
         )
@@ -303,14 +304,15 @@ class Networks:
             assert self._scored is not None
             cached_hidden = self.cache.hidden
             width = len(self._scored) // len(rows)
-            row_indices, source, target = torch.tensor(moves, device=cached_hidden.device).unbind(1)
-            states = row_indices * width + (source - self.cache.begin) // self.block
-            columns = target[:, None] + torch.arange(
-                self._scored.shape[1], device=cached_hidden.device
-            )
-            cached_hidden[row_indices[:, None], columns] = self._scored[states.to(self.device)].to(
-                cached_hidden.device
-            )
+            row, source, target = np.array(moves, np.int64).T
+            scored = self._scored.flatten(0, 1)
+            columns = np.arange(self._scored.shape[1])
+            first = (row * width + (source - self.cache.begin) // self.block) * len(columns)
+            sources = (first[:, None] + columns).ravel()
+            targets = ((row * cached_hidden.shape[1] + target)[:, None] + columns).ravel()
+            places = upload_all([sources, targets], self.device)
+            values = scored[places[0]].to(cached_hidden.device)
+            cached_hidden.flatten(0, 1)[places[1].to(cached_hidden.device)] = values
 
     def _network(
         self, packed: Packed, cached_lengths: Sequence[int], hidden: Tensor | None = None
@@ -346,7 +348,7 @@ class Networks:
         numbers.extend(starts)
         numbers.extend(parents)
         numbers.extend(cached_lengths)
-        table = torch.frombuffer(numbers, dtype=torch.long)
+        table = host_copy(np.frombuffer(numbers, np.int64), self.device)
         begin = self.cache.begin
         sees_all = width == 1 and min(cached_lengths) == begin and self.recorded is None
         forward = partial(self._packed, rows, width, begin, sees_all)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.generation import LogitsProcessor, LogitsProcessorList
@@ -31,6 +32,7 @@ from ..rules.constraint import TokenSet
 from ..rules.draft import noise_key
 from ..rules.state import Row, State
 from .masks import TokenMasks
+from .uploads import upload, upload_all
 
 # Kinds of truncation, and whether each always keeps the n likeliest tokens for some n; if so, it
 # needs only the k logits that a top-k before it leaves.
@@ -67,14 +69,11 @@ class Spots:
 
     def keys(self) -> Tensor:
         """Compute the noise keys of the positions, [n] long."""
-        table = [
-            (row.seed, state.start + column, state.masks)
-            for row, state in self.states
-            for column in state.free
-        ]
-        keys: Tensor = noise_key(
-            *torch.tensor(table, dtype=torch.long).view(-1, 3).to(self.device).unbind(1)
-        )
+        numbers: list[int] = []
+        for row, state in self.states:
+            for column in state.free:
+                numbers += (row.seed, state.start + column, state.masks)
+        keys: Tensor = noise_key(*upload(numbers, self.device).view(-1, 3).unbind(1))
         return keys
 
     def no_eos(self) -> Tensor | None:
@@ -86,7 +85,7 @@ class Spots:
             for row, state in self.states
             for column in state.free
         ]
-        return torch.tensor(early, device=self.device)
+        return upload(early, self.device).bool()
 
     def allowed(self) -> list[TokenSet | None]:
         """List the tokens that rows' constraints allow at the positions, None for all; empty if no
@@ -267,17 +266,16 @@ class Picker:
             if self.bans:
                 for token in self.bans.barred(ids, position, self.mask_token_id):
                     barred.append((index, token))
-        indices, tokens = torch.tensor(barred, dtype=torch.long).view(-1, 2).unbind(1)
+        indices, tokens = np.array(barred, np.int64).reshape(-1, 2).T
 
         def shape(logits: Tensor, chunk: slice) -> Tensor:
             if self.processors:
                 logits = self._process(upcast(logits), contexts[chunk])
             if len(indices):
                 in_chunk = (indices >= chunk.start) & (indices < chunk.stop)
-                logits[
-                    (indices[in_chunk] - chunk.start).to(logits.device),
-                    tokens[in_chunk].to(logits.device),
-                ] = -torch.inf
+                vectors = [indices[in_chunk] - chunk.start, tokens[in_chunk]]
+                places = upload_all(vectors, logits.device)
+                logits[places[0], places[1]] = -torch.inf
             if allowed:
                 logits = self.masks.bar(logits, allowed[chunk])
             return self.unembedding.barred(logits, None if no_eos is None else no_eos[chunk])
@@ -290,10 +288,9 @@ class Picker:
         for row, context in enumerate(contexts):
             lengths.setdefault(len(context), []).append(row)
         for rows in lengths.values():
-            selected = torch.tensor(rows, device=logits.device)
-            ids = torch.tensor(
-                [contexts[row] for row in rows], dtype=torch.long, device=logits.device
-            )
+            selected = upload(rows, logits.device)
+            numbers = np.array([contexts[row] for row in rows], np.int64)
+            ids = upload(numbers.ravel(), logits.device).view(numbers.shape)
             processed = logits[selected]
             for processor in self.processors or ():
                 processed = check_scores(processor, processor(ids, processed), processed)

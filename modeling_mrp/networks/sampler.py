@@ -16,6 +16,7 @@ from torch import Tensor
 from ..rules.draft import Node
 from ..rules.state import Row, Scores, State
 from .picker import Picker, Picks, Spots, token_logits
+from .uploads import upload, upload_all
 
 # Hidden states of one block: a tensor [n, block, hidden_size], and the block's index in n.
 Hidden = tuple[Tensor, int]
@@ -214,9 +215,7 @@ class Sampler:
                 pairs.append((index * self.block + column, token[column]))
         indices, tokens = np.array(pairs, np.int64).T.copy()
         _, hidden_states = self.gather(indices, hidden)
-        numbers = compute(
-            hidden_states, torch.from_numpy(tokens).to(self.device, non_blocking=True)
-        )
+        numbers = compute(hidden_states, upload(tokens, self.device))
         rows: list[list[float]] = spread_columns(
             numbers, indices, len(queries), self.block
         ).tolist()
@@ -226,9 +225,33 @@ class Sampler:
 def gather_columns(
     device: torch.device, columns: np.ndarray, *several: Sequence[Hidden]
 ) -> list[Tensor]:
-    """See `Gather`."""
-    index = torch.from_numpy(columns).to(device, non_blocking=True)
-    return [index, *(gather_blocks(blocks).flatten(0, 1)[index] for blocks in several)]
+    """See `Gather`; all indices go to the device in one copy."""
+    vectors = [columns]
+    pieces: list[list[tuple[Tensor, bool]]] = []
+    for blocks in several:
+        block = blocks[0][0].shape[1]
+        owners = np.array([id(holder) for holder, _ in blocks])[columns // block]
+        indices = np.array([index for _, index in blocks], np.int64)[columns // block]
+        positions = indices * block + columns % block
+        holders = {id(holder): holder for holder, _ in blocks}
+        pieces.append([])
+        for key, holder in holders.items():
+            chosen = np.flatnonzero(owners == key)
+            whole = len(chosen) == len(columns)
+            pieces[-1].append((holder.flatten(0, 1), whole))
+            vectors += [positions[chosen]] if whole else [positions[chosen], chosen]
+    on_device = iter(upload_all(vectors, device))
+    gathered = [next(on_device)]
+    for parts in pieces:
+        out = parts[0][0].new_empty(0 if parts[0][1] else len(columns), parts[0][0].shape[1])
+        for values, whole in parts:
+            found = values[next(on_device).to(values.device)]
+            if whole:
+                out = found
+            else:
+                out[next(on_device).to(out.device)] = found.to(out.device)
+        gathered.append(out)
+    return gathered
 
 
 def gather_blocks(hidden: Sequence[Hidden]) -> Tensor:
@@ -240,15 +263,17 @@ def gather_blocks(hidden: Sequence[Hidden]) -> Tensor:
     if len(tensors) == 1:
         if indices == list(range(len(first))):
             return first
-        return first[torch.tensor(indices, device=first.device)]
+        return first[upload(indices, first.device)]
+    vectors = []
+    for key in tensors:
+        targets = [target for target, (holder, _) in enumerate(hidden) if id(holder) == key]
+        vectors += [np.array(targets), np.array(indices)[targets]]
+    on_device = iter(upload_all(vectors, first.device))
     out = first.new_empty(len(hidden), *first.shape[1:])
-    for key, tensor in tensors.items():
-        pairs = []
-        for target, (holder, index) in enumerate(hidden):
-            if id(holder) == key:
-                pairs.append((target, index))
-        targets, sources = torch.tensor(pairs, device=tensor.device).unbind(1)
-        out[targets.to(out.device)] = tensor[sources].to(out.device)
+    for tensor in tensors.values():
+        targets_here = next(on_device)
+        sources = next(on_device).to(tensor.device)
+        out[targets_here] = tensor[sources].to(out.device)
     return out
 
 

@@ -13,6 +13,7 @@ from modeling_mrp.kernels.pick import PICK, Unembedding
 from modeling_mrp.rules.draft import noise_key
 
 pytestmark = [
+    pytest.mark.gpu,
     pytest.mark.skipif(triton is None, reason="needs triton"),
     # numpy's, of infinities, where a kernel is interpreted
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),

@@ -24,6 +24,7 @@ from modeling_mrp.networks.cache import BlockCache
 from tests.random_cases import make_model
 
 pytestmark = [
+    pytest.mark.gpu,
     pytest.mark.skipif(triton is None, reason="needs triton"),
     # numpy's, of infinities, where a kernel is interpreted
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
@@ -31,9 +32,6 @@ pytestmark = [
 ]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-interpreted = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="kernels on CPU tensors need triton's interpreter"
-)
 
 
 def alike(got: Tensor, wanted: Tensor) -> None:
@@ -207,23 +205,28 @@ def test_attention(case: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatc
     close(got.double(), in_float64(query, key, value, mask), atol)
 
 
-@interpreted
 @pytest.mark.parametrize(
     ("rows", "strides"), [(1, (0, 0, 1 << 30, 1)), (3, (1 << 30, 0, 16, 1))], ids=["slots", "rows"]
 )
 def test_places_beyond_the_reach_of_32_bits(
     rows: int, strides: tuple[int, ...], tmp_path: Path
 ) -> None:
-    """Keys of one row, or of three, 2^30 numbers apart, in a file of 8 GB that takes no room but
-    for what is touched."""
-    scored = torch.randn(rows, 1, 3, 16, generator=torch.Generator().manual_seed(1))
-    sparse = torch.from_file(str(tmp_path / "sparse"), shared=True, size=(2 << 30) + 48)
+    """Keys of one row, or of three, 2^30 numbers apart: on a CPU in a file of 8 GB that takes no
+    room but for what is touched."""
+    scored = torch.randn(rows, 1, 3, 16, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    size = (2 << 30) + 48
+    if DEVICE == "cuda":
+        if torch.cuda.mem_get_info()[0] < 6 * size:
+            pytest.skip("12 GiB of memory are needed")
+        torch.use_deterministic_algorithms(False)  # which would fill all of it
+        sparse = torch.empty(size, device=DEVICE)
+    else:
+        sparse = torch.from_file(str(tmp_path / "sparse"), shared=True, size=size)
     key = sparse.as_strided((rows, 1, 3, 16), strides)
     key.copy_(scored)
-    query, mask = (
-        torch.ones(rows, 1, 1, 16),
-        RoundMask(torch.tensor([2] * rows), torch.tensor([[-1]] * rows), 1),
-    )
+    query = torch.ones(rows, 1, 1, 16, device=DEVICE)
+    committed = torch.tensor([2] * rows, device=DEVICE)
+    mask = RoundMask(committed, torch.tensor([[-1]] * rows, device=DEVICE), 1)
     close(
         round_attention(query, key, key, mask, 0.25),
         round_attention_ref(query, scored, scored, mask, 0.25),

@@ -23,6 +23,7 @@ from modeling_mrp.networks.layers import pack, packed_weight, plan_layers
 from tests.random_cases import make_model
 
 pytestmark = [
+    pytest.mark.gpu,
     pytest.mark.skipif(triton is None, reason="needs triton"),
     # numpy's, of infinities, where a kernel is interpreted
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),

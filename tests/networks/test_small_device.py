@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
-from transformers.utils.generic import maybe_autocast
 
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.generate.option_table import DECODINGS, DRAFTING, PUBLISHED, REMASK_RULES, TARGETS
@@ -30,12 +29,6 @@ from modeling_mrp.kernels.pick import gumbel_noise
 from modeling_mrp.networks.picker import Picker, Spots
 from modeling_mrp.rules.draft import gumbel, noise_key
 from tests.random_cases import MASK, make_model
-
-try:
-    with maybe_autocast(device_type=SMALL.split(":")[0], enabled=False):
-        pass
-except RuntimeError:  # transformers 5.17
-    pytest.skip("autocast is asked for a device that torch does not know", allow_module_level=True)
 
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {},

@@ -137,8 +137,9 @@ def test_files_from_generate_to_a_kernel(
 
     monkeypatch.setattr(Decoder, "round", traced)
     random_model.generate(ids, **options)
-    # what is looked at of a model's modules is one file, for cache, layers and recordings
-    assert len(whole) <= 29, sorted(whole)
+    # what is looked at of a model's modules is one file, for cache, layers and recordings; another
+    # one has copies to the device, which all make through pinned memory
+    assert len(whole) <= 30, sorted(whole)
     # the backbone has a file of its own, as each family has one; so have the sampler, which a
     # serving engine's runner shares, and how much is drafted at what cost
-    assert len(one) <= 15, sorted(one)
+    assert len(one) <= 16, sorted(one)

@@ -127,7 +127,7 @@ class _Stopwatch:
 
 
 @contextmanager
-def _call(
+def call_of(
     model: MRPForCausalLM, inputs: dict[str, Tensor], **options: Any
 ) -> Iterator[tuple[Mode, Networks, list[Row]]]:
     """Set up a call of `generate` with `options`; give its mode, networks and rows."""
@@ -137,7 +137,8 @@ def _call(
     for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True):
         prompts.append(ids[mask.bool()])
     mode = config.mode(model.config.block_size, len(prompts))
-    rows = laid_out(prompts, None, TOKENS, config, 0, model.config, None)
+    limit = options["max_new_tokens"]
+    rows = laid_out(prompts, None, limit, config, 0, model.config, None)
     for row in rows:
         row.counts = Counts(mode.width, mode.drafting is not None)
     weight = model.lm_head.weight
@@ -159,7 +160,7 @@ def _call(
 def time_host(model: MRPForCausalLM, inputs: dict[str, Tensor], **options: Any) -> float:
     """Time what the host decides in a round of `generate`, in seconds: drafts, acceptance and what
     is written. `options` are those of `generate`."""
-    with _call(model, inputs, **options) as (mode, networks, rows):
+    with call_of(model, inputs, **options) as (mode, networks, rows):
         watch = _Stopwatch(networks)
         amount = draft_amount(mode, networks.picker, model.config, None)
         decoder = Decoder(mode, cast(Networks, watch), amount)
@@ -191,7 +192,7 @@ def measure_costs(
     for states in state_counts:
         width = min(states, WIDTHS[-1])
         some = {name: tensor[:1].expand(states // width, -1) for name, tensor in inputs.items()}
-        with _call(model, some, **mode, num_draft_states=WIDTHS[-1]) as (_, networks, rows):
+        with call_of(model, some, **mode, num_draft_states=WIDTHS[-1]) as (_, networks, rows):
             scores = networks.prefill(rows, [0] * len(rows))
             forwards = (
                 partial(_score, networks, rows, width),

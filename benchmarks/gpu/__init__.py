@@ -1,0 +1,1 @@
+"""The parts of `python -m benchmarks.gpu_session`: what is checked and timed on a GPU."""
