@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from .versions import tested_versions
 
 if TYPE_CHECKING:
+    from .generate.decide import MRPDecideOutput as MRPDecideOutput
     from .generate.options import MRPGenerationConfig as MRPGenerationConfig
     from .generate.output import MRPGenerateOutput as MRPGenerateOutput
     from .generate.score import MRPScoreOutput as MRPScoreOutput
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 _HOMES = {
+    "MRPDecideOutput": "generate.decide",
     "MRPGenerateOutput": "generate.output",
     "MRPGenerationConfig": "generate.options",
     "MRPScoreOutput": "generate.score",
@@ -28,6 +30,7 @@ _HOMES = {
 __all__ = [
     "BlockCache",
     "MRPConfig",
+    "MRPDecideOutput",
     "MRPForCausalLM",
     "MRPGenerateOutput",
     "MRPGenerationConfig",

@@ -39,6 +39,7 @@ READING = [
     "generate.option_table",
     "generate.options",
     "generate.score",
+    "generate.decide",
     "generate.output",
     "model",
     "rules.state",

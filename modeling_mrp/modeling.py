@@ -12,6 +12,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
+from .generate.decide import MRPDecidingMixin
 from .generate.generation import MRPGenerationMixin, logger
 from .generate.options import MRPGenerationConfig, check_rows
 from .generate.score import MRPScoringMixin
@@ -37,7 +38,7 @@ class _LateClass:
         return MRPGenerationConfig
 
 
-class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
+class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPDecidingMixin, MRPGenerationMixin):
     """A block-diffusion language model with an optional MRP head.
 
     A token attends to all tokens of earlier blocks and of its own block; a masked position predicts
@@ -165,7 +166,8 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
                 learned tokens; transformers' Trainer passes the number of all accumulation steps.
                 If it is above 0, a batch without learned tokens has loss 0, since others of the
                 step have some.
-            use_cache, logits_to_keep, kwargs: As in transformers.
+            logits_to_keep: As in transformers; chosen positions must hold masks.
+            use_cache, kwargs: As in transformers.
 
         Returns:
             Logits [batch, kept, vocab]; with `labels`, the loss; with `output_hidden_states=True`,
@@ -223,6 +225,9 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         skip_check = (
             input_ids is None or self.training or input_ids.is_meta or torch.compiler.is_compiling()
         )
+        if not skip_check and isinstance(logits_to_keep, Tensor):
+            assert input_ids is not None
+            self._check_kept(input_ids[:, logits_to_keep])
         # lm-eval's log-likelihood tasks ask for them
         if not skip_check and not (input_ids == self.config.mask_token_id).any():
             logger.warning_once(
@@ -262,6 +267,20 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
             attentions=outputs.attentions,
             **{CACHE_NAME: getattr(outputs, CACHE_NAME)},
         )
+
+    def _check_kept(self, ids: Tensor) -> None:
+        """Refuse to give logits of chosen positions that hold tokens, `ids`, and no mask.
+
+        transformers' pipeline for decisions, which `/v1/systemone` of its server calls, too, reads
+        those of the last token as what comes next.
+        """
+        if not (ids == self.config.mask_token_id).any():
+            raise ValueError(
+                "logits_to_keep chooses positions that hold tokens, as pipeline('decision') does, "
+                "and a position predicts its own token, not the next one: call "
+                "model.decide(input_ids, questions=..., tokenizer=...), or put the mask, id "
+                f"{self.config.mask_token_id}, where a token is to be predicted"
+            )
 
     def _block_causal(
         self,

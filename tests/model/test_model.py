@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import BLOCK, close, random_ids
+from helpers import BLOCK, MASK, close, random_ids
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.masking_utils import eager_mask
@@ -88,6 +88,7 @@ def test_what_a_forward_gives(random_model: MRPForCausalLM) -> None:
     """Logits of some positions, and hidden states of which the last are h_A; of weights that are
     nowhere, shapes."""
     ids = random_ids(4, 2, 9)
+    ids[:, 7] = MASK
     out = random_model(ids, output_hidden_states=True)
     close(random_model(ids, logits_to_keep=3).logits, out.logits[:, 6:])
     close(random_model(ids, logits_to_keep=torch.tensor([7, 1])).logits, out.logits[:, [7, 1]])

@@ -402,3 +402,9 @@ def test_options_that_cannot_be_served() -> None:
     assert "--set blok: generate has no such option" in mrp(
         "serve", str(TINY), "--set", "blok=3", fails=True
     )
+
+
+def test_decisions_are_refused_by_name(server: Served) -> None:
+    status, content, _ = server.post("/v1/systemone", b"{}")
+    assert status == 501
+    assert "model.decide" in str(content)

@@ -631,6 +631,12 @@ def application(
     async def complete(request: Request) -> Response:
         return await answered(CompletionRequest, request)
 
+    @app.post("/v1/systemone", dependencies=with_key)
+    async def decide() -> Response:
+        raise HTTPException(
+            501, "decisions are not served: call model.decide in Python, or ask for `choices`"
+        )
+
     @app.get("/v1/models", dependencies=with_key)
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [service.listed.model_dump()]}

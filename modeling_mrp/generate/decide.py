@@ -1,0 +1,387 @@
+"""Typed answers: the places of a form are masks, and what stands there is one of some labels, whose
+probabilities one forward gives exactly.
+
+A form is text that follows a prompt. The tokens of its block that are known are shown, on both
+sides of a place; all places of the block are masks. A label of one token has its probability at
+that state. A label of several is revealed from left to right: the state behind each beginning of a
+label is scored beside the others, in the same forward.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from string import Formatter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kernels.pick import Unembedding
+from ..model.diffusion import taken_from
+from ..model.loading import weights_on_device
+from ..networks.inspection import check_weights
+from .options import MRPGenerationConfig, check_ids, check_rows
+
+# States of a row in a forward: those of the numbers of three digits are 111.
+_STATES_OF_FORM = 256
+
+
+class Place(NamedTuple):
+    """A place of a form.
+
+    Attributes:
+        name: The question that is answered there.
+        start: Index of its first token in the form.
+        values: The answers.
+        labels: By answer, its tokens, equally many.
+    """
+
+    name: str
+    start: int
+    values: list[Any]
+    labels: list[tuple[int, ...]]
+
+    @property
+    def end(self) -> int:
+        """One past the index of its last token."""
+        return self.start + len(self.labels[0])
+
+
+class Form(NamedTuple):
+    """A form as tokens.
+
+    Attributes:
+        ids: With masks at places.
+        places: From left to right.
+    """
+
+    ids: list[int]
+    places: list[Place]
+
+
+@dataclass(frozen=True)
+class MRPDecideOutput:
+    """The output of `decide`.
+
+    Attributes:
+        answers: By row, the likeliest answer to each question: a str, an int or a bool.
+        probabilities: By row and question, the probability of each answer among the answers.
+        mass: By row and question, the probability that the model gives to all answers together.
+        forwards: Forwards of the whole batch.
+    """
+
+    answers: list[dict[str, Any]]
+    probabilities: list[dict[str, dict[Any, float]]]
+    mass: list[dict[str, float]]
+    forwards: int
+
+
+def answers_of(name: str, question: Any) -> tuple[list[Any], list[str]]:
+    """List the answers that a question may have, and how they are written."""
+    if question is bool:
+        return [True, False], ["yes", "no"]
+    values = list(question) if isinstance(question, Iterable) else []
+    is_text = isinstance(question, list | tuple) and all(isinstance(text, str) for text in values)
+    if isinstance(question, str) or not (is_text or isinstance(question, range)):
+        raise ValueError(
+            f"questions has {question!r} for {name!r}: give a list of texts, bool for yes or no, "
+            "or a range of numbers, such as range(10) for a digit"
+        )
+    if len(set(values)) != len(values) or not values or "" in values:
+        raise ValueError(f"questions has {question!r} for {name!r}: give texts, all different")
+    return values, [str(value) for value in values]
+
+
+def read_form(
+    form: str, questions: Mapping[str, Any], tokenizer: Any, mask_id: int, eos: Sequence[int]
+) -> Form:
+    """Tokenise a form. A space before a place belongs to its answers, as tokenizers have it; what
+    all answers begin with is shown; answers of different lengths end with the eos.
+
+    Raises:
+        ValueError: for a place without a question or the reverse, and for answers that cannot be
+            told apart by tokens at one place.
+    """
+
+    def encoded(text: str) -> list[int]:
+        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+        return ids
+
+    parts = list(Formatter().parse(form))
+    names = [name for _, name, _, _ in parts if name is not None]
+    if sorted(names) != sorted(questions) or not names:
+        raise ValueError(
+            f"form has places for {names} and questions are {list(questions)}: give each question "
+            "one place, as {name}"
+        )
+    ids: list[int] = []
+    places = []
+    for index, (literal, name, _, _) in enumerate(parts):
+        space = " " if name is not None and literal.endswith(" ") else ""
+        ids += encoded(literal.removesuffix(space) if space else literal)
+        if name is None:
+            continue
+        values, texts = answers_of(name, questions[name])
+        labels = [encoded(space + text) for text in texts]
+        if len({len(label) for label in labels}) > 1:
+            if index + 1 < len(parts) or not eos:
+                raise ValueError(
+                    f"the answers to {name!r} have from {min(map(len, labels))} to "
+                    f"{max(map(len, labels))} tokens, and text follows their place: give answers "
+                    "of equally many tokens, such as letters, or put the place last"
+                )
+            width = 1 + max(map(len, labels))
+            labels = [label + [eos[0]] * (width - len(label)) for label in labels]
+        while len(labels) > 1 and len(labels[0]) > 1 and len({label[0] for label in labels}) == 1:
+            ids.append(labels[0][0])
+            labels = [label[1:] for label in labels]
+        if len(set(map(tuple, labels))) < len(labels) or any(mask_id in label for label in labels):
+            raise ValueError(f"two answers to {name!r} have the same tokens: give others")
+        places.append(Place(name, len(ids), values, [tuple(label) for label in labels]))
+        ids += [mask_id] * len(labels[0])
+    return Form(ids, places)
+
+
+class Sheet:
+    """A row's prompt and form while places are filled in, from left to right.
+
+    Args:
+        prompt: Its ids.
+        form: The form.
+        block_size, mask_id: Of the model.
+
+    Attributes:
+        groups: Places that are answered at once, those of one block; one that lies in several
+            blocks is alone.
+    """
+
+    def __init__(self, prompt: list[int], form: Form, block_size: int, mask_id: int) -> None:
+        self.text = prompt + form.ids
+        self.block_size = block_size
+        self.mask_id = mask_id
+        self.groups: list[list[Place]] = []
+        for place in form.places:
+            moved = place._replace(start=place.start + len(prompt))
+            block = self.start_of([moved])
+            last = self.groups[-1] if self.groups else []
+            shares = bool(last) and last[-1].end <= block + block_size
+            if shares and self.start_of(last) == block and moved.end <= block + block_size:
+                last.append(moved)
+            else:
+                self.groups.append([moved])
+
+    def start_of(self, group: Sequence[Place]) -> int:
+        """Return where the first block of a group begins."""
+        return group[0].start // self.block_size * self.block_size
+
+    def blocks_of(self, group: Sequence[Place]) -> int:
+        """Return the number of blocks of a group."""
+        return (group[-1].end - 1 - self.start_of(group)) // self.block_size + 1
+
+    def states(
+        self, group: Sequence[Place], length: int
+    ) -> dict[tuple[int, tuple[int, ...]], list[int]]:
+        """Make the states at which the labels of a group are scored: by the column of a place and a
+        beginning of its labels, the ids from the group's first block on, of some length."""
+        start = self.start_of(group)
+        known = self.text[start : start + length]
+        known += [self.mask_id] * (length - len(known))
+        states = {}
+        for place in group:
+            column = place.start - start
+            for label in place.labels:
+                for count in range(len(label)):
+                    ids = list(known)
+                    ids[column : column + count] = label[:count]
+                    states[column, label[:count]] = ids
+        return states
+
+    def write(self, place: Place, label: Sequence[int]) -> None:
+        """Fill in a place."""
+        self.text[place.start : place.end] = label
+
+
+class MRPDecidingMixin:
+    """The method `decide` of an MRP model."""
+
+    @torch.no_grad()
+    def decide(
+        self: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        questions: Mapping[str, Any],
+        tokenizer: Any,
+        form: str | None = None,
+        temperature: float = 1.0,
+    ) -> MRPDecideOutput:
+        """Answer typed questions about each prompt by the probabilities of their answers.
+
+        Questions whose places are in one block are answered in one forward, each as if the others
+        were masks; later ones see the likeliest answers of earlier ones. A place that lies in two
+        blocks takes a forward of its own. No key or value is kept.
+
+        Args:
+            input_ids: [rows, length] long, the prompts.
+            attention_mask: [rows, length], 1 for real tokens, with padding on either side.
+            questions: By name, what the answer may be: a list of texts; `bool` for "yes" or "no"; a
+                `range` of numbers, as `range(10)` for one digit or `range(10, 100)` for two.
+            tokenizer: The model's.
+            form: What follows each prompt, with a place `{name}` for each question, and `{{` for a
+                brace. By default the only question's place follows the prompt.
+            temperature: Divides the logits.
+
+        Raises:
+            ValueError: for arguments that do not fit, a model in training mode, or probabilities
+                that are not numbers.
+
+        Example:
+            >>> from modeling_mrp import MRPForCausalLM
+            >>> from mrp_trainer import embedded_checkpoint
+            >>> from transformers import AutoTokenizer
+            >>> model = MRPForCausalLM.from_pretrained(embedded_checkpoint())
+            >>> tokenizer = AutoTokenizer.from_pretrained(
+            ...     embedded_checkpoint(), config=model.config
+            ... )
+            >>> task = "Bo has 5 pens. Ana gives Bo 3 more. How many pens does Bo have?"
+            >>> chat = [{"role": "user", "content": task}]
+            >>> how = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+            >>> inputs = tokenizer.apply_chat_template(chat, **how)
+            >>> form = "The pens are n.\\nn = 5 + 3 = {sum}\\n"
+            >>> out = model.decide(
+            ...     **inputs, questions={"sum": range(10)}, form=form, tokenizer=tokenizer
+            ... )
+            >>> out.answers, out.forwards
+            ([{'sum': 8}], 1)
+        """
+        config = self.config
+        if form is None:
+            if len(questions) != 1:
+                raise ValueError(
+                    f"questions are {list(questions)} without a form: pass form=..., a text that "
+                    "has a place {name} for each"
+                )
+            form = "".join(f"{{{name}}}" for name in questions)
+        if not isinstance(temperature, Real) or not 0 < temperature < float("inf"):
+            raise ValueError(f"temperature is {temperature!r}: it must be a finite number above 0")
+        if self.training:
+            raise ValueError(
+                "decide was called in training mode, with dropout: call model.eval() first"
+            )
+        generation_config: MRPGenerationConfig = self.generation_config
+        eos = generation_config.eos_ids()
+        mask_id = config.mask_token_id
+        written = read_form(form, questions, tokenizer, mask_id, eos)
+        real = check_ids(input_ids, attention_mask, config)
+        check_rows(real, len(written.ids), config.max_position_embeddings)
+        check_weights(self)
+        sheets = []
+        for ids, keep in zip(input_ids, real, strict=True):
+            prompt = ids[keep.to(ids.device)].tolist()
+            sheets.append(Sheet(prompt, written, config.block_size, mask_id))
+        output = MRPDecideOutput(
+            [{} for _ in sheets],
+            [{} for _ in sheets],
+            [{} for _ in sheets],
+            forwards=max(len(sheet.groups) for sheet in sheets),
+        )
+        with weights_on_device(self.lm_head):
+            unembedding = Unembedding(self.lm_head.weight, mask_id, float(temperature))
+            for number in range(output.forwards):
+                groups = {}
+                for index, sheet in enumerate(sheets):
+                    if number < len(sheet.groups):
+                        groups[index] = sheet.groups[number]
+                scores = _scores(self, unembedding, sheets, groups)
+                for index, group in groups.items():
+                    for place in group:
+                        _answer(output, index, sheets[index], place, scores[index])
+        return output
+
+
+# By the column of a place and the beginning of a label, log-probabilities [vocab].
+_ScoresOfStates = dict[tuple[int, tuple[int, ...]], Tensor]
+
+
+def _scores(
+    model: Any,
+    unembedding: Unembedding,
+    sheets: Sequence[Sheet],
+    groups: Mapping[int, Sequence[Place]],
+) -> dict[int, _ScoresOfStates]:
+    """Score the states of a group of some rows in one forward; return the scores by row.
+
+    A row of the forward has the text before its group, then its states side by side, each of which
+    sees that text and itself, block by block.
+    """
+    block_size = model.config.block_size
+    mask_id = model.config.mask_token_id
+    device = unembedding.weight.device
+    starts = {index: sheets[index].start_of(group) for index, group in groups.items()}
+    before = max(starts.values())
+    width = block_size * max(sheets[index].blocks_of(group) for index, group in groups.items())
+    states = {index: sheets[index].states(group, width) for index, group in groups.items()}
+    count = max(map(len, states.values()))
+    if count > _STATES_OF_FORM:
+        raise ValueError(
+            f"the answers have {count} beginnings, each a state to score, and a row may have "
+            f"{_STATES_OF_FORM}: ask for fewer digits, or generate(regex=...)"
+        )
+    texts = []
+    sources = []
+    for index, row_states in states.items():
+        start = starts[index]
+        text = sheets[index].text[:start] + [mask_id] * (before - start)
+        row_sources = []
+        for number, ((column, beginning), ids) in enumerate(row_states.items()):
+            text += ids
+            # of the hidden state that predicts the token behind the beginning
+            within = column + len(beginning) - model.model.shifted
+            row_sources.append(before + number * width + within if within >= 0 else start - 1)
+        texts.append(text + [mask_id] * (width * (count - len(row_states))))
+        sources.append(row_sources + [0] * (count - len(row_states)))
+    inputs = torch.tensor(texts, device=device)
+    start_of_row = torch.tensor(list(starts.values()), device=device)[:, None]
+    text_positions = torch.arange(before, device=device).expand(len(texts), -1)
+    state_columns = torch.arange(width, device=device).repeat(count)
+    positions = torch.cat([text_positions, start_of_row + state_columns], 1)
+    is_text = torch.zeros_like(inputs, dtype=torch.bool)
+    is_text[:, :before] = text_positions < start_of_row
+    # the state of a token; text, and what fills it up to the longest, are apart
+    owner = torch.arange(inputs.shape[1], device=device).sub(before).clamp(min=-1) // width
+    same = (owner[:, None] == owner) & ~is_text[:, :, None]
+    blocks = positions // block_size
+    mask = (is_text[:, None] | same) & (blocks[:, None] <= blocks[:, :, None])
+    hidden = model.backbone(inputs, positions, mask[:, None]).to(device)
+    taken = taken_from(hidden, torch.tensor(sources, device=device))
+    output = {}
+    for (index, row_states), row_hidden in zip(states.items(), taken, strict=True):
+        logits = unembedding.tempered(unembedding.logits(row_hidden[: len(row_states)]))
+        output[index] = dict(zip(row_states, logits.log_softmax(-1), strict=True))
+    return output
+
+
+def _answer(
+    output: MRPDecideOutput, index: int, sheet: Sheet, place: Place, scores: _ScoresOfStates
+) -> None:
+    """Answer a question of a row, and fill the answer in."""
+    column = place.start % sheet.block_size  # in the first block of its group
+    totals = []
+    for label in place.labels:
+        total = 0.0
+        for length, token in enumerate(label):
+            total += float(scores[column, label[:length]][token])
+        totals.append(total)
+    log_probs = torch.tensor(totals, dtype=torch.float64)
+    mass = log_probs.logsumexp(0)
+    if not bool(mass.isfinite()):
+        raise ValueError(
+            f"row {index}: the answers to {place.name!r} have no probability: the weights are NaN "
+            "or infinite, or the dtype overflows. Load or train them again, or load a wider dtype"
+        )
+    probabilities = (log_probs - mass).exp().tolist()
+    best = max(range(len(totals)), key=totals.__getitem__)
+    output.answers[index][place.name] = place.values[best]
+    output.probabilities[index][place.name] = dict(zip(place.values, probabilities, strict=True))
+    output.mass[index][place.name] = float(mass.exp())
+    sheet.write(place, place.labels[best])
