@@ -196,7 +196,7 @@ class Sheet:
                     states[column, label[:count]] = ids
         return states
 
-    def write(self, place: Place, label: Sequence[int]) -> None:
+    def fill(self, place: Place, label: Sequence[int]) -> None:
         """Fill in a place."""
         self.text[place.start : place.end] = label
 
@@ -384,4 +384,4 @@ def _answer(
     output.answers[index][place.name] = place.values[best]
     output.probabilities[index][place.name] = dict(zip(place.values, probabilities, strict=True))
     output.mass[index][place.name] = float(mass.exp())
-    sheet.write(place, place.labels[best])
+    sheet.fill(place, place.labels[best])
