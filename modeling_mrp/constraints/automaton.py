@@ -195,16 +195,34 @@ class TokenAutomaton:
         self._next: dict[tuple[States, int], States] = {}
         self._origins: dict[tuple[States, int, States], States] = {}
         self._any_origins: dict[tuple[States, States], States] = {}
+        self._only: dict[tuple[States, States], int | None] = {}
         self._sets: dict[tuple[States, States], PackedSet] = {}
         self._edges: dict[tuple[int, int], PackedSet] = {}
+
+    @cached_property
+    def single(self) -> list[dict[int, int | None]]:
+        """By state, the states behind it but the end, each with the token that leads to it, or None
+        if several do."""
+        by_state: list[dict[int, int | None]] = []
+        for state in range(self.end):
+            edges = self._slice(state)
+            targets, first, counts = np.unique(
+                self.target[edges], return_index=True, return_counts=True
+            )
+            tokens = self.token[edges][first].tolist()
+            singles: dict[int, int | None] = {}
+            for target, token, count in zip(targets.tolist(), tokens, counts.tolist(), strict=True):
+                singles[target] = token if count == 1 else None
+            by_state.append(singles)
+        return by_state
 
     @cached_property
     def successors(self) -> list[States]:
         """The states behind each state."""
         successors = []
-        for state in range(self.end):
+        for state, targets in enumerate(self.single):
             following = 0
-            for target in np.unique(self.target[self._slice(state)]).tolist():
+            for target in targets:
                 following |= 1 << target
             successors.append(following | bool(self.final[state]) << self.end)
         return [*successors, 1 << self.end]
@@ -286,6 +304,68 @@ class TokenAutomaton:
             self._origins[key] = origins
         return origins
 
+    def paths(self, first: States, tokens: Sequence[int | None], room: int) -> list[States]:
+        """List the states on paths that can be completed, before each of some tokens, None where
+        any may stand, and behind the last; all are empty if there is no path.
+
+        Args:
+            first: The states before the first token.
+            tokens: The tokens.
+            room: How many tokens a text may have from the first one on, an eos not counted; behind
+                them there is eos alone.
+        """
+        any_next = self._any_next
+        any_origins = self._any_origins
+        states = first
+        paths = [states]
+        for index, token in enumerate(tokens):
+            if token is None:
+                following = any_next.get(states)
+                states = self.behind(states, None) if following is None else following
+            else:
+                states = self.behind(states, token)
+            if index >= room:
+                states &= 1 << self.end
+            paths.append(states)
+        if len(tokens) <= room:
+            states &= self.ending_within(room - len(tokens))
+            paths[-1] = states
+        for index in range(len(tokens) - 1, -1, -1):
+            token = tokens[index]
+            if token is None:
+                origins = any_origins.get((paths[index], states))
+                if origins is None:
+                    origins = self.before(paths[index], None, states)
+                states = origins
+            else:
+                states = self.before(paths[index], token, states)
+            paths[index] = states
+        return paths
+
+    def only(self, states: States, targets: States) -> int | None:
+        """Return the one token that leads from some states to `targets`, the first eos where these
+        alone do; None if there are several."""
+        key = (states, targets)
+        try:
+            return self._only[key]
+        except KeyError:
+            token = self._only[key] = self._find_only(states, targets)
+            return token
+
+    def _find_only(self, states: States, targets: States) -> int | None:
+        end: States = 1 << self.end
+        single: int | None = None
+        if states & self.finals and targets & end:
+            single = self.eos[0]
+        for state in members(states & ~end):
+            tokens = self.single[state]
+            for target in members(self.successors[state] & targets & ~end):
+                token = tokens[target]
+                if token is None or single not in (None, token):
+                    return None
+                single = token
+        return single
+
     def tokens(self, states: States, targets: States) -> PackedSet:
         """Return the tokens that lead from some states to `targets`."""
         key = (states, targets)
@@ -309,8 +389,7 @@ class TokenAutomaton:
         packed = np.zeros_like(self._eos.packed)
         for edge in edges:
             packed |= edge.packed
-        ids = {edge.only for edge in edges}
-        return PackedSet(packed, self.vocab_size, ids.pop() if len(ids) == 1 else None)
+        return PackedSet(packed, self.vocab_size, self.only(states, targets))
 
     def _edge(self, state: int, target: int) -> PackedSet:
         """Return the tokens that lead from a state to another that is not the end."""
@@ -335,9 +414,10 @@ class TokenAutomaton:
 
     def forget(self) -> None:
         """Let go of what was computed for earlier states."""
-        for known in (self._any_next, self._next, self._origins, self._any_origins, self._sets):
+        for known in (self._any_next, self._next, self._origins, self._any_origins):
             known.clear()
-        self._edges.clear()
+        for kept in (self._only, self._sets, self._edges):
+            kept.clear()
 
     def _slice(self, state: int) -> slice:
         return slice(self.first[state], self.first[state + 1])

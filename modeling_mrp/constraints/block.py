@@ -56,6 +56,26 @@ class AutomatonConstraint(Constraint):
             sets.append(self.automaton.tokens(paths[index], paths[index + 1]))
         return sets
 
+    def forced(
+        self, origin: int, start: int, ids: tuple[int, ...], columns: Sequence[int]
+    ) -> dict[int, int]:
+        """See `Constraint`; no set is made."""
+        paths = self.paths(origin, start, ids)
+        if not paths[0]:
+            return {}
+        only = self.automaton.only
+        skipped = max(0, self.prompt - start)
+        tokens = {}
+        filled = list(ids)
+        for column in columns:
+            index = column - skipped
+            token = only(paths[index], paths[index + 1])
+            if token is not None:
+                tokens[column] = filled[column] = token
+        if tokens:  # the paths with them are the same
+            self._paths.setdefault((origin, start, tuple(filled)), paths)
+        return tokens
+
     def is_possible(self, origin: int, start: int, ids: tuple[int, ...]) -> bool:
         """See `Constraint`."""
         return bool(self.paths(origin, start, ids)[0])
@@ -72,19 +92,7 @@ class AutomatonConstraint(Constraint):
         return paths
 
     def _find_paths(self, origin: int, start: int, ids: tuple[int, ...]) -> list[States]:
-        automaton = self.automaton
-        end: States = 1 << automaton.end
-        known: list[int | None] = []
-        for token in ids[max(0, self.prompt - start) :]:
-            known.append(None if token == self.mask_id else token)
         position = max(start, self.prompt)
-        paths: list[States] = [1 << origin]
-        for known_token in known:
-            states = automaton.behind(paths[-1], known_token)
-            position += 1
-            paths.append(states & end if position > self.limit else states)
-        if position <= self.limit:
-            paths[-1] &= automaton.ending_within(self.limit - position)
-        for index in range(len(known) - 1, -1, -1):
-            paths[index] = automaton.before(paths[index], known[index], paths[index + 1])
-        return paths
+        mask_id = self.mask_id
+        known = [None if token == mask_id else token for token in ids[position - start :]]
+        return self.automaton.paths(1 << origin, known, self.limit - position)

@@ -161,7 +161,7 @@ class Sheet:
         self.mask_id = mask_id
         self.groups: list[list[Place]] = []
         for place in form.places:
-            moved = place._replace(start=place.start + len(prompt))
+            moved = Place(place.name, place.start + len(prompt), place.values, place.labels)
             block = self.start_of([moved])
             last = self.groups[-1] if self.groups else []
             shares = bool(last) and last[-1].end <= block + block_size

@@ -17,7 +17,7 @@ class TokenMasks:
 
     def __init__(self) -> None:
         self._index: dict[TokenSet, int] = {}
-        self._table: Tensor | None = None
+        self._table: Tensor | None = None  # grown by doubling; its first rows are in use
 
     def bar(self, logits: Tensor, sets: Sequence[TokenSet | None]) -> Tensor:
         """Return logits [n, vocab] with -inf at tokens outside each row's set; None: all are in."""
@@ -43,9 +43,17 @@ class TokenMasks:
             self._table = None
             new = list(dict.fromkeys(sets))
         if new:
+            begin = len(self._index)
             for token_set in new:
                 self._index[token_set] = len(self._index)
+            end = len(self._index)
+            if self._table is None or end > len(self._table):
+                larger = torch.zeros(
+                    max(16, 2 * end), logits.shape[1], dtype=torch.bool, device=logits.device
+                )
+                if self._table is not None:
+                    larger[:begin] = self._table[:begin]
+                self._table = larger
             added = torch.stack([torch.from_numpy(token_set.is_member()) for token_set in new])
-            added = added.to(logits.device)
-            self._table = added if self._table is None else torch.cat([self._table, added])
+            self._table[begin:end] = added.to(logits.device)
         return upload([self._index[token_set] for token_set in sets], logits.device)
