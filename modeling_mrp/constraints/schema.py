@@ -23,6 +23,7 @@ _OF_TYPE = {
     "boolean": set(),
     "null": set(),
 }
+_SCALARS = [{"type": name} for name in ("string", "number", "boolean", "null")]
 _PYTHON_TYPES: dict[str, Any] = {
     "string": str,
     "array": list,
@@ -37,8 +38,9 @@ _PYTHON_TYPES: dict[str, Any] = {
 def schema_pattern(schema: Mapping[str, Any] | str) -> str:
     """Write a regex of the values of a JSON schema (draft 2020-12), as `json.dumps` writes them.
 
-    Objects have their properties in the schema's order, and no others where it names some. What a
-    schema refers to is written out, so that a reference to itself is refused.
+    Objects have their properties in the schema's order, and no others where it names some. Where any
+    value may stand, an array or object has no other within. What a schema refers to is written out,
+    so that a reference to itself is refused.
 
     Raises:
         ImportError: without outlines-core.
@@ -90,8 +92,11 @@ class Checker:
             return {"anyOf": kinds}
         if kind is None:
             self.only(keywords, set(), path)
-            # outlines-core writes alternatives of {} without the parentheses that these get
-            return {"anyOf": [{"type": name} for name in _OF_TYPE if name != "integer"]}
+            # outlines-core writes alternatives of {} without the parentheses that these get, and of
+            # arrays and objects of any depth it takes a minute to make an automaton
+            nested = {"anyOf": _SCALARS}
+            array = {"type": "array", "items": nested}
+            return {"anyOf": [*_SCALARS, array, {"type": "object", "additionalProperties": nested}]}
         if kind not in _OF_TYPE:
             raise ValueError(f"type is {kind!r} at {path}: use one of {', '.join(_OF_TYPE)}")
         self.only(keywords, {"type", *_OF_TYPE[kind]}, path)
