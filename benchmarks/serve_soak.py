@@ -43,8 +43,8 @@ from .common import TINY, emit, load, parser_of
 PATIENCE = 600  # seconds that a client waits for an answer
 SERVED = ["--dtype", "float64", "--decoding", "mrp_spec", "--target", "sequential"]
 SERVED += ["--set", "num_draft_states=4", "--max-queue-size", "128"]
-KINDS = {"chat": 35, "stream": 25, "completion": 10, "cut": 10, "left": 5, "malformed": 10}
-KINDS |= {"slow": 3, "half_open": 2}
+KINDS = {"chat": 25, "stream": 25, "completion": 5, "cut": 15, "left": 10, "malformed": 12}
+KINDS |= {"slow": 5, "half_open": 3}
 # Fields of a request, and the options of `generate` of the same meaning.
 OPTIONS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     ({}, {"decoding": "sequential"}),
@@ -95,8 +95,8 @@ class Case:
         return self.status == 200
 
 
-def case_of(number: int, seed: int, prompts: list[str]) -> Case:
-    """Make a request, a function of the seed and its number."""
+def case_of(number: int, seed: int, prompts: list[str], tokens: int) -> Case:
+    """Make a request for texts of `tokens` at most, a function of the seed and its number."""
     draw = random.Random(f"{seed}/{number}")
     kind = draw.choices(list(KINDS), list(KINDS.values()))[0]
     if kind == "malformed":
@@ -105,7 +105,7 @@ def case_of(number: int, seed: int, prompts: list[str]) -> Case:
     options = draw.randrange(len(OPTIONS))
     chat = kind != "completion"
     asked = [draw.choice(prompts) for _ in range(1 if chat else draw.choice((1, 2, 3)))]
-    fields: dict[str, Any] = {"temperature": 0, "max_tokens": 16, **OPTIONS[options][0]}
+    fields: dict[str, Any] = {"temperature": 0, "max_tokens": tokens, **OPTIONS[options][0]}
     fields["stream"] = kind in ("stream", "cut", "slow")
     if chat:
         fields["messages"] = [{"role": "user", "content": asked[0]}]
@@ -178,9 +178,11 @@ def _streamed(reply: bytes) -> list[str]:
 
 
 class Alone:
-    """What `generate` gives for a text by itself, without drafts, each made once."""
+    """What `generate` gives for a text of `tokens` at most by itself, without drafts, each made
+    once."""
 
-    def __init__(self) -> None:
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
         model, tokenizer = load(TINY)
         self.model: Any = model.double()
         self.tokenizer: Any = tokenizer
@@ -200,7 +202,7 @@ class Alone:
             inputs = self.tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
             if seed is not None:
                 arguments = {**arguments, "seed": seed + index}
-            out = self.model.generate(**inputs, max_new_tokens=16, **arguments)
+            out = self.model.generate(**inputs, max_new_tokens=self.tokens, **arguments)
             new = out[0, inputs["input_ids"].shape[1] :]
             text = self.tokenizer.decode(new, skip_special_tokens=True)
             for stop in fields.get("stop", ()):
@@ -307,12 +309,14 @@ def figures(served: Served, turns: int) -> dict[str, Any]:
     }
 
 
-def soak(served: Served, requests: int, clients: int, seed: int) -> Iterator[dict[str, Any]]:
+def soak(
+    served: Served, requests: int, clients: int, seed: int, tokens: int
+) -> Iterator[dict[str, Any]]:
     """Ask, then compare; yield what each tenth came to, and the counts at last."""
     prompts = []
     for family in ("math", "code"):
         prompts += [problem.prompt for problem in problems(family, "heldout", 12)]
-    cases = [case_of(number, seed, prompts) for number in range(requests)]
+    cases = [case_of(number, seed, prompts, tokens) for number in range(requests)]
     resident = []
     begun = time.monotonic()
     tenth = max(1, requests // 10)
@@ -324,7 +328,7 @@ def soak(served: Served, requests: int, clients: int, seed: int) -> Iterator[dic
     seconds = time.monotonic() - begun
     served.wait_until_idle()
     counts = served.metrics()
-    alone = Alone()
+    alone = Alone(tokens)
     lost = [case for case in cases if case.status is None]
     wrong = [case for case in cases if case.status is not None and not case.expected]
     texts = differ = 0
@@ -359,6 +363,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = parser_of("serve_soak", __doc__ or "")
     parser.add_argument("--requests", type=int, default=5000)
     parser.add_argument("--clients", type=int, default=64, help="requests at a time")
+    parser.add_argument("--tokens", type=int, default=16, help="tokens of a text, at most")
     parser.add_argument("--turns", type=int, default=4, help="of the sixteen chats")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
@@ -370,7 +375,8 @@ def main(arguments: list[str] | None = None) -> int:
             if not options.requests:
                 emit(figures(served, options.turns))
                 return 0
-            for line in soak(served, options.requests, options.clients, options.seed):
+            arguments = options.requests, options.clients, options.seed, options.tokens
+            for line in soak(served, *arguments):
                 emit(line)
         finally:
             served.process.terminate()
