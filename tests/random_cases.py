@@ -238,6 +238,7 @@ def random_drafting(rng: random.Random, block: int) -> dict[str, Any]:
         "draft_shortlist": rng.choice((0, 0, 1, 9, 99)),
         "prompt_lookup_num_tokens": rng.choice((0, 0, 1, 5, 20)),
         "max_matching_ngram_size": rng.choice((1, 2, 3)),
+        "draft_next_block": rng.random() < 0.5,
     }
 
 

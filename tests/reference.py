@@ -21,7 +21,7 @@ from modeling_mrp import MRPForCausalLM
 from modeling_mrp.generate.option_table import OPTIONS
 from modeling_mrp.generate.options import MRPGenerationConfig
 from modeling_mrp.kernels.pick import gumbel_noise
-from modeling_mrp.rules.draft import noise_key
+from modeling_mrp.rules.draft import PREVIEW, noise_key
 from modeling_mrp.rules.reveal import RevealRule
 from tests.reference_rules import Step, chosen_by
 
@@ -38,6 +38,7 @@ DEFAULTS: dict[str, Any] = {
     },
     **{
         "num_draft_states": 4,
+        "draft_next_block": False,
         "draft_branches": 3,
         "draft_shortlist": 0,
         "seed": 0,
@@ -181,6 +182,8 @@ class Row:
         self.known: dict[State, Said] = {}
         # by state and id of a source: source, head's predictions
         self.read: dict[tuple[State, int], tuple[Said, Said]] = {}
+        # the next block's first state behind an unfinished one, and the predictions there
+        self.preview: tuple[State, Said] | None = None
         self.steps = self.row_forwards = self.row_head_forwards = self.drafted = self.accepted = 0
         self.head_read = 0  # number of positions whose keys and values the head has
         self.asked = len(prompt)  # number of positions that the criterion has seen
@@ -232,8 +235,8 @@ class Row:
     def candidates(self, state: State) -> list[int]:
         """List masked positions before the eos that ends the text, whatever the limit on new
         tokens."""
-        end = self.end(state) or len(state)
-        return [i for i in self.masked(state) if i < end]
+        end, begin = self.end(state) or len(state), len(state) - self.block
+        return [i for i in self.masked(state) if begin <= i < end]
 
     def whole(self, state: State) -> bool:
         """Tell if every position before the row's end is revealed."""
@@ -578,14 +581,25 @@ class Row:
         ways to a state add up."""
         nodes: list[Node] = [(own, source, False)]
         waiting: dict[State, tuple[float, Node]] = {}
+        ahead = self.previewed(own)
+        if ahead is not None:
+            waiting[ahead] = PREVIEW, (ahead, None, True)
         chance = 1.0
         while len(nodes) < size:
             state, told, behind = nodes[-1]
-            if not self.masked(state):
+            if state == ahead:
+                pass
+            elif not self.masked(state):
                 if len(state) == len(own) and self.masked(opened := self.opened(state)):
-                    waiting[opened] = (chance, (opened, None, True))
+                    guess = None
+                    known = self.preview
+                    if known and len(known[0]) == len(opened):
+                        guess = (
+                            known[1] if known[0][-self.block :] == opened[-self.block :] else None
+                        )
+                    waiting[opened] = (chance, (opened, guess, True))
             else:
-                said = None if behind else estimates.get(state, told)
+                said = told if behind else estimates.get(state, told)
                 for made, of, likely in self.followers(own, state, said, memory):
                     if all(made != other for other, _, _ in nodes):
                         before = waiting.get(made, (0.0, (made, of, False)))
@@ -596,6 +610,20 @@ class Row:
             chance, node = waiting.pop(best)
             nodes.append(node)
         return nodes
+
+    def previewed(self, own: State) -> State | None:
+        """Make the state whose predictions drafts of the next block start from: the present block,
+        unfinished, and the next one; None if there is no such block."""
+        if not self.options.draft_next_block or not self.masked(own) or self.end(own):
+            return None
+        state = self.opened(own)
+        free = [i for i in self.masked(state) if i >= len(own)]
+        return state if free and len(own) < self.open_end else None
+
+    def is_preview(self, said: Said) -> bool:
+        """Tell if predictions are those of the next block behind an unfinished one, which the head
+        does not read."""
+        return self.preview is not None and said is self.preview[1]
 
     def followers(
         self, own: State, state: State, said: Said | None, memory: set[State]
@@ -723,7 +751,11 @@ class Row:
             for turn in range(min(passes, width - 1)):
                 size = -(-(turn + 1) * (width - 1) // min(passes, width - 1))
                 nodes = self.draft(state, source, memory, estimates, size)[min(turn, 1) :]
-                told = [(node, of) for node, of, _ in nodes if of is not None and self.masked(node)]
+                told = [
+                    (node, of)
+                    for node, of, _ in nodes
+                    if of is not None and self.masked(node) and not self.is_preview(of)
+                ]
                 for node, of in told:
                     # each pass repeats most states of the last one
                     if (node, id(of)) not in self.read:
@@ -741,6 +773,7 @@ class Row:
             nodes = self.draft(state, source, memory, estimates, width)
             self.row_forwards += 1
             scored = {node for node, _, _ in nodes}
+            ahead = self.previewed(state)
             length = depth = 0
             while True:
                 length += 1
@@ -754,6 +787,8 @@ class Row:
                 if state not in scored and state not in memory:
                     break
                 depth += 1
+            if ahead is not None and ahead in scored:
+                self.preview = ahead, self.said(ahead)
             if source is None:  # after a clean block
                 last = state
             self.drafted += sum(not behind for _, _, behind in nodes[1:])
@@ -762,7 +797,14 @@ class Row:
             self.lengths.append(length)
             offered = any(self.follows(node, last) for node, _, behind in nodes[1:] if not behind)
             self.depths.append((depth + offered, depth))
-            memory = {node for node, _, behind in nodes if self.masked(node) and not behind}
+            # states behind another clean block are not kept
+            memory = {
+                node
+                for node, _, behind in nodes
+                if not behind
+                and self.masked(node)
+                and node[: -self.block] == state[: len(node) - self.block]
+            }
         return state
 
     def follows(self, state: State, last: State) -> bool:

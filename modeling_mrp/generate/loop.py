@@ -64,6 +64,7 @@ class Drafting:
             the size of the vocabulary.
         lookup_tokens: Tokens of a `PromptLookup` at a state, at most; 0: none is made.
         lookup_ngram_size: Tokens that have to be the same for it, at most.
+        next_block: Whether drafts go on into the next block by previews of it (`build_draft`).
     """
 
     states: int
@@ -73,6 +74,7 @@ class Drafting:
     shortlist: int | None = None
     lookup_tokens: int = 0
     lookup_ngram_size: int = 2
+    next_block: bool = False
 
     def sources(self) -> list[DraftSource]:
         """Make the sources of drafts besides scores and the head, for one call."""
@@ -223,6 +225,7 @@ class RoundDecoder:
         block, from the head's estimates of scores."""
         drafting = self.mode.drafting
         branches = 1 if drafting is None else drafting.branches
+        previews = drafting is not None and drafting.next_block
         drafts: list[list[Node]] = []
         for index, row in enumerate(rows):
             nodes: list[Node] = []
@@ -236,6 +239,7 @@ class RoundDecoder:
                     branches,
                     row_estimates,
                     self.sources,
+                    previews,
                 )
             drafts.append(nodes)
         return drafts
@@ -265,7 +269,7 @@ class RoundDecoder:
                     continue
                 inputs[row_index].append((node.state, source.hidden))
                 states.append((rows[row_index], node.state))
-                parents.append(node.clean)
+                parents.append(node.parent_state)
                 shortlists.append(source.shortlist)
                 keys.append((row_index, node.state.key))
         if not states:

@@ -37,6 +37,12 @@ _STATES = Values(
     "it must be 'auto' or an int from 1 to 256",
 )
 _LISTED = Values(int, lambda value, _: 0 <= value <= 1024, "it must be an int from 0 to 1024")
+_FLAG = Values(
+    object,
+    lambda v, _: getattr(v, "ndim", 0) == 0 and v in (0, 1),
+    "it must be True or False",
+)
+_TRUE_OR_FALSE = Values(bool, lambda *_: True, "it must be True or False")
 _SWITCH = Values(
     bool,
     lambda *_: True,
@@ -152,6 +158,8 @@ class DecodingOptions:
             beside other drafts; None or 0: none
         max_matching_ngram_size: how many last tokens have to be the same, at most; the longest
             match counts
+        draft_next_block: whether drafts go on into the next block, whose first state is scored
+            behind the unfinished one where other drafts are unlikely
         round_costs: for `auto`: what forwards cost by their number of states (`RoundCosts`), as
             `mrp doctor` measures it; None: as is predicted from the model's shape and device
         remask_rule: `reread`, `threshold` or `residual`
@@ -180,6 +188,7 @@ class DecodingOptions:
     draft_shortlist: Annotated[int | None, None, _LISTED, ("mrp_spec",)] = None
     prompt_lookup_num_tokens: Annotated[int | None, 0, _LISTED, DRAFTING] = None
     max_matching_ngram_size: Annotated[int | None, 2, COUNT, DRAFTING] = None
+    draft_next_block: Annotated[bool | None, False, _TRUE_OR_FALSE, DRAFTING] = None
     round_costs: Annotated[dict[str, Any] | None, None, _COSTS, DRAFTING] = None
     remask_rule: Annotated[str | None, "reread", _one_of(REMASK_RULES), ("mrp_remask",)] = None
     residual_delta: Annotated[float | None, 1.0, POSITIVE, ("mrp_remask",)] = None
@@ -279,11 +288,6 @@ _TEXTS = Values(
     str | list | tuple,
     _are_texts,
     "use a text, or a list of texts, none of them empty",
-)
-_FLAG = Values(
-    object,
-    lambda v, _: getattr(v, "ndim", 0) == 0 and v in (0, 1),
-    "it must be True or False",
 )
 
 # Options of transformers that act here. It leaves some values unchecked, and compares others before

@@ -121,6 +121,7 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
             options.draft_shortlist if with_head else None,
             options.prompt_lookup_num_tokens,
             options.max_matching_ngram_size,
+            options.draft_next_block,
         )
         return Mode(rule_of(options.target, self, block_size), drafting=drafting)
 

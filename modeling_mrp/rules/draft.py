@@ -21,7 +21,7 @@ there. Drafts decide how far a path leads, never where.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,9 @@ from .state import Frontier, Key, Row, Scores, State
 # chain makes 0.5 to 6 % fewer tokens a forward but saves a quarter of the host's time, which adds
 # up over rows (`benchmarks/NOTES.md`, The host decides).
 BRANCHES, CROWD = 3, 16
+# What a preview of the next block is worth, as the chance of a state that a round would score in
+# its place (`benchmarks/NOTES.md`, Drafts past the end of a block).
+PREVIEW = 0.02
 _MASK = 0xFFFFFFFF
 
 
@@ -43,11 +46,11 @@ class Node:
 
     Attributes:
         state: The state.
-        parent: Index, among the row's nodes, of the uncommitted clean state that it attends to
-            besides the prefix; -1 if none.
+        parent: Index, among the row's nodes, of the uncommitted state that it attends to besides
+            the prefix: a clean one, or for a preview the row's own; -1 if none.
         source: Scores, or the head's estimate of them, of the state before, from which this one was
             made; None if it has none.
-        clean: The parent's state, if any.
+        parent_state: The parent's state, if any.
         chance: The estimated chance that the row's path reaches the state.
         depth: Number of drafted states on the way to it; 0 for the row's own state.
         accepted: Whether the row's path reached the state, once the round is over.
@@ -56,16 +59,22 @@ class Node:
     state: State
     parent: int
     source: Scores | None
-    clean: State | None = None
+    parent_state: State | None = None
     chance: float = 1.0
     depth: int = 0
     accepted: bool = False
 
     @property
     def opens(self) -> bool:
-        """Whether this is the first state of a block, submitted with the clean state before it: no
-        draft, but what comes next."""
+        """Whether this is the first state of a block, submitted with the state before it: no draft,
+        but what comes next, or a preview of it."""
         return self.parent >= 0 and self.state.step == 0
+
+    @property
+    def is_preview(self) -> bool:
+        """Whether the block before the state's has masks left: the scores here are those of no
+        state that a path goes through, and serve drafts alone."""
+        return self.parent_state is not None and self.parent_state.masks > 0
 
 
 # A candidate for a draft: the state before, the columns to reveal, the key of the resulting state,
@@ -182,6 +191,7 @@ def build_draft(
     branches: int,
     estimates: Mapping[Key, Scores],
     sources: Sequence[DraftSource] = (),
+    previews: bool = False,
 ) -> list[Node]:
     """Build a row's draft by best-first search from its next state, and return its nodes, the next
     state first.
@@ -196,6 +206,8 @@ def build_draft(
         branches: Sets of columns considered per state, at most.
         estimates: The head's estimates of scores, by the state's key.
         sources: Sources that are asked beside the scores.
+        previews: Whether the first state of the next block may be scored behind an unfinished
+            block, so that later drafts can go on into it.
     """
     waiting: list[Follower] = [(row.state, (), row.state.key, row.source, -1)]
     # By candidate, the chance that the path reaches it, summed over orders, -inf once drafted; the
@@ -204,6 +216,10 @@ def build_draft(
     depths = [0]
     index_of = {(-1, row.state.key): 0}
     nodes: list[Node] = []
+    if previews and (next_state := previewed(row)) is not None:
+        waiting.append((next_state, (), next_state.key, None, 0))
+        chances.append(PREVIEW)
+        depths.append(0)
     while len(nodes) < size and (chance := max(chances)) > 0:
         index = chances.index(chance)
         chances[index] = -math.inf
@@ -211,14 +227,18 @@ def build_draft(
         state = origin.revealing(columns, key) if columns else origin
         depth = depths[index]
         clean = nodes[parent].state if parent >= 0 else None
-        nodes.append(Node(state, parent, source, clean, min(1.0, chance), depth))
+        node = Node(state, parent, source, clean, min(1.0, chance), depth)
+        nodes.append(node)
         if len(nodes) == size:
             break
+        if node.is_preview:
+            continue
         if not state.masks:
             if parent < 0:  # what is behind the next block would have to see two clean states
                 next_state = row.opened(state.start + row.block_size, state)
                 if next_state.free:  # one block at a time: a given one has to wait
-                    waiting.append((next_state, (), next_state.key, None, len(nodes) - 1))
+                    guess = row.preview[1] if row.preview[0] == next_state.key else None
+                    waiting.append((next_state, (), next_state.key, guess, len(nodes) - 1))
                     chances.append(chance)
                     depths.append(depth)
             continue
@@ -239,6 +259,19 @@ def build_draft(
                 depths.append(depth + 1)
                 waiting.append(candidate)
     return nodes
+
+
+def previewed(row: Row) -> State | None:
+    """Make the first state of the block behind the row's present one; None if that has no masks, or
+    the text ends there. What a constraint allows there is not known yet."""
+    state = row.state
+    start = state.start + row.block_size
+    if not state.masks or state.end < row.block_size or start >= row.open_end:
+        return None
+    if row.constraint is not None:
+        return None
+    next_state = row.opened(start)
+    return next_state if next_state.free else None
 
 
 def draw_tokens(row: Row, state: State, scores: Scores) -> tuple[Sequence[int], Sequence[float]]:
@@ -360,6 +393,9 @@ def accept(
         row.write_filled()
     if drafts:
         count_drafts(row, nodes, state, parent, depth)
+        for node, score in zip(nodes, scores, strict=True):
+            if node.is_preview:  # without hidden states, whose tensor is that of the whole round
+                row.preview = (node.state.key, replace(score, hidden=None, shortlist=None))
         row.memory = {
             node.state.key: (node.state, score)
             for node, score in zip(nodes, scores, strict=True)

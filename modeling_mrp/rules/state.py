@@ -146,6 +146,8 @@ class Row:
         memory: By key, the states with masks that the last round with drafts scored, and their
             scores: a later path may reach a state that it missed then. First states of next blocks,
             scored after a clean state, are not kept.
+        preview: Key of the next block's first state and its scores behind an unfinished block,
+            from which drafts of it start.
         held, head_held: Number of first tokens with cached keys and values in the backbone's
             layers, and in the head's.
         logprob, step: By position after the prompt, a token's log-confidence and the denoising step
@@ -176,6 +178,7 @@ class Row:
     source: Scores | None = field(init=False, default=None)
     memo: Any = field(init=False, default=None)
     memory: dict[Key, tuple[State, Scores]] = field(init=False, default_factory=dict)
+    preview: tuple[Key | None, Scores | None] = field(init=False, default=(None, None))
     held: int = field(init=False, default=0)
     head_held: int = field(init=False, default=0)
     logprob: list[float] = field(init=False)
@@ -202,6 +205,7 @@ class Row:
         """Let go of scores, which hold on to tensors of whole rounds; for a row that has ended."""
         self.source = None
         self.memory = {}
+        self.preview = (None, None)
 
     def rewound(self, start: int) -> "Row":
         """Make the row as it was when the block at `start` was opened: tokens revealed at `start`

@@ -21,6 +21,7 @@ _NOT_SERVED = {
     **dict.fromkeys(CONSTRAINTS, "the engine's requests have none yet: use `generate`"),
     "prompt_lookup_num_tokens": "the engine drafts from scores and the head alone",
     "max_matching_ngram_size": "the engine drafts from scores and the head alone",
+    "draft_next_block": "the engine drafts within a block and the first state of the next",
 }
 SERVED = tuple(option.name for option in OPTIONS if option.name not in _NOT_SERVED)
 # Options that a request may set. Others change how a text is computed, not the text, and are the

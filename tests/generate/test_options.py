@@ -32,6 +32,7 @@ CHANGES |= {
     "draft_branches": 1,
     "draft_passes": 2,
     "draft_shortlist": 4,
+    "draft_next_block": True,
 }
 CHANGES |= {"prompt_lookup_num_tokens": 5, "max_matching_ngram_size": 3}
 CHANGES |= {"remask_rule": "threshold", "residual_delta": 0.5}

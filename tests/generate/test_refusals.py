@@ -96,6 +96,7 @@ EDGES: dict[str, tuple[Any, list[Any]]] = {
     "seed": ([0, (1 << 62) - 1, [0, 3]], [-1, 1 << 62, 2.5, (0,), [-1], [True], ["x"]]),
     **dict.fromkeys(("kernels", "graphs"), ([True, False], [1, 0])),
     **dict.fromkeys(("regex", "grammar"), (["a+", ["a", None]], ["", [], [""], [3], 3])),
+    "draft_next_block": ([True, False], [1, 0]),
     "json_schema": (
         [{"type": "null"}, '{"type": "null"}', [{"type": "null"}, None]],
         ["", "[]", [], [3]],

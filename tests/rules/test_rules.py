@@ -248,6 +248,30 @@ def test_what_is_remembered_of_a_round() -> None:
     assert set(of.memory) == {(4, (10, 11, 12, M))}
 
 
+def test_drafts_of_the_next_block_start_from_its_preview() -> None:
+    """A preview takes the place of what is unlikely, and counts neither as a draft nor as scored;
+    once the block's end is drafted, the next block's drafts start from it."""
+    of = drafting_row([4, 3, 2, 1])
+    nodes = build_draft(of, ONE, 9, 1, {}, previews=True)
+    preview = nodes[-1]
+    assert (preview.state.key, preview.parent, preview.is_preview) == ((8, (M,) * 4), 0, True)
+    assert [node.is_preview for node in nodes] == [*[False] * (len(nodes) - 1), True]
+    assert not any(node.is_preview for node in build_draft(of, ONE, 9, 1, {}))
+
+    scores = [says([4, 3, 2, 1]) for _ in nodes]
+    accept(of, ONE, [*nodes[:1], preview], scores[:2], True)
+    assert of.counts.drafted == 0
+    assert (8, (M,) * 4) not in of.memory
+    assert of.preview[0] == (8, (M,) * 4)
+    of.state, of.source = state([A, B, C, D]), None
+    drafted = build_draft(of, ONE, 4, 1, {}, previews=True)
+    assert [node.state.masks for node in drafted] == [0, 4, 3, 2]
+    assert drafted[1].source is of.preview[1]
+    of.state = state([A, B, C, M])
+    of.state.end = 2  # an eos: there is no next block
+    assert not any(node.is_preview for node in build_draft(of, ONE, 4, 1, {}, previews=True))
+
+
 def test_a_remembered_state_on_the_path_counts_as_an_accepted_draft() -> None:
     """Without drafts [M, M, M, M] leads to [A, M, M, M], which the round before scored, and this to
     [A, B, M, M]."""
