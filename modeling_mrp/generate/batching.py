@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ..model.compat import PAGE_SIZE_NAME
 from ..model.loading import weights_on_device
 from ..networks.graphs import LEAST_CAPACITY, release_graphs
 from ..rules.draft import UnscoredError
@@ -66,7 +67,7 @@ class Limits:
         set and not followed."""
         fields = {} if given is None else dict(vars(given))
         defaults = {} if given is None else vars(type(given)())
-        page = fields.pop("page_size", 256)
+        page = fields.pop(PAGE_SIZE_NAME, 256)
         pages = fields.pop("num_blocks", None)
         texts = fields.pop("max_requests_per_batch", None) or max_batch_size or _AT_ONCE
         waiting = fields.pop("max_queue_size", 0)

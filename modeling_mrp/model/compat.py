@@ -1,11 +1,13 @@
 """What differs between versions of transformers: from 5.24 on, `past_key_values` of models and
-outputs is called `cache`; before 5.18, `load_adapter` leaves out modules saved with an adapter."""
+outputs is called `cache`, and `block_size` of `ContinuousBatchingConfig` `page_size`; before 5.18,
+`load_adapter` leaves out modules saved with an adapter."""
 
 from inspect import signature
 from typing import Any
 
 import transformers
 from packaging.version import Version
+from transformers.generation import ContinuousBatchingConfig
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from transformers.utils import ModelOutput
 
@@ -13,6 +15,10 @@ OLD_CACHE_NAME = "past_key_values"
 # The argument in which the layers of the installed version take a cache.
 CACHE_NAME = (
     "cache" if "cache" in signature(Qwen3DecoderLayer.forward).parameters else OLD_CACHE_NAME
+)
+# The field of `ContinuousBatchingConfig` that has the tokens of a page of the cache.
+PAGE_SIZE_NAME = (
+    "page_size" if "page_size" in signature(ContinuousBatchingConfig).parameters else "block_size"
 )
 
 

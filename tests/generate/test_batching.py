@@ -17,6 +17,7 @@ from transformers.generation import ContinuousBatchingConfig
 from modeling_mrp.generate import batching
 from modeling_mrp.generate.batching import ContinuousBatchingManager
 from modeling_mrp.generate.request import RequestOutput
+from modeling_mrp.model.compat import PAGE_SIZE_NAME
 from tests.batching_cases import random_request
 from tests.random_cases import make_model
 
@@ -33,7 +34,7 @@ def running(
     limits = ContinuousBatchingConfig(
         max_requests_per_batch=texts,
         num_blocks=tokens,
-        page_size=256 if tokens is None else 1,
+        **{PAGE_SIZE_NAME: 256 if tokens is None else 1},
         max_queue_size=waiting,
         max_batch_tokens=prompt_tokens,
     )

@@ -357,14 +357,15 @@ def _with_language(request: Request) -> dict[str, Any]:
     return options
 
 
-def _biases(given: Mapping[str, float], vocab_size: int) -> list[list[Any]]:
-    """Translate `logit_bias` into `sequence_bias`."""
+def _biases(given: Mapping[str, float], vocab_size: int) -> dict[tuple[int], float]:
+    """Translate `logit_bias` into `sequence_bias`: a dict, as transformers 5.17 takes no token 0 in
+    a list."""
     for token in given:
         if not (token.isascii() and token.isdecimal() and len(token) < 10) or (
             int(token) >= vocab_size
         ):
             raise ValueError(f"logit_bias has {token[:40]!r}: give ids of tokens")
-    return [[[int(token)], bias] for token, bias in given.items()]
+    return {(int(token),): bias for token, bias in given.items()}
 
 
 def _from_json(text: str) -> dict[str, Any]:
