@@ -43,7 +43,7 @@ def test_a_command_that_is_repeated_goes_on(
     output = tmp_path / "lines.jsonl"
     small = ["--records", "30", "--steps", "1", "--batch-size", "2", "--count", "2"]
     arguments = ["--work", str(tmp_path), "--output", str(output), *small, "--cell"]
-    cells = ["K = 1", "K = 1, from random layers, distribution"]
+    cells = ["1 layer", "from random layers, distribution"]
     ablations.main([*arguments, cells[0]])
     first = output.read_text()
     ablations.main([*arguments, *cells])
