@@ -189,7 +189,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = parser_of("stored_states", __doc__ or "")
     parser.add_argument("--records", type=int, default=120)
     parser.add_argument("--steps", type=int, default=10, help="steps that are timed")
-    parser.add_argument("--quality-steps", type=int, default=60)
+    parser.add_argument("--quality-steps", type=int, default=60, help="0: only what it saves")
     options = parser.parse_args(arguments)
     emit(header("stored_states", options))
     records = [json.loads(line) for line in training_lines("math", "train", options.records)]
@@ -198,8 +198,9 @@ def main(arguments: list[str] | None = None) -> None:
     with TemporaryDirectory() as folder:
         for name in RECIPES:
             emit(measured(name, records, options.steps, folder))
-        for line in qualities(records, options.quality_steps, folder):
-            emit(line)
+        if options.quality_steps:
+            for line in qualities(records, options.quality_steps, folder):
+                emit(line)
 
 
 if __name__ == "__main__":
