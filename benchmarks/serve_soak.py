@@ -375,8 +375,8 @@ def main(arguments: list[str] | None = None) -> int:
             if not options.requests:
                 emit(figures(served, options.turns))
                 return 0
-            arguments = options.requests, options.clients, options.seed, options.tokens
-            for line in soak(served, *arguments):
+            asked = options.requests, options.clients, options.seed, options.tokens
+            for line in soak(served, *asked):
                 emit(line)
         finally:
             served.process.terminate()
