@@ -7,8 +7,9 @@ The embedded checkpoint in float64, on loopback: whole answers, streams, complet
 prompts, malformed bodies, clients that leave in the middle of an answer or before it, that read
 slowly, and that never send what they announce. The last line has the counts: `lost` requests got no
 answer though their client waited, `wrong` ones a status that they should not have, `differ` counts
-texts, `resident_mb` is the server's memory after each tenth of the requests. The exit status is 1
-if one of them is not 0, or memory has grown by a tenth since the second tenth.
+texts, `resident_mb` is the server's memory after each twentieth of the requests. The exit status is
+1 if one of them is not 0, or memory has grown by a tenth since the first fifth. After `--minutes`
+no more are sent, and those that were are looked at.
 
 With `--requests 0` a server as it comes is timed: sixteen chats at once over one after another, the
 next client behind ten that have left, a body of 8 MB, and SIGTERM with requests at work.
@@ -309,26 +310,28 @@ def figures(served: Served, turns: int) -> dict[str, Any]:
     }
 
 
-def soak(
-    served: Served, requests: int, clients: int, seed: int, tokens: int
-) -> Iterator[dict[str, Any]]:
-    """Ask, then compare; yield what each tenth came to, and the counts at last."""
+def soak(served: Served, options: Any) -> Iterator[dict[str, Any]]:
+    """Ask, then compare; yield the memory after each twentieth, and the counts at last. `options`
+    are those of the command."""
     prompts = []
     for family in ("math", "code"):
         prompts += [problem.prompt for problem in problems(family, "heldout", 12)]
-    cases = [case_of(number, seed, prompts, tokens) for number in range(requests)]
+    cases: list[Case] = []
     resident = []
     begun = time.monotonic()
-    tenth = max(1, requests // 10)
-    with ThreadPoolExecutor(clients) as pool:
-        for begin in range(0, requests, tenth):
-            list(pool.map(lambda case: ask(case, served.port), cases[begin : begin + tenth]))
+    part = max(1, options.requests // 20)
+    with ThreadPoolExecutor(options.clients) as pool:
+        while len(cases) < options.requests and time.monotonic() - begun < 60 * options.minutes:
+            numbers = range(len(cases), min(len(cases) + part, options.requests))
+            asked = [case_of(number, options.seed, prompts, options.tokens) for number in numbers]
+            list(pool.map(lambda case: ask(case, served.port), asked))
+            cases += asked
             resident.append(served.resident_mb())
-            yield {"so_far": begin, "resident_mb": resident[-1]}
+            yield {"so_far": len(cases), "resident_mb": resident[-1]}
     seconds = time.monotonic() - begun
     served.wait_until_idle()
     counts = served.metrics()
-    alone = Alone(tokens)
+    alone = Alone(options.tokens)
     lost = [case for case in cases if case.status is None]
     wrong = [case for case in cases if case.status is not None and not case.expected]
     texts = differ = 0
@@ -363,6 +366,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = parser_of("serve_soak", __doc__ or "")
     parser.add_argument("--requests", type=int, default=5000)
     parser.add_argument("--clients", type=int, default=64, help="requests at a time")
+    parser.add_argument("--minutes", type=float, default=600, help="how long to ask")
     parser.add_argument("--tokens", type=int, default=16, help="tokens of a text, at most")
     parser.add_argument("--turns", type=int, default=4, help="of the sixteen chats")
     parser.add_argument("--seed", type=int, default=0)
@@ -375,14 +379,13 @@ def main(arguments: list[str] | None = None) -> int:
             if not options.requests:
                 emit(figures(served, options.turns))
                 return 0
-            asked = options.requests, options.clients, options.seed, options.tokens
-            for line in soak(served, *asked):
+            for line in soak(served, options):
                 emit(line)
         finally:
             served.process.terminate()
             served.process.wait()
     resident = line["resident_mb"]
-    grown = resident[-1] > 1.1 * resident[min(1, len(resident) - 1)]
+    grown = resident[-1] > 1.1 * resident[len(resident) // 5]
     faults = ("lost", "wrong", "differ", "still_at_work", "tracebacks")
     return int(grown or any(line[name] for name in faults))
 

@@ -15,6 +15,7 @@ _COUNTED = {
     "drafted": "Drafted states that were scored",
     "accepted": "Drafted states that were accepted",
 }
+_ROUNDS = "Rounds, one for each request that took part: the engine's spec_verify_ct"
 
 
 class Report:
@@ -25,7 +26,11 @@ class Report:
 
     def count_in(self, make: Any) -> None:
         """Create the counters, each by `make(name, documentation)`, and count from now on."""
-        documentation = {**_COUNTED, "tokens": "Tokens of finished blocks, prompts not included"}
+        documentation = {
+            **_COUNTED,
+            "rounds": _ROUNDS,
+            "tokens": "Tokens of finished blocks, prompts not included",
+        }
         self.counters = {
             name: make(f"sglang:mrp_{name}", text) for name, text in documentation.items()
         }
@@ -40,8 +45,9 @@ class Report:
 
 def totals(rows: Sequence[Row]) -> dict[str, int]:
     """Sum each count over rows; return the sums by name."""
-    sums = dict.fromkeys(_COUNTED, 0)
+    sums = dict.fromkeys((*_COUNTED, "rounds"), 0)
     for row in rows:
+        sums["rounds"] += sum(row.counts.lengths)
         for name in _COUNTED:
             sums[name] += getattr(row.counts, name)
     return sums
@@ -63,6 +69,9 @@ def report_of(req: Any) -> dict[str, Any] | None:
     rounds = sum(counts.lengths)
     report["spec_verify_ct"] = rounds
     report["spec_accept_length"] = len(text) / max(1, rounds)
+    report["spec_accept_rate"] = report["acceptance"]
+    report["spec_accept_token_num"] = counts.accepted
+    report["spec_draft_token_num"] = counts.drafted
     report["offered_at_depth"] = list(counts.offered_at_depth)
     report["accepted_at_depth"] = list(counts.accepted_at_depth)
     if progress.options.reveal_step:

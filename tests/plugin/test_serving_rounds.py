@@ -190,6 +190,9 @@ def test_what_requests_cost(model: Any, prompts: list[list[int]]) -> None:
         tokens = len(req.output_ids_through_stop)
         assert shown["spec_accept_length"] == tokens / shown["spec_verify_ct"]
         assert 0 < shown["acceptance"] == shown["accepted"] / shown["drafted"] <= 1
+        assert shown["spec_accept_rate"] == shown["acceptance"]
+        assert shown["spec_accept_token_num"] == shown["accepted"]
+        assert shown["spec_draft_token_num"] == shown["drafted"]
         assert (
             sum(shown["accepted_at_depth"]) == shown["accepted"] <= sum(shown["offered_at_depth"])
         )
@@ -206,6 +209,8 @@ def test_what_requests_cost(model: Any, prompts: list[list[int]]) -> None:
     }
     assert totals["forwards"] == len(engine.widths)
     assert totals["tokens"] == sum(len(req.output_ids) for req in alone)
+    rounds = sum(report["spec_verify_ct"] for req in alone if (report := report_of(req)))
+    assert totals["rounds"] == rounds
     assert 0 < totals["accepted"] <= totals["drafted"]
     scheduler = FakeScheduler(FakeEngine(model, 64, 128, graphs=True), rounds_of(model, DYNAMIC))
     scheduler.add(*beside)
