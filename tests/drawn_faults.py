@@ -126,7 +126,12 @@ class Tree:
         if not (child := os.fork()):
             os.setsid()
             resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 1))
-            report.write_text(work(), encoding="utf-8")
+            from transformers import dynamic_module_utils
+
+            # where code of repositories is kept for later loads, that of another fault otherwise
+            with tempfile.TemporaryDirectory() as modules:
+                dynamic_module_utils.HF_MODULES_CACHE = modules
+                report.write_text(work(), encoding="utf-8")
             os._exit(0)
         status = waited(child)
         if fault and path:

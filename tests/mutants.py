@@ -105,6 +105,10 @@ def outcome(tests: Sequence[list[str]], file: str, text: str, folder: Path) -> s
 def run_tests(calls: Sequence[list[str]], folder: Path, report: Path) -> None:
     """Run tests on the package in a folder, and write the first failure to `report`."""
     import pytest
+    from transformers import dynamic_module_utils
+
+    # where code of repositories is kept for later loads: that of another fault is there otherwise
+    dynamic_module_utils.HF_MODULES_CACHE = str(folder / "modules")
 
     class Note:
         """A pytest plugin that notes the first failure."""

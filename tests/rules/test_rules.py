@@ -272,6 +272,25 @@ def test_drafts_of_the_next_block_start_from_its_preview() -> None:
     assert not any(node.is_preview for node in build_draft(of, ONE, 4, 1, {}, previews=True))
 
 
+def test_what_was_drafted_behind_another_block_is_neither_remembered_nor_offered() -> None:
+    """The path takes the first of two clean states; behind the second one a reveal was drafted."""
+    of = row(width=4)
+    of.state = state([A, B, C, M])
+    nodes = [
+        Node(of.state, -1, None),
+        Node(state([A, B, C, D]), -1, None),
+        Node(state([A, B, C, 14]), -1, None),
+        Node(state([M] * 4, 8), 1, None),
+        Node(state([A, M, M, M], 8), 2, None),
+    ]
+    frontier, clean = accept(of, ONE, nodes, [says([1, 2, 3, 4])] * 5, True)
+    assert frontier is not None
+    assert (clean, frontier.state.key, frontier.where) == ([1], (8, (M,) * 4), (3,))
+    assert set(of.memory) == {(4, (A, B, C, M))}
+    assert (of.counts.drafted, of.counts.accepted) == (3, 1)
+    assert of.counts.offered_at_depth == [1, *[0] * (len(of.counts.offered_at_depth) - 1)]
+
+
 def test_a_remembered_state_on_the_path_counts_as_an_accepted_draft() -> None:
     """Without drafts [M, M, M, M] leads to [A, M, M, M], which the round before scored, and this to
     [A, B, M, M]."""

@@ -63,6 +63,21 @@ def test_the_chance_is_that_of_the_generated_text_so_far() -> None:
     assert index.chance(1) == pytest.approx((1 + FADE**2 + PRIOR) / (2 + FADE + FADE**2))
 
 
+def test_a_trial_is_of_the_longest_match() -> None:
+    """The second 2 follows a 1 alone, the second 3 both 1 and 2."""
+    index = NgramIndex()
+    index.read([1, 2, 3, 1, 2, 3], 6, 3, 2)
+    assert index.trials == index.hits == {1: 1.0, 2: 1.0}
+
+
+def test_the_surest_source_of_a_token_counts() -> None:
+    others = [Candidates({0: [(7, 0.9)]}), Candidates({0: [(7, 0.2), (8, 0.5)]})]
+    guess = combined(state([M, M, M, M]), None, others, left_to_right=True)
+    assert guess is not None
+    assert guess.token[0] == 7
+    assert dict(guess.rivals) == {0: [(7, 0.9 / 1.4), (8, 0.5 / 1.4)]}
+
+
 def test_tokens_compete_where_the_order_is_known() -> None:
     at, scores = state([M, M, C, M]), ([A, B, C, D], [0.0, 3.0, 0.0, 0.0])
     others = [Candidates({0: [(7, 0.99)], 1: [(7, 0.5)], 3: [(D, 0.1)]})]
