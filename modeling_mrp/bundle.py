@@ -200,7 +200,7 @@ EFFECTS = [
     (
         "MRPPreTrainedModel.from_backbone",
         "from_pretrained",
-        "the same, of the named backbone; then `attach_head`",
+        "the same, of the named backbone, or transformers reads a GGUF file; then `attach_head`",
     ),
     (
         "MRPPreTrainedModel._shared_model",

@@ -129,6 +129,15 @@ def check_dtype(dtype: Any) -> None:
         )
 
 
+# Types of autoregressive checkpoints, and of the block-diffusion models with their layers.
+AUTOREGRESSIVE = {"qwen3": DENSE, "qwen2": "Fast_dLLM_Qwen"}
+
+
+def as_block_diffusion(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return an autoregressive checkpoint's config as that of a block-diffusion model."""
+    return {**fields, "model_type": AUTOREGRESSIVE[fields["model_type"]]}
+
+
 def translate_fields(fields: dict[str, Any], source: str = "") -> dict[str, Any]:
     """Translate a config's fields for `MRPConfig`: keep those of this package, and of other
     configs only the fields that `MRPConfig` knows.
@@ -165,8 +174,8 @@ def translate_fields(fields: dict[str, Any], source: str = "") -> dict[str, Any]
             raise ValueError(
                 f"the config's model_type is {model_type!r}: what loads are checkpoints of this "
                 "package ('sdar_mrp'), published ones ('sdar' and those in docs/models.md) and, by "
-                "MRPForCausalLM.from_backbone, autoregressive ones ('qwen3'). The code of a "
-                "repository reads its own family alone: for others install this package"
+                "MRPForCausalLM.from_backbone, autoregressive ones ('qwen2', 'qwen3'). The code of "
+                "a repository reads its own family alone: for others install this package"
             )
         fields = backbone.translate_published(
             {name: value for name, value in fields.items() if value is not None}

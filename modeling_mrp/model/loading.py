@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 from transformers import initialization as init
 from transformers.modeling_utils import PreTrainedModel
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
@@ -22,7 +23,8 @@ from transformers.utils import logging as transformers_logging
 
 from ..versions import tested_versions
 from .compat import CACHE_NAME, check_saved_modules
-from .configuration import MRPConfig
+from .configuration import AUTOREGRESSIVE, MRPConfig, as_block_diffusion
+from .families.sdar import backbone_of
 from .head import MRPHead, check_same_backbone
 from .layouts import (
     HEAD,
@@ -185,11 +187,15 @@ class MRPPreTrainedModel(PreTrainedModel):
 
         Args:
             backbone: A folder or id of a checkpoint with a backbone that `from_pretrained` takes,
-                or of an autoregressive Qwen3 checkpoint, given `block_size` and `mask_token_id`,
-                which then has to be trained for block diffusion.
+                or of an autoregressive one, given `block_size` and `mask_token_id`: Qwen2 and
+                Qwen2.5, whose hidden states predict the next token here, too (a shifted family), so
+                that `sequential` in small blocks writes text before any training; or Qwen3, whose
+                hidden states come to predict their own position by training alone.
             head: A head as `attach_head` takes it, which replaces the checkpoint's own.
             kwargs: As for `from_pretrained`; `revision` is the backbone's (for a head's, call
-                `attach_head`).
+                `attach_head`). `gguf_file` names a file of an autoregressive checkpoint to read
+                instead, by transformers and the package `gguf`; save the model, as that takes
+                minutes.
 
         Example:
             >>> from modeling_mrp import MRPForCausalLM
@@ -200,7 +206,20 @@ class MRPPreTrainedModel(PreTrainedModel):
             True
         """
         source = os.fspath(backbone)
-        fields, _ = stored_json(source, **hub_options(kwargs))
+        gguf_file = kwargs.pop("gguf_file", None)
+        if gguf_file is None:
+            fields, _ = stored_json(source, **hub_options(kwargs))
+        else:
+            stock = AutoModelForCausalLM.from_pretrained(
+                source, gguf_file=gguf_file, dtype=kwargs.get("dtype"), **hub_options(kwargs)
+            )
+            fields = stock.config.to_dict()
+            if fields["model_type"] not in AUTOREGRESSIVE:
+                raise ValueError(
+                    f"{gguf_file} is of the model type {fields['model_type']!r}: what is read from "
+                    f"GGUF is {', '.join(AUTOREGRESSIVE)}. Name a folder of safetensors"
+                )
+            kwargs["state_dict"] = stock.state_dict()
         if (backbone_name := fields.get("base_model_name_or_path")) is not None:
             remedy = "use that"
             if os.path.isabs(backbone_name) and not os.path.isdir(backbone_name):
@@ -209,16 +228,21 @@ class MRPPreTrainedModel(PreTrainedModel):
                 f"{source} is a head repository and has no backbone; its own is {backbone_name!r}: "
                 f"{remedy}"
             )
-        if fields.get("model_type") == "qwen3" and kwargs.get("config") is None:
+        if fields.get("model_type") in AUTOREGRESSIVE and kwargs.get("config") is None:
             for name in {"block_size", "mask_token_id"} & kwargs.keys():
                 fields[name] = kwargs.pop(name)
-            kwargs["config"] = config = MRPConfig.from_dict({**fields, "model_type": "sdar"})
-            logger.warning(
-                f"{source} is an autoregressive Qwen3 checkpoint: until it is trained with the "
-                f"block-diffusion loss, in blocks of {config.block_size} with the mask "
-                f"{config.mask_token_id}, it generates nonsense"
+            kwargs["config"] = config = MRPConfig.from_dict(as_block_diffusion(fields))
+            fluent = (
+                "only the target sequential writes text, best in blocks of 4"
+                if backbone_of(config.family).shifted
+                else "it generates nonsense"
             )
-        model = cls.from_pretrained(source, **kwargs)
+            logger.warning(
+                f"{source} is an autoregressive {fields['model_type']} checkpoint: until it is "
+                f"trained with the block-diffusion loss, in blocks of {config.block_size} with the "
+                f"mask {config.mask_token_id}, {fluent}"
+            )
+        model = cls.from_pretrained(source if gguf_file is None else None, **kwargs)
         if head is not None:
             model._take_head(
                 head, hub_options({**kwargs, "revision": None, "subfolder": None}), kwargs

@@ -12,7 +12,7 @@ from helpers import SHA, in_hub_cache, same_tensors, speculate
 from hub_server import HubServer
 from mrp_trainer.heads import new_head, with_new_head
 from safetensors.torch import load_file, save, save_file
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from modeling_mrp import MRPForCausalLM, MRPHead
 from modeling_mrp.model.layouts import backbone_location
@@ -301,6 +301,34 @@ def test_an_autoregressive_checkpoint_as_a_backbone(tmp_path: Path, caplog: Any)
             model(PROMPT).logits - expected
         ).abs().max() > 1e-3  # a block sees itself from both sides
     assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_an_autoregressive_checkpoint_writes_its_own_text_in_blocks_of_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Qwen2's hidden states predict the next token, and do so as a shifted family: in blocks of one
+    token `sequential` is greedy decoding, drafted too; saved and loaded it is the same."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Qwen2Config(
+        vocab_size=64, **sizes, **heads, tie_word_embeddings=True, initializer_range=0.5
+    )
+    source = Qwen2ForCausalLM(config).eval()
+    source.save_pretrained(tmp_path / "qwen2")
+    with caplog.at_level(logging.WARNING):
+        model = MRPForCausalLM.from_backbone(
+            tmp_path / "qwen2", block_size=1, mask_token_id=63, dtype="float64"
+        )
+    assert "only the target sequential writes text" in caplog.text
+    source.double()
+    options = {"max_new_tokens": 20, "eos_token_id": None, "suppress_tokens": [63]}
+    expected = source.generate(PROMPT, do_sample=False, pad_token_id=0, **options)
+    for drafted in ({"decoding": "sequential"}, {"decoding": "self_spec", "target": "sequential"}):
+        assert model.generate(PROMPT, **drafted, **options).equal(expected)
+    model.save_pretrained(tmp_path / "saved")
+    again = MRPForCausalLM.from_pretrained(tmp_path / "saved")
+    assert again.generate(PROMPT, decoding="sequential", **options).equal(expected)
 
 
 def test_a_head_that_cannot_be_saved_alone(folders: dict[str, Path], tmp_path: Path) -> None:

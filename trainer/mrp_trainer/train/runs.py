@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import EarlyStoppingCallback, PreTrainedTokenizerBase, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
 
-from modeling_mrp.model.configuration import MRPConfig
+from modeling_mrp.model.configuration import AUTOREGRESSIVE, MRPConfig, as_block_diffusion
 from modeling_mrp.model.layouts import stored_json
 from modeling_mrp.modeling import MRPForCausalLM
 
@@ -380,8 +380,8 @@ def meta_model(settings: Settings) -> Any:
     if a config is neither here nor in the cache."""
     options = settings.options
     fields = stored_json(options.model, revision=options.revision, local_files_only=True)[0]
-    if fields.get("model_type") == "qwen3":
-        fields |= {"model_type": "sdar", **_block_fields(options)}
+    if fields.get("model_type") in AUTOREGRESSIVE:
+        fields = as_block_diffusion(fields) | _block_fields(options)
     config = MRPConfig.from_dict(fields)
     if settings.objective == "block_diffusion":
         config.num_nextn_predict_layers = 0
