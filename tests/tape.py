@@ -5,7 +5,8 @@ Triton's launches, which the interpreter runs here, are operations like any othe
 """
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -161,6 +162,43 @@ class Tape(TorchDispatchMode):
             return found
 
         return repeat
+
+
+# What launches nothing: another look at the same numbers, or memory alone.
+FREE: tuple[str, ...] = (
+    "view",
+    "_unsafe_view",
+    "expand",
+    "transpose",
+    "t",
+    "slice",
+    "select",
+    "unsqueeze",
+    "squeeze",
+    "detach",
+    "alias",
+    "permute",
+    "as_strided",
+    "split",
+    "split_with_sizes",
+    "unbind",
+    "_reshape_alias",
+    "lift_fresh",
+    "empty",
+    "new_empty",
+    "empty_like",
+)
+
+
+def launches(operations: Iterable[Any]) -> Counter[str]:
+    """The operations that compute, by name."""
+    names = (getattr(func, "overloadpacket", func).__name__ for func in operations)
+    return Counter(name for name in names if name not in FREE)
+
+
+def of_tape(tape: Tape) -> Counter[str]:
+    """The operations of a tape that compute, by name."""
+    return launches(func for func, *_ in tape.operations)
 
 
 class TapeRecorder:

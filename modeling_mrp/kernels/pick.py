@@ -8,6 +8,7 @@ of (seed, position, masks left, token id).
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +20,9 @@ from .dispatch import LAUNCH, Kernel, processors, tl, triton
 _UINT32 = 0xFFFFFFFF
 _TILE = 1024  # logits that a program reads at once
 _READERS = 8  # on a multiprocessor, since none loads ahead
-# Elements of logits that are alive at once: 64 MB in float32.
-_LOGITS_AT_ONCE = 1 << 24
+# Logits that exist at once, anywhere and on a GPU with much memory, 64 MB and 2 GB in float32; and
+# the share of a GPU's free memory that they may take.
+_LOGITS_AT_ONCE, _MOST_AT_ONCE, _SHARE_OF_MEMORY = 1 << 24, 1 << 29, 32
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,10 @@ class Unembedding:
     mask_token_id: int
     temperature: float = 1.0
     eos_token_ids: tuple[int, ...] = ()
+
+    @cached_property
+    def _at_once(self) -> int:
+        return logits_at_once(self.weight.device)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute logits [n, vocab] of hidden states [n, hidden_size], -inf at the mask id; on a
@@ -71,8 +77,21 @@ class Unembedding:
     def chunks(self, rows: int, row_size: int | None = None) -> list[slice]:
         """Cut `rows` rows into slices whose logits, or `row_size` numbers per row, fit in memory; 0
         rows give one empty slice."""
-        step = max(1, _LOGITS_AT_ONCE // (row_size or self.weight.shape[0]))
+        size = row_size or self.weight.shape[0]
+        step = max(1, _LOGITS_AT_ONCE // size)
+        if rows > step:  # each further slice would read the whole weight again
+            step = max(1, self._at_once // size)
         return [slice(start, start + step) for start in range(0, max(1, rows), step)]
+
+
+def logits_at_once(device: torch.device) -> int:
+    """Return how many logits should exist at a time on a device, by the memory that it has free."""
+    if device.type != "cuda":
+        return _LOGITS_AT_ONCE
+    free, _ = torch.cuda.mem_get_info(device)
+    # what torch holds for reuse is free, too
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return max(_LOGITS_AT_ONCE, min(_MOST_AT_ONCE, free // _SHARE_OF_MEMORY // 4))
 
 
 def upcast(logits: Tensor) -> Tensor:

@@ -32,6 +32,8 @@ from .uploads import host_copy, upload, upload_all
 
 # Prompt tokens per prefill forward, at most, in whole blocks.
 PREFILL_CHUNK = 2048
+# Numbers of states of a row that are recorded.
+RECORDED_WIDTHS = (1, 2, 4, 8)
 
 # By row, its states, each with the index of its parent among them, or -1.
 Packed = Sequence[Sequence[tuple[State, int]]]
@@ -215,13 +217,14 @@ class Networks:
         packed = []
         for nodes in drafts:
             packed.append([(node.state, node.parent) for node in nodes])
-        self._scored = self._network(packed, [row.held for row in rows])
+        width = self._width(packed)
+        self._scored = self._network(packed, width, [row.held for row in rows])
         self.forwards["denoise"] += 1
         self.slots += len(rows)
         for row, nodes in zip(rows, drafts, strict=True):
             row.counts.forwards += bool(nodes)
         hidden = self._scored[:, :-1] if self.shifted else self._scored
-        first_states = range(0, len(hidden), max(map(len, packed)))
+        first_states = range(0, len(hidden), width)
         return self.sampler.score(rows, drafts, hidden, first_states)
 
     def head(
@@ -265,14 +268,14 @@ class Networks:
                 blocks.append(hidden)
             packed.append(entries)
             row_inputs.append(blocks)
-        width = max(map(len, packed))
+        width = self._width(packed)
         filler = next(blocks[0] for blocks in row_inputs if blocks)
         padded: list[Hidden] = []
         for blocks in row_inputs:
             padded += blocks
             padded += [filler] * (width - len(blocks))
         head_inputs = gather_blocks(padded)
-        output = self._network(packed, [row.head_held for row in rows], head_inputs)
+        output = self._network(packed, width, [row.head_held for row in rows], head_inputs)
         self.forwards["head"] += 1
         if leading_rows:
             moves = [(index, self.cache.begin, rows[index].head_held) for index in leading_rows]
@@ -314,22 +317,34 @@ class Networks:
             values = scored[places[0]].to(cached_hidden.device)
             cached_hidden.flatten(0, 1)[places[1].to(cached_hidden.device)] = values
 
+    def _width(self, packed: Packed) -> int:
+        """Return how many states of each row a forward computes: the most of a row; where forwards
+        are recorded one of `RECORDED_WIDTHS`, if there is room, as each has its own recording."""
+        most = max(map(len, packed))
+        if self.recorded is None:
+            return most
+        room = self.cache.scratch // self.block
+        return next((width for width in RECORDED_WIDTHS if most <= width <= room), most)
+
     def _network(
-        self, packed: Packed, cached_lengths: Sequence[int], hidden: Tensor | None = None
+        self,
+        packed: Packed,
+        width: int,
+        cached_lengths: Sequence[int],
+        hidden: Tensor | None = None,
     ) -> Tensor:
-        """Run the backbone over states, or the head if its input `hidden` [rows * width, block,
-        hidden_size] is given.
+        """Run the backbone over `width` states of each row, or the head if its input `hidden` [rows
+        * width, block, hidden_size] is given.
 
         Keys and values of the states are written beyond the longest of all rows' texts, so that no
         text is overwritten.
 
         Returns:
-            Hidden states or h_C, [rows * width, block, hidden_size], where `width` is the most
-            states of a row. Shifted hidden states have block + 1 columns: the first is for the
-            block's first token, the last for the next block's.
+            Hidden states or h_C, [rows * width, block, hidden_size]. Shifted hidden states have
+            block + 1 columns: the first is for the block's first token, the last for the next
+            block's.
         """
         rows = len(packed)
-        width = max(map(len, packed))
         longest = max(cached_lengths)
         self.cache.target(longest, width * self.block)
         empty = ((0, (self.mask_id,) * self.block), -1)

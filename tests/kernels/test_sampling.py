@@ -254,3 +254,23 @@ def test_picks_among_a_few(sample: bool, at_once: int, monkeypatch: pytest.Monke
         assert found == pytest.approx(
             {token: one for token, one in zip(tokens, p.tolist(), strict=True) if one > -torch.inf}
         )
+
+
+def test_the_weight_is_read_once_where_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """256 positions, as of four rows with K = 4: in three slices of 64 MB of logits, or in one,
+    by memory that is asked for once, and not at all for what fits anyway."""
+    asked = []
+
+    def at_once(device: torch.device) -> int:
+        asked.append(device)
+        return 1 << 29
+
+    unembedding = pick_file.Unembedding(torch.empty(151936, 1), 0)
+    assert unembedding.chunks(110) == [slice(0, 110)]
+    assert len(unembedding.chunks(256)) == 3
+    monkeypatch.setattr(pick_file, "logits_at_once", at_once)
+    unembedding = pick_file.Unembedding(torch.empty(151936, 1), 0)
+    assert unembedding.chunks(110) == [slice(0, 110)]
+    assert asked == []
+    assert len(unembedding.chunks(256)) == len(unembedding.chunks(1024)) == 1
+    assert len(asked) == 1

@@ -309,3 +309,23 @@ def test_the_same_where_forwards_are_recorded(way: str, dtype: torch.dtype) -> N
     report = recording_report(model)
     assert report["replays"] > 0 == report["failed"]
     release_graphs(model)
+
+
+def test_few_widths_are_recorded(tapes: type[TapeRecorder]) -> None:
+    """Drafts of 3 and 5 to 7 states run as 4 and 8, so that calls of each K share recordings; what
+    they give is the same."""
+    model = dampened(make_model(4, num_hidden_layers=1, num_nextn_predict_layers=1), 0.3)
+    prompts = [[1, 2, 3, 4, 5, 6]]
+    options = {
+        **LIVELY,
+        "decoding": "mrp_spec",
+        "max_new_tokens": 12,
+        "eos_token_id": None,
+        "seed": 1,
+    }
+    for states in (8, 7, 6, 5, 3, 8):
+        recorded_and_not(model, prompts, num_draft_states=states, **options)
+    kept = graphs_file._KEPT[model]
+    widths = {key[0][1] for key in kept.recorded}
+    assert widths <= {1, 2, 4, 8}
+    assert recording_report(model)["failed"] == 0

@@ -3,14 +3,13 @@ on a GPU; without one by tapes, with interpreted kernels, counted, and checked a
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
 from faults import KERNELS, broken
 from helpers import generate, same_output
-from tape import GridExecutor, Seen, Tape, TapeRecorder, strangers, tapes
+from tape import GridExecutor, Seen, TapeRecorder, launches, of_tape, strangers, tapes
 
 from modeling_mrp.kernels import dispatch
 from modeling_mrp.kernels.dispatch import triton
@@ -72,43 +71,6 @@ BACKBONE = 14  # beside its layers: unpacking, embedding, rotary angles, the las
 HEAD = 32  # likewise, with the two norms and the product that it begins with
 PICKED = 8  # logits, the row kernel's two, and spreading the results over blocks
 COMMIT = 4  # of clean states: keys and values, and hidden states
-# What launches nothing: another look at the same numbers, or memory alone.
-FREE = (
-    "view",
-    "_unsafe_view",
-    "expand",
-    "transpose",
-    "t",
-    "slice",
-    "select",
-    "unsqueeze",
-    "squeeze",
-    "detach",
-    "alias",
-)
-FREE += (
-    "permute",
-    "as_strided",
-    "split",
-    "split_with_sizes",
-    "unbind",
-    "_reshape_alias",
-    "lift_fresh",
-    "empty",
-    "new_empty",
-)
-FREE += ("empty_like",)
-
-
-def launches(operations: Iterable[Any]) -> Counter[str]:
-    """The operations that compute, by name."""
-    names = (getattr(func, "overloadpacket", func).__name__ for func in operations)
-    return Counter(name for name in names if name not in FREE)
-
-
-def of_tape(tape: Tape) -> Counter[str]:
-    """The operations of a tape that compute, by name."""
-    return launches(func for func, *_ in tape.operations)
 
 
 @pytest.mark.parametrize("way", WAYS)

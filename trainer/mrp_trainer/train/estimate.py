@@ -16,10 +16,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface
 
+from modeling_mrp.kernels.pick import logits_at_once
+
 from .arguments import MRPTrainingArguments
 from .attention import attention_implementation
 from .inputs import MAX_LENGTH
-from .losses import logits_at_once
 from .packed import CleanCache
 
 COUNTED = "counted"

@@ -13,14 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from modeling_mrp.kernels.pick import log_odds
+from modeling_mrp.kernels.pick import log_odds, logits_at_once
 
 BLANK = -1  # the target after the end of a text: the uniform distribution
-# Logits of the student that exist at once: 64 MB in float32; on CUDA up to 32 times as many, in a
-# 32nd of the free memory. Each chunk reads all of `lm_head` several times, and holds about ten
-# tensors of that size: logits of student and teacher, their softmaxes, and gradients.
-_LOGITS_AT_ONCE, _MOST_AT_ONCE, _SHARE_OF_MEMORY = 1 << 24, 1 << 29, 32
-
 # (the student's logits [n, vocab], chunks of further arguments) -> values [n, m] with gradients,
 # notes [n, k] without.
 TokenLoss = Callable[..., tuple[Tensor, Tensor]]
@@ -30,16 +25,6 @@ def project(hidden: Tensor, lm_head_weight: Tensor) -> Tensor:
     """Compute logits [n, vocab] of hidden states [n, hidden_size], in at least float32."""
     logits = F.linear(hidden, lm_head_weight)
     return logits if logits.dtype == torch.float64 else logits.float()
-
-
-def logits_at_once(device: torch.device) -> int:
-    """Return how many of the student's logits should exist at a time on a device."""
-    if device.type != "cuda":
-        return _LOGITS_AT_ONCE
-    free, _ = torch.cuda.mem_get_info(device)
-    # what torch holds for reuse is free, too
-    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return max(_LOGITS_AT_ONCE, min(_MOST_AT_ONCE, free // _SHARE_OF_MEMORY // 4))
 
 
 def over_vocabulary(
@@ -66,6 +51,8 @@ def over_vocabulary(
     Returns:
         Values [n, m] with gradients and notes [n, k] without.
     """
+    # Each chunk reads all of `lm_head` several times, and holds about ten tensors of that size:
+    # logits of student and teacher, their softmaxes, and gradients.
     at_once = at_once or logits_at_once(hidden.device)
     rows = max(1, at_once // len(lm_head_weight))
     chunks = [slice(start, start + rows) for start in range(0, max(1, len(hidden)), rows)]
