@@ -38,9 +38,9 @@ _PYTHON_TYPES: dict[str, Any] = {
 def schema_pattern(schema: Mapping[str, Any] | str) -> str:
     """Write a regex of the values of a JSON schema (draft 2020-12), as `json.dumps` writes them.
 
-    Objects have their properties in the schema's order, and no others where it names some. Where any
-    value may stand, an array or object has no other within. What a schema refers to is written out,
-    so that a reference to itself is refused.
+    Objects have their properties in the schema's order, and no others where it names some. Where
+    any value may stand, an array or object has no other within. What a schema refers to is written
+    out, so that a reference to itself is refused.
 
     Raises:
         ImportError: without outlines-core.
