@@ -74,6 +74,34 @@ def test_a_streamed_call_comes_in_whole_deltas(server: Served) -> None:
     assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == ["tool_calls"]
 
 
+@pytest.mark.parametrize("several", [True, False])
+def test_calls_that_a_model_chooses_are_read_from_its_text(server: Served, several: bool) -> None:
+    """The text is bound by a regex here, as the embedded checkpoint calls nothing by itself; whole
+    and streamed, of content and two calls, of which the second is left out unless several may be.
+    """
+    calls = [call_of("paint", {"colour": "red"}), call_of("list_all", {})]
+    options = {
+        "temperature": 0,
+        "max_tokens": 200,
+        "tools": TOOLS,
+        "parallel_tool_calls": several,
+        "extra_body": {"choices": ["I paint. " + "\n".join(calls)]},
+    }
+    message = server.chat(**options).choices[0].message
+    names = ["paint", "list_all"] if several else ["paint"]
+    assert message.content == "I paint."
+    assert [call.function.name for call in message.tool_calls] == names
+    assert json.loads(message.tool_calls[0].function.arguments) == {"colour": "red"}
+    stream = server.chat(stream=True, **options)
+    chunks = [chunk.choices[0] for chunk in stream if chunk.choices]
+    assert "".join(chunk.delta.content or "" for chunk in chunks).strip() == "I paint."
+    deltas = [call for chunk in chunks for call in chunk.delta.tool_calls or []]
+    assert [call.index for call in deltas] == list(range(len(names)))
+    assert [call.function.name for call in deltas] == names
+    assert len({call.id for call in deltas}) == len(names)
+    assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == ["tool_calls"]
+
+
 def test_a_model_that_calls_none_answers_in_text(server: Served) -> None:
     chosen, never = (
         server.chat(temperature=0, max_tokens=16, tools=TOOLS, tool_choice=choice)
