@@ -142,9 +142,11 @@ _OF_TOKENIZERS: "weakref.WeakKeyDictionary[Any, dict[Any, Languages]]" = weakref
 
 def languages_of(tokenizer: Any, vocabulary: Vocabulary) -> Languages:
     """Return the languages of a tokenizer and a model, kept as long as the tokenizer lives."""
-    kept = _OF_TOKENIZERS.setdefault(tokenizer, {})
+    by_vocabulary = _OF_TOKENIZERS.setdefault(tokenizer, {})
     key = (len(tokenizer), vocabulary)
-    if key not in kept:
-        kept.clear()
-        kept[key] = Languages(tokenizer, vocabulary)
-    return kept[key]
+    languages = by_vocabulary.get(key)
+    if languages is None:
+        languages = Languages(tokenizer, vocabulary)
+        by_vocabulary.clear()  # another thread may keep those of another model meanwhile
+        by_vocabulary[key] = languages
+    return languages
