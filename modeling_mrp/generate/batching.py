@@ -432,9 +432,9 @@ class ContinuousBatchingManager:
         longest = -(-self.model.config.max_position_embeddings // block) * block
         usual = max(LEAST_CAPACITY, 1 << (request.size - 1).bit_length()) // block * block
         for capacity in (max(request.size, min(usual, longest)), request.size):
-            places = min(self.limits.texts, free_tokens // capacity)
-            if places:
-                size = (places, capacity, self.limits.prompt_tokens)
+            row_count = min(self.limits.texts, free_tokens // capacity)
+            if row_count:
+                size = (row_count, capacity, self.limits.prompt_tokens)
                 self._batches.append(Batch(self.model, request, *size, self._told))
                 return self._batches[-1]
         return None

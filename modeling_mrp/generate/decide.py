@@ -26,7 +26,7 @@ from .options import MRPGenerationConfig, check_ids, check_rows
 _STATES_OF_FORM = 256
 
 
-class Place(NamedTuple):
+class Blank(NamedTuple):
     """A place of a form.
 
     Attributes:
@@ -56,7 +56,7 @@ class Form(NamedTuple):
     """
 
     ids: list[int]
-    places: list[Place]
+    places: list[Blank]
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def read_form(
             labels = [label[1:] for label in labels]
         if len(set(map(tuple, labels))) < len(labels) or any(mask_id in label for label in labels):
             raise ValueError(f"two answers to {name!r} have the same tokens: give others")
-        places.append(Place(name, len(ids), values, [tuple(label) for label in labels]))
+        places.append(Blank(name, len(ids), values, [tuple(label) for label in labels]))
         ids += [mask_id] * len(labels[0])
     return Form(ids, places)
 
@@ -159,46 +159,46 @@ class Sheet:
         self.text = prompt + form.ids
         self.block_size = block_size
         self.mask_id = mask_id
-        self.groups: list[list[Place]] = []
-        for place in form.places:
-            moved = Place(place.name, place.start + len(prompt), place.values, place.labels)
-            block = self.start_of([moved])
+        self.groups: list[list[Blank]] = []
+        for blank in form.places:
+            positioned = Blank(blank.name, blank.start + len(prompt), blank.values, blank.labels)
+            block = self.start_of([positioned])
             last = self.groups[-1] if self.groups else []
             shares = bool(last) and last[-1].end <= block + block_size
-            if shares and self.start_of(last) == block and moved.end <= block + block_size:
-                last.append(moved)
+            if shares and self.start_of(last) == block and positioned.end <= block + block_size:
+                last.append(positioned)
             else:
-                self.groups.append([moved])
+                self.groups.append([positioned])
 
-    def start_of(self, group: Sequence[Place]) -> int:
+    def start_of(self, group: Sequence[Blank]) -> int:
         """Return where the first block of a group begins."""
         return group[0].start // self.block_size * self.block_size
 
-    def blocks_of(self, group: Sequence[Place]) -> int:
+    def blocks_of(self, group: Sequence[Blank]) -> int:
         """Return the number of blocks of a group."""
         return (group[-1].end - 1 - self.start_of(group)) // self.block_size + 1
 
     def states(
-        self, group: Sequence[Place], length: int
+        self, group: Sequence[Blank], length: int
     ) -> dict[tuple[int, tuple[int, ...]], list[int]]:
         """Make the states at which the labels of a group are scored: by the column of a place and a
         beginning of its labels, the ids from the group's first block on, of some length."""
         start = self.start_of(group)
-        known = self.text[start : start + length]
-        known += [self.mask_id] * (length - len(known))
+        old_ids = self.text[start : start + length]
+        old_ids += [self.mask_id] * (length - len(old_ids))
         states = {}
-        for place in group:
-            column = place.start - start
-            for label in place.labels:
+        for blank in group:
+            column = blank.start - start
+            for label in blank.labels:
                 for count in range(len(label)):
-                    ids = list(known)
+                    ids = list(old_ids)
                     ids[column : column + count] = label[:count]
                     states[column, label[:count]] = ids
         return states
 
-    def fill(self, place: Place, label: Sequence[int]) -> None:
+    def fill(self, blank: Blank, label: Sequence[int]) -> None:
         """Fill in a place."""
-        self.text[place.start : place.end] = label
+        self.text[blank.start : blank.end] = label
 
 
 class MRPDecidingMixin:
@@ -294,8 +294,8 @@ class MRPDecidingMixin:
                         groups[index] = sheet.groups[number]
                 scores = _scores(self, unembedding, sheets, groups)
                 for index, group in groups.items():
-                    for place in group:
-                        _answer(output, index, sheets[index], place, scores[index])
+                    for blank in group:
+                        _answer(output, index, sheets[index], blank, scores[index])
         return output
 
 
@@ -307,7 +307,7 @@ def _scores(
     model: Any,
     unembedding: Unembedding,
     sheets: Sequence[Sheet],
-    groups: Mapping[int, Sequence[Place]],
+    groups: Mapping[int, Sequence[Blank]],
 ) -> dict[int, _ScoresOfStates]:
     """Score the states of a group of some rows in one forward; return the scores by row.
 
@@ -362,12 +362,12 @@ def _scores(
 
 
 def _answer(
-    output: MRPDecideOutput, index: int, sheet: Sheet, place: Place, scores: _ScoresOfStates
+    output: MRPDecideOutput, index: int, sheet: Sheet, blank: Blank, scores: _ScoresOfStates
 ) -> None:
     """Answer a question of a row, and fill the answer in."""
-    column = place.start % sheet.block_size  # in the first block of its group
+    column = blank.start % sheet.block_size  # in the first block of its group
     totals = []
-    for label in place.labels:
+    for label in blank.labels:
         total = 0.0
         for length, token in enumerate(label):
             total += float(scores[column, label[:length]][token])
@@ -376,12 +376,12 @@ def _answer(
     mass = log_probs.logsumexp(0)
     if not bool(mass.isfinite()):
         raise ValueError(
-            f"row {index}: the answers to {place.name!r} have no probability: the weights are NaN "
+            f"row {index}: the answers to {blank.name!r} have no probability: the weights are NaN "
             "or infinite, or the dtype overflows. Load or train them again, or load a wider dtype"
         )
     probabilities = (log_probs - mass).exp().tolist()
     best = max(range(len(totals)), key=totals.__getitem__)
-    output.answers[index][place.name] = place.values[best]
-    output.probabilities[index][place.name] = dict(zip(place.values, probabilities, strict=True))
-    output.mass[index][place.name] = float(mass.exp())
-    sheet.fill(place, place.labels[best])
+    output.answers[index][blank.name] = blank.values[best]
+    output.probabilities[index][blank.name] = dict(zip(blank.values, probabilities, strict=True))
+    output.mass[index][blank.name] = float(mass.exp())
+    sheet.fill(blank, blank.labels[best])

@@ -79,11 +79,11 @@ class Batch:
         fits = request.setting == self.setting and request.size <= self.capacity
         return fits and len(self.requests) < self.places
 
-    def add(self, request: Request, place: int) -> None:
+    def add(self, request: Request, slot: int) -> None:
         """Let a request join before the next round."""
         request.begin()
-        request.row.place = place
-        self.requests[place] = request
+        request.row.place = slot
+        self.requests[slot] = request
         self.joining.append(request.row)
 
     def _rounds(self) -> Iterator[None]:
@@ -113,9 +113,9 @@ class Batch:
 
     def drop_cancelled(self) -> None:
         """End the rows of requests for which nobody waits any more."""
-        for place, request in list(self.requests.items()):
+        for slot, request in list(self.requests.items()):
             if request.cancelled:
-                del self.requests[place]
+                del self.requests[slot]
                 request.row.stop = request.row.prompt
                 request.fail("it was cancelled")
                 self.tell(request)
@@ -189,18 +189,18 @@ class JoinedRows(Decoder):
             batch[index] = vacant(row)
             self.reading[index] = row
 
-    def read_part(self, place: Row, row: Row, index: int, tokens: int) -> None:
-        """Compute the next `tokens` of a prompt; `place` stands for its row in rounds meanwhile."""
+    def read_part(self, stand_in: Row, row: Row, index: int, tokens: int) -> None:
+        """Compute the next `tokens` of a prompt; `stand_in` takes its row's place in rounds."""
         if tokens:
             self.networks.read_ahead(row, index, row.held, row.held + tokens)
-            place.held, place.head_held = row.held, row.head_held
+            stand_in.held, stand_in.head_held = row.held, row.head_held
 
 
 def vacant(row: Row) -> Row:
     """Make a row that has ended, for a place that another one may take."""
-    place = row.rewound(0)
-    place.place, place.stop = -1, place.prompt
-    return place
+    ended = row.rewound(0)
+    ended.place, ended.stop = -1, ended.prompt
+    return ended
 
 
 def setting_of(call: Call, options: dict[str, Any]) -> Hashable:

@@ -206,17 +206,17 @@ class Request:
 
     def _read_likeliest(self, networks: Networks) -> None:
         """Compute the likeliest tokens at the positions that the last round revealed."""
-        places = []
+        positions = []
         states: list[tuple[Row, State]] = []
         hidden_states = []
         for frontier in self.row.written or ():
             for column, (state, (hidden, index)) in picked_from(frontier):
-                places.append(state.start + column)
+                positions.append(state.start + column)
                 single = State(state.key, (column,), state.end, state.masks, state.step)
                 states.append((self.row, single))
                 hidden_states.append(hidden[index, column])
         self.row.written = []
-        if not places:
+        if not positions:
             return
         picker = replace(
             networks.picker,
@@ -230,7 +230,7 @@ class Request:
         likeliest = picker(torch.stack(hidden_states), spots).likeliest
         assert likeliest is not None
         count = likeliest.shape[1] // 2
-        for position, numbers in zip(places, likeliest.tolist(), strict=True):
+        for position, numbers in zip(positions, likeliest.tolist(), strict=True):
             pairs = zip(numbers[:count], numbers[count:], strict=True)
             best = sorted(pairs, key=lambda pair: -pair[1])[: self.top_count]
             self._likeliest[position] = {int(token): log_sigmoid(odds) for token, odds in best}

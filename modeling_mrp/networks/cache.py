@@ -179,10 +179,10 @@ class BlockCache(Cache):
             ):
                 buffer = buffer.view(torch.int64)
             first = row * buffer.shape[1]
-            places = []
+            indices = []
             for begin in (first + source, first + target):
-                places.append((begin[:, None] + offsets).ravel())
-            sources, targets = upload_all(places, buffer.device)
+                indices.append((begin[:, None] + offsets).ravel())
+            sources, targets = upload_all(indices, buffer.device)
             slots = buffer.flatten(0, 1)
             slots[targets] = slots[sources]
 
@@ -198,8 +198,8 @@ class BlockCache(Cache):
         targets = np.concatenate([firsts, seconds])
         sources = np.concatenate([seconds, firsts])
         for buffer in self._held_parts(used):
-            places = upload_all([targets, sources], buffer.device)
-            buffer[places[0]] = buffer[places[1]]
+            indices = upload_all([targets, sources], buffer.device)
+            buffer[indices[0]] = buffer[indices[1]]
 
     @contextmanager
     def exchanging(self) -> Iterator[None]:
@@ -300,14 +300,14 @@ class BlockCache(Cache):
 def check_past(past: Any, model: Any, rows: int, model_key: Hashable = None) -> None:
     """Raise `ValueError` if a call with `rows` prompts cannot continue from a cache; `model_key` is
     the model's `fingerprint`, if the caller has it."""
-    why, owner = None, getattr(past, "owner", None)
+    reason, owner = None, getattr(past, "owner", None)
     if owner is None or owner() is not model:
-        why = (
+        reason = (
             "are not those that generate(..., return_dict_in_generate=True) of this very model "
             "gave, or went through a pickle"
         )
     elif past.rows != rows:
-        why = (
+        reason = (
             f"hold {past.rows} rows, and input_ids have {rows}, not the same conversations in the "
             "same order"
         )
@@ -316,13 +316,13 @@ def check_past(past: Any, model: Any, rows: int, model_key: Hashable = None) -> 
         for name, seen in past.weights.items()
         if seen != weight_versions(getattr(model, name) or nn.Module(), model_key)
     ]:
-        why = f"are older than the weights of {changed[0]}, which have changed"
+        reason = f"are older than the weights of {changed[0]}, which have changed"
     elif (was := (past.dtype, past.layer_devices)) != (
         now := (model.dtype, devices_of_layers(model, past.head_layers > 0))
     ):
-        why = f"have another dtype or other devices, {was}, than the model now, {now}"
-    if why is not None:
-        raise ValueError(f"past_key_values {why}: leave them unset")
+        reason = f"have another dtype or other devices, {was}, than the model now, {now}"
+    if reason is not None:
+        raise ValueError(f"past_key_values {reason}: leave them unset")
 
 
 def bucket(slots: int) -> int:

@@ -238,28 +238,28 @@ def check_weights(model: Any) -> None:
             "and not from the left. Train an adapter of the weights instead, such as LoRA, or "
             "decode without it under model.disable_adapter()"
         )
-    lm_head, weight, why = model.lm_head, model.lm_head.weight, None
+    lm_head, weight, reason = model.lm_head, model.lm_head.weight, None
     check_lm_head(lm_head)
     device_of(lm_head)
     if hasattr(weight, "to_local"):
-        why = (
+        reason = (
             "is divided among processes: leave it, and embed_tokens if these are tied, out of "
             "tp_plan"
         )
     elif not weight.is_floating_point():
-        why = (
+        reason = (
             f"has packed weights, {weight.dtype}: keep it as it was, with 'lm_head' in "
             "llm_int8_skip_modules if that is given"
         )
     elif hasattr(lm_head, "base_layer") and not (lm_head.merged or lm_head.disable_adapters):
-        why = (
+        reason = (
             f"has an adapter ({', '.join(lm_head.active_adapters)}): merge_and_unload() it, or "
             "leave it out of target_modules"
         )
     elif of_rows and hasattr(lm_head, "original_module"):  # peft's copy or rows of an adapter's own
-        why = (
+        reason = (
             "differs from adapter to adapter (modules_to_save or trainable_token_indices): decode "
             "the rows of one adapter at a time, after set_adapter and without adapter_names"
         )
-    if why is not None:
-        raise ValueError(f"rows of lm_head's own weight are read, and lm_head {why}")
+    if reason is not None:
+        raise ValueError(f"rows of lm_head's own weight are read, and lm_head {reason}")

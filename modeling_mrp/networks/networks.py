@@ -313,9 +313,9 @@ class Networks:
             first = (row * width + (source - self.cache.begin) // self.block) * len(columns)
             sources = (first[:, None] + columns).ravel()
             targets = ((row * cached_hidden.shape[1] + target)[:, None] + columns).ravel()
-            places = upload_all([sources, targets], self.device)
-            values = scored[places[0]].to(cached_hidden.device)
-            cached_hidden.flatten(0, 1)[places[1].to(cached_hidden.device)] = values
+            indices = upload_all([sources, targets], self.device)
+            values = scored[indices[0]].to(cached_hidden.device)
+            cached_hidden.flatten(0, 1)[indices[1].to(cached_hidden.device)] = values
 
     def _width(self, packed: Packed) -> int:
         """Return how many states of each row a forward computes: the most of a row; where forwards

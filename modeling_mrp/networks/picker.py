@@ -274,8 +274,8 @@ class Picker:
             if len(indices):
                 in_chunk = (indices >= chunk.start) & (indices < chunk.stop)
                 vectors = [indices[in_chunk] - chunk.start, tokens[in_chunk]]
-                places = upload_all(vectors, logits.device)
-                logits[places[0], places[1]] = -torch.inf
+                uploaded = upload_all(vectors, logits.device)
+                logits[uploaded[0], uploaded[1]] = -torch.inf
             if allowed:
                 logits = self.masks.bar(logits, allowed[chunk])
             return self.unembedding.barred(logits, None if no_eos is None else no_eos[chunk])
