@@ -79,7 +79,8 @@ def older_than(release: str) -> bool:
 
 def generate(model: MRPForCausalLM, prompts: Sequence[list[int]], **options: Any) -> Any:
     """Decode left-padded prompts; return the whole output of `generate`."""
-    inputs = {name: tensor.to(model.device) for name, tensor in left_padded(prompts).items()}
+    device = "cpu" if model.device.type == "meta" else model.device  # meta: it lies on disk
+    inputs = {name: tensor.to(device) for name, tensor in left_padded(prompts).items()}
     return model.generate(**inputs, return_dict_in_generate=True, **options)
 
 

@@ -1,6 +1,6 @@
 """What differs between versions of transformers: from 5.24 on, `past_key_values` of models and
-outputs is called `cache`, and `block_size` of `ContinuousBatchingConfig` `page_size`; before 5.18,
-`load_adapter` leaves out modules saved with an adapter."""
+outputs is called `cache`; 5.17 calls `page_size` of `ContinuousBatchingConfig` `block_size`; before
+5.18, `load_adapter` leaves out modules saved with an adapter."""
 
 from inspect import signature
 from typing import Any

@@ -1,6 +1,7 @@
 """`decide`: typed answers by the probabilities of labels, beside a forward for each state; and what
 reads next tokens where none are predicted is refused."""
 
+import copy
 import math
 from typing import Any
 
@@ -196,7 +197,9 @@ def test_transformers_own_pipeline_is_refused(
     """It reads the logits of the last token of a prompt as those of the next one. Its server's
     /v1/systemone calls it."""
     decision = pytest.importorskip("transformers.pipelines.decision", reason="a newer transformers")
-    decide = decision.DecisionPipeline(model=tiny_model, tokenizer=tiny_tokenizer)
+    # which adds tokens to its tokenizer
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    decide = decision.DecisionPipeline(model=tiny_model, tokenizer=tokenizer)
     questions = {"many": {"type": "noul", "instructions": "Are there more than 3?"}}
     labels = {"noul": ["A", "B"]}
     decide.decision_config.labels = labels

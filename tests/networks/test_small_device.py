@@ -202,6 +202,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         "decoding": "self_spec",
         "target": "entropy_bound",
         "num_draft_states": "auto",
+        "round_costs": {"states": [1, 8], "backbone": [1.0, 2.0]},  # else as each device has them
     },
 }
 
