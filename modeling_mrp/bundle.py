@@ -200,8 +200,9 @@ EFFECTS = [
     (
         "MRPPreTrainedModel.from_backbone",
         "from_pretrained",
-        "the same, of the named backbone, or transformers reads a GGUF file; then `attach_head`",
+        "the same, of the named backbone; then `attach_head`",
     ),
+    ("read_gguf", "from_pretrained", "transformers reads a GGUF file, for `from_backbone`"),
     (
         "MRPPreTrainedModel._shared_model",
         "from_pretrained",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
+from transformers import AutoModelForCausalLM
 from transformers.utils import (
     CONFIG_NAME,
     SAFE_WEIGHTS_INDEX_NAME,
@@ -69,6 +70,15 @@ def stored_json(
         ) from error
     commit = None if os.path.isdir(source) else extract_commit_hash(path, None)
     return json_object(Path(path)), commit
+
+
+def read_gguf(
+    source: str, gguf_file: str, dtype: Any, **hub: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Read a GGUF file of a folder or repository by transformers, which takes minutes; return the
+    config's fields and the tensors, those that were quantized in `dtype`."""
+    model = AutoModelForCausalLM.from_pretrained(source, gguf_file=gguf_file, dtype=dtype, **hub)
+    return model.config.to_dict(), model.state_dict()
 
 
 def weight_files(source: str, prefixes: tuple[str, ...] = ("",), **hub: Any) -> list[Path]:

@@ -14,7 +14,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 from transformers import initialization as init
 from transformers.modeling_utils import PreTrainedModel
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
@@ -35,6 +34,7 @@ from .layouts import (
     hub_options,
     json_object,
     our_name,
+    read_gguf,
     stored_json,
     stored_names,
     weight_files,
@@ -210,16 +210,14 @@ class MRPPreTrainedModel(PreTrainedModel):
         if gguf_file is None:
             fields, _ = stored_json(source, **hub_options(kwargs))
         else:
-            stock = AutoModelForCausalLM.from_pretrained(
-                source, gguf_file=gguf_file, dtype=kwargs.get("dtype"), **hub_options(kwargs)
+            fields, kwargs["state_dict"] = read_gguf(
+                source, gguf_file, kwargs.get("dtype"), **hub_options(kwargs)
             )
-            fields = stock.config.to_dict()
             if fields["model_type"] not in AUTOREGRESSIVE:
                 raise ValueError(
                     f"{gguf_file} is of the model type {fields['model_type']!r}: what is read from "
                     f"GGUF is {', '.join(AUTOREGRESSIVE)}. Name a folder of safetensors"
                 )
-            kwargs["state_dict"] = stock.state_dict()
         if (backbone_name := fields.get("base_model_name_or_path")) is not None:
             remedy = "use that"
             if os.path.isabs(backbone_name) and not os.path.isdir(backbone_name):

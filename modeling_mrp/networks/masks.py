@@ -48,8 +48,9 @@ class TokenMasks:
                 self._index[token_set] = len(self._index)
             end = len(self._index)
             if self._table is None or end > len(self._table):
+                rows_of_table = max(end, min(max(16, 2 * end), _MASKS_ON_DEVICE))
                 larger = torch.zeros(
-                    max(16, 2 * end), logits.shape[1], dtype=torch.bool, device=logits.device
+                    rows_of_table, logits.shape[1], dtype=torch.bool, device=logits.device
                 )
                 if self._table is not None:
                     larger[:begin] = self._table[:begin]
