@@ -13,6 +13,7 @@ import torch
 import transformers
 from conftest import ROOT, TINY
 from torch import Tensor, nn
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.model.loading import describe_token_mixing
@@ -204,3 +205,65 @@ def test_a_head_is_saved_alone_where_it_is_not_quantized(tmp_path: Path) -> None
     again = loaded(INT8, tmp_path / "head")
     assert torch.equal(again.mrp_head.eh_proj.weight, model.mrp_head.eh_proj.weight)
     assert type(again.model.layers[0].mlp.up_proj.weight) is not nn.Parameter
+
+
+# Names of tensors in GGUF files, by those of transformers' Qwen2.
+GGUF_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def write_gguf(source: Qwen2ForCausalLM, path: Path) -> None:
+    """Write a Qwen2 model with tied embeddings as a GGUF file."""
+    config = source.config
+    writer = pytest.importorskip("gguf").GGUFWriter(path, "qwen2")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+    for name, tensor in source.state_dict().items():
+        module, kind = name.rsplit(".", 1)
+        if module == "lm_head":
+            continue
+        if module.startswith("model.layers."):
+            _, _, layer, module = module.split(".", 3)
+            writer.add_tensor(f"blk.{layer}.{GGUF_NAMES[module]}.{kind}", tensor.numpy())
+        else:
+            writer.add_tensor(f"{GGUF_NAMES[module]}.{kind}", tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_gguf_file_of_an_autoregressive_model_opens_and_is_saved(tmp_path: Path) -> None:
+    """In blocks of one token `sequential` is greedy decoding of the model that was written."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    source = Qwen2ForCausalLM(Qwen2Config(**sizes, **heads, initializer_range=0.5)).eval()
+    write_gguf(source, tmp_path / "model.gguf")
+    model = MRPForCausalLM.from_backbone(
+        tmp_path, gguf_file="model.gguf", block_size=1, mask_token_id=63, dtype=torch.float64
+    )
+    model.save_pretrained(tmp_path / "saved")
+    prompt = torch.tensor([[5, 9, 2, 7]])
+    options = {"max_new_tokens": 12, "eos_token_id": None, "suppress_tokens": [63]}
+    expected = source.double().generate(prompt, do_sample=False, pad_token_id=0, **options)
+    for opened in (model, MRPForCausalLM.from_pretrained(tmp_path / "saved")):
+        assert opened.generate(prompt, decoding="sequential", **options).equal(expected)
