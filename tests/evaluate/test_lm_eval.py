@@ -159,3 +159,118 @@ def test_its_log_likelihoods_are_scores(
     assert "longer than 8 tokens" not in caplog.text
     assert short.loglikelihood(asked(*PAIRS)) == [expected(*pair, 8) for pair in PAIRS]
     assert "longer than 8 tokens" in caplog.text
+
+
+def written(*arguments: tuple[str, dict[str, Any]]) -> list[Any]:
+    """Requests for texts."""
+    from lm_eval.api.instance import Instance
+
+    requests = []
+    for number, argument in enumerate(arguments):
+        requests.append(Instance("generate_until", {}, argument, number))
+    return requests
+
+
+def judged_by(model: MRPForCausalLM, tokenizer: Any, batch_size: int, **options: Any) -> Any:
+    """lm-eval's model `mrp`."""
+    from mrp_trainer.evaluate.lm_eval import MRPLM
+
+    return MRPLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, **options)
+
+
+@pytest.mark.parametrize("thinking", [None, "=", 7])
+def test_texts_that_join_a_batch_are_those_of_hf(
+    tiny_model_float64: MRPForCausalLM, tiny_tokenizer: Any, thinking: Any
+) -> None:
+    """Contexts of different length and an empty one, four sets of options, stop strings that end
+    in the middle of a token, and what comes behind the end of thinking."""
+    from lm_eval.models.huggingface import HFLM
+
+    if thinking == 7:
+        thinking = tiny_tokenizer.encode("=")[0]
+    usual = {"until": ["\n\n"], "do_sample": False, "max_gen_toks": 24}
+    other = {"until": "ore", "max_gen_toks": 40, "decoding": "mrp_spec", "num_draft_states": 4}
+    short = {"until": [], "max_gen_toks": 3, "decoding": "dynamic"}
+    none = {"max_length": 60}
+    arguments = []
+    for index, problem in enumerate(problems("math", "heldout", 8)):
+        arguments.append((problem.prompt, (usual, other, short, none)[index % 4]))
+    arguments += [("def f(x):", usual), ("Ana has 3 pens.", other)]
+    same = {"max_length": 400, "think_end_token": thinking}
+    hf = HFLM(pretrained=tiny_model_float64, tokenizer=tiny_tokenizer, batch_size=1, **same)
+    expected = hf.generate_until(written(*arguments), disable_tqdm=True)
+    assert len(set(expected)) > 5
+    for batch_size in (1, 3, 16):
+        ours = judged_by(tiny_model_float64, tiny_tokenizer, batch_size, **same)
+        assert ours.generate_until(written(*arguments), disable_tqdm=True) == expected
+
+
+def test_no_text_waits_for_others(
+    tiny_model_float64: MRPForCausalLM, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of nine texts, one long, two are decoded at once; places are idle only at the end."""
+    from modeling_mrp.generate.batching import ContinuousBatchingManager
+
+    running = []
+    step = ContinuousBatchingManager._step
+
+    def watched(self: ContinuousBatchingManager) -> bool:
+        more = step(self)
+        running.append(self.running)
+        return more
+
+    monkeypatch.setattr(ContinuousBatchingManager, "_step", watched)
+    usual = {"until": [], "decoding": "sequential"}
+    long = ("Ana has 3 pens.", {"max_gen_toks": 64, "min_new_tokens": 64, **usual})
+    short = ("for x in", {"max_gen_toks": 8, "min_new_tokens": 8, **usual})
+    ours = judged_by(tiny_model_float64, tiny_tokenizer, 2)
+    texts = ours.generate_until(written(long, *8 * [short]), disable_tqdm=True)
+    assert len(set(texts[1:])) == 1
+    assert running.count(2) >= 8 * 6  # a place is free from a last round to the next first
+    assert len(running) < 80  # of 128 if they came one by one
+
+
+def test_sampled_texts_are_each_of_its_seed(
+    tiny_model_float64: MRPForCausalLM, tiny_tokenizer: Any
+) -> None:
+    sampling = {"do_sample": True, "temperature": 1.0, "max_gen_toks": 16, "until": []}
+    requests = written(*4 * [("Ana has 3 pens.", {**sampling, "seed": 5})])
+    texts = judged_by(tiny_model_float64, tiny_tokenizer, 2).generate_until(requests)
+    assert len(set(texts)) == 4
+    assert judged_by(tiny_model_float64, tiny_tokenizer, 16).generate_until(requests) == texts
+    ids = tiny_tokenizer("Ana has 3 pens.", return_tensors="pt")["input_ids"]
+    for index, text in enumerate(texts):
+        out: Any = tiny_model_float64.generate(
+            ids, do_sample=True, max_new_tokens=16, seed=5 + index
+        )
+        assert tiny_tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True) == text
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"decoding": "evil"}, ValueError, "evil"),
+        ({"max_gen_toks": 400}, ValueError, "max_gen_toks is 400"),
+        ({"suppress_tokens": "all"}, RuntimeError, "no token with a finite score"),
+    ],
+)
+def test_what_is_refused_ends_the_evaluation(
+    tiny_model_float64: MRPForCausalLM,
+    tiny_tokenizer: Any,
+    given: dict[str, Any],
+    error: type[Exception],
+    message: str,
+) -> None:
+    """At once, though another text is long; what was whole before is kept for another try."""
+    if "suppress_tokens" in given:
+        given = {"suppress_tokens": list(range(tiny_model_float64.config.vocab_size))}
+    ours = judged_by(tiny_model_float64, tiny_tokenizer, 2, max_length=400)
+    kept = []
+    ours.cache_hook.add_partial = lambda *what: kept.append(what)
+    whole = ("Ana has 3 pens. Bo gives Ana 4 more.", {"max_gen_toks": 4, "until": []})
+    with pytest.raises(error, match=message):
+        ours.generate_until(written(("x", given), whole), disable_tqdm=True)
+    if error is RuntimeError:
+        (what,) = kept
+        assert what[:2] == ("generate_until", whole)
+    ours.generate_until(written(whole), disable_tqdm=True)

@@ -1,5 +1,5 @@
-"""The model `mrp` of lm-eval: log-likelihood tasks use `score`, and all else is as with lm-eval's
-own model `hf`.
+"""The model `mrp` of lm-eval: log-likelihood tasks use `score`, texts are decoded in a batch that
+each joins as another ends, and all else is as with lm-eval's own model `hf`.
 
 ``python -m mrp_trainer.evaluate.lm_eval run --model mrp --model_args
 pretrained=FOLDER,trust_remote_code=True --tasks TASK`` is lm-eval's own command line. In Python,
@@ -13,6 +13,11 @@ from typing import Any
 import torch
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils import (
+    handle_stop_sequences,
+    normalize_gen_kwargs,
+    postprocess_generated_text,
+)
 from tqdm import tqdm
 
 from .decoded import pad_left
@@ -29,8 +34,8 @@ Encoded = tuple[tuple[str, str] | None, list[int], list[int]]
 
 @register_model("mrp")
 class MRPLM(HFLM):
-    """lm-eval's `HFLM` with the log-likelihoods of decoding from left to right, one token a
-    step."""
+    """lm-eval's `HFLM` with the log-likelihoods of decoding from left to right, one token a step,
+    and texts that are decoded together only as long as each lasts."""
 
     @property
     def max_length(self) -> int:
@@ -42,6 +47,84 @@ class MRPLM(HFLM):
     def _detect_batch_size(self, requests: Sequence[Any] | None = None, pos: int = 0) -> int:
         return ROWS
 
+    @property
+    def _rows(self) -> int:
+        """The number of texts at once; lm-eval's `auto` is ours to choose."""
+        return self.batch_size if isinstance(self.batch_size, int) else ROWS
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Decode the text of each request, the longest contexts first, `batch_size` at once; cut
+        each before the first of its stop strings. With `seed` request i has the seed `seed + i`.
+
+        Raises:
+            ValueError: for options that `generate` refuses.
+            RuntimeError: if a text has no token to choose.
+        """
+        if self.mixed_precision_dtype is not None:  # autocast is of one thread
+            return list(super().generate_until(requests, disable_tqdm))
+        lengths = [len(self.tok_encode(request.args[0])) for request in requests]
+        order = sorted(range(len(requests)), key=lambda index: -lengths[index])
+        progress = tqdm(total=len(order), disable=disable_tqdm or self.rank != 0, desc="Generating")
+        texts: dict[int, str] = {}
+        stops: dict[int, list[str]] = {}
+        manager = self.model.init_continuous_batching({"max_batch_size": self._rows})
+        manager.start()
+        try:
+            for index in order:
+                ids, stops[index], options = self._options_of(requests[index].args, index)
+                manager.add_request(ids, str(index), **options)
+            while len(texts) < len(order):
+                output = manager.get_result()
+                if output is None or output.error is not None:
+                    raise RuntimeError(output.error if output else str(manager.fatal_error))
+                index = int(output.request_id)
+                texts[index] = self._answer_of(output.generated_tokens, stops[index])
+                self.cache_hook.add_partial("generate_until", requests[index].args, texts[index])
+                progress.update()
+        finally:
+            manager.stop(hard_stop=True)  # all texts are whole, or nobody waits for them
+            progress.close()
+        return [texts[index] for index in range(len(order))]
+
+    def _options_of(
+        self, request: tuple[str, dict[str, Any]], index: int
+    ) -> tuple[list[int], list[str], dict[str, Any]]:
+        """Read a request as `hf` does: the ids of its context, its stop strings, and the arguments
+        of `generate`."""
+        context, given = request
+        options: dict[str, Any] = dict(normalize_gen_kwargs(given, self.max_gen_toks))
+        eos = self.tok_decode(self.eot_token_id, skip_special_tokens=False)
+        stops = [text for text in handle_stop_sequences(options.pop("until", None), eos) if text]
+        count = options.pop("max_gen_toks")
+        room = self.max_length + 1 - count
+        if room < 1:
+            raise ValueError(
+                f"max_gen_toks is {count}: a text has {self.max_length + 1} tokens with its "
+                "context, so ask for fewer"
+            )
+        ids, _ = self.tok_batch_encode(
+            [context], left_truncate_len=room, truncation=self.truncation
+        )
+        if not options.get("temperature"):
+            options.pop("temperature", None)
+        if "max_length" not in options:
+            options["max_new_tokens"] = count
+        if isinstance(seed := options.get("seed"), int):
+            options["seed"] = seed + index
+        options |= {"stop_strings": stops, "tokenizer": self.tokenizer}
+        return ids[0].tolist(), stops, options
+
+    def _answer_of(self, ids: list[int], stops: list[str]) -> str:
+        """Decode a text, without what is thought before it, up to its first stop string."""
+        end = self.think_end_token
+        if not isinstance(end, int):
+            answer: str = postprocess_generated_text(self.tok_decode(ids), stops, end)
+            return answer
+        if end in ids:
+            ids = ids[len(ids) - ids[::-1].index(end) :]
+        answer = postprocess_generated_text(self.tok_decode(ids).lstrip(), stops, None)
+        return answer
+
     def _loglikelihood_tokens(
         self,
         requests: Sequence[Encoded],
@@ -50,7 +133,7 @@ class MRPLM(HFLM):
     ) -> list[tuple[float, bool]]:
         """Score the continuation of each context; return its log-probability, and whether greedy
         decoding gives it."""
-        rows = override_bs or (self.batch_size if isinstance(self.batch_size, int) else ROWS)
+        rows = override_bs or self._rows
         texts = [[*context, *continuation] for _, context, continuation in requests]
         limit = self.max_length + 1
         if cut := sum(len(text) > limit for text in texts):
