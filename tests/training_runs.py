@@ -5,7 +5,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from mrp_trainer.train.trainer import MRPTrainer
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed import TCPStore
 from transformers import TrainerCallback
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
@@ -203,6 +203,9 @@ def _call(work: Callable[[int], None], rank: int, processes: int, port: int) -> 
             "WORLD_SIZE": processes,
             "RANK": rank,
             "LOCAL_RANK": rank,
+            # they meet at a store that is there already, as torchrun's do
+            "TORCHELASTIC_USE_AGENT_STORE": True,
+            "TORCHELASTIC_RESTART_COUNT": 0,
         }
         os.environ.update({name: str(value) for name, value in address.items()})
     work(rank)
@@ -216,12 +219,11 @@ def start(run: Run | Callable[[int], None], processes: int = 1) -> list[int | No
     # Python 3.11 does not pass it on
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
         forkserver.ensure_running()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    # a port of its own while the processes run, which other tests run beside
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     work = partial(_train, run) if isinstance(run, Run) else run
     ranks = [
-        context.Process(target=_call, args=(work, rank, processes, port))
+        context.Process(target=_call, args=(work, rank, processes, store.port))
         for rank in range(processes)
     ]
     for process in ranks:

@@ -23,6 +23,7 @@ from ..model.loading import weights_on_device
 from ..networks.graphs import LEAST_CAPACITY, release_graphs
 from ..rules.draft import UnscoredError
 from .joining import Batch, setting_of
+from .processors import CONTRACT
 from .request import Call, Request, RequestOutput, unscored
 
 TOP_LOGPROBS = 20  # tokens of a position whose log-probabilities a request may ask for, at most
@@ -321,6 +322,11 @@ class ContinuousBatchingManager:
         with torch.no_grad(), weights_on_device(self.model.lm_head):
             ids = torch.tensor([list(input_ids)], dtype=torch.long, device=self.model.device)
             call = self._prepare(ids, self.generation_config, **options)
+        if call.picker.in_order is not None:
+            raise ValueError(
+                "a logits_processor of the request goes by earlier calls or by the row of a batch, "
+                f"which requests join and leave: {CONTRACT}"
+            )
         mode = call.config.mode(self.model.config.block_size, self.limits.texts)
         call = replace(call, mode=mode)
         needed = len(call.rows[0].text)

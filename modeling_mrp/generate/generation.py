@@ -1,6 +1,7 @@
 """`generate` for MRP models: arguments in, text and counts out."""
 
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -53,7 +54,7 @@ from .output import (
     by_request,
     output_of,
 )
-from .processors import check_processor
+from .processors import CONTRACT, InOrder, why_in_order
 from .request import Call, unscored
 
 # Processors that act at a column of the batch. The options that make them are not supported; as
@@ -89,9 +90,10 @@ class MRPGenerationMixin(GenerationMixin):
 
         Logits processors get the scores of masked positions, [positions, vocab], and the ids before
         each, [positions, length]: the row's text with the revealed tokens of its block, and
-        `mask_token_id` where none is known yet. Stopping criteria get, as ids, the prompts as given
-        with n tokens behind each, n being the number of tokens of the row that is checked, and
-        masks where a slower row has fewer; as scores, None.
+        `mask_token_id` where none is known yet. One that remembers its calls or goes by rows is
+        called, under `sequential` alone, with all rows, once for each token. Stopping criteria get,
+        as ids, the prompts as given with n tokens behind each, n being the number of tokens of the
+        row that is checked, and masks where a slower row has fewer; as scores, None.
 
         Args:
             inputs: [rows, length] long, the prompts (or `input_ids`); `attention_mask` has 0 at
@@ -402,8 +404,18 @@ def _prepare(
     if mixed and (mode.drafting is not None or len(input_ids) > 1):
         logger.warning_once(mixed)
     prompts = [ids[keep] for ids, keep in zip(input_ids, real, strict=True)]
-    for processor in picker.processors or ():
-        check_processor(processor, prompts, model.lm_head.weight)
+    reason = None
+    if picker.processors is not None:
+        reason = why_in_order(picker.processors, prompts, model.lm_head.weight)
+    if reason is not None:
+        left_to_right = mode.rule.left_to_right and mode.refine is None
+        waits = at_once < len(input_ids)
+        given = is_constrained or infill_ids is not None
+        if waits or given or not left_to_right or config.output_scores or config.output_logits:
+            raise ValueError(f"{reason}: {CONTRACT}")
+        if mode.drafting is not None:
+            logger.warning_once(f"{reason}: so nothing is drafted, which changes no text")
+        mode = replace(mode, drafting=None)
     least = max([0, (config.min_length or 0) - width, *_least_new(logits_processor, width, config)])
     if least > new:
         raise ValueError(
@@ -423,6 +435,9 @@ def _prepare(
         languages,
         picker.processors is None,
     )
+    if reason is not None:
+        in_order = InOrder(picker.processors or (), rows, width, config.pad_id())
+        picker = replace(picker, processors=None, in_order=in_order, likeliest=False, shortlist=0)
     for row in rows:
         row.counts = Counts(mode.width, mode.drafting is not None)
     criteria = [
@@ -467,9 +482,10 @@ def _decode(
         )
         watches += [] if progress is None else [progress]
         watches += [] if streamer is None else [Streams(streamer, call.prompts)]
-        # The batch keeps all rows if adapters go by row; recorded, a round of under 4 rows takes no
-        # less time than one of 4.
-        fewest = at_once if adapters_of_rows(model) else 1 if networks.recorded is None else 4
+        # The batch keeps all rows if adapters or processors go by row; recorded, a round of under 4
+        # rows takes no less time than one of 4.
+        by_row = adapters_of_rows(model) or picker.in_order is not None
+        fewest = at_once if by_row else 1 if networks.recorded is None else 4
         amount = draft_amount(mode, picker, model.config, config.round_costs)
         decoder = Decoder(mode, networks, amount, watches, fewest, call.sources)
         try:

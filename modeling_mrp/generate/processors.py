@@ -1,14 +1,17 @@
 """Logits processors that `generate` can call: those whose answer is a function of the ids and the
-scores of each position alone."""
+scores of each position alone; and any other where tokens come from left to right, one at a time, as
+in an autoregressive model."""
 
 import copy
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..networks.picker import check_scores
+from ..networks.picker import Spots, check_scores
+from ..rules.state import Row
 from .option_table import UNSUPPORTED
 
 # Processors of transformers that an option makes which is not supported.
@@ -21,24 +24,82 @@ _OF_OPTIONS = {
     "EncoderRepetitionPenaltyLogitsProcessor": "encoder_repetition_penalty",
     "EncoderNoRepeatNGramLogitsProcessor": "encoder_no_repeat_ngram_size",
 }
-_CONTRACT = (
-    "it is called with positions as rows, some of them of drafts that are given up, as often as "
-    "there are forwards, and has to answer to the ids and scores of each alone. Write it so, "
-    "without memory or an index of rows, or use regex, choices, json_schema or grammar"
+CONTRACT = (
+    "in this call its rows are positions, as often as there are forwards, and it has to answer to "
+    "the ids and scores of each alone. Write it so, without memory or an index of rows; or use "
+    "regex, choices, json_schema or grammar; or decode all rows at once with the target "
+    "'sequential', one token a step, without infill_ids and without scores or logits in the "
+    "output: there it is called as in an autoregressive model"
 )
 
 
-def check_processor(processor: Any, prompts: Sequence[Tensor], weight: Tensor) -> None:
-    """Raise `ValueError` for a logits processor that `generate` cannot honour: one that makes what
-    no option may ask for, or, of other libraries, one whose answers to a probe depend on more than
-    ids and scores.
+class InOrder:
+    """Calls logits processors as an autoregressive model does: once for each token of the text, in
+    order, with all rows of the batch by index, those that have ended too.
 
-    The probe calls a copy, if it can be copied, a few times.
+    Args:
+        processors: The processors.
+        rows: All rows of the call, which each get a token a round.
+        width: Columns of the prompts, which are padded on the left.
+        pad_token_id: Stands before prompts, and behind texts that have ended.
+    """
+
+    def __init__(
+        self, processors: Sequence[Any], rows: Sequence[Row], width: int, pad_token_id: int
+    ) -> None:
+        self.processors = processors
+        self.rows = rows
+        self.width = width
+        self.pad_token_id = pad_token_id
+
+    def __call__(self, spots: Spots, logits: Tensor) -> Tensor:
+        """Process logits [states, vocab] at the first masked position of each state that has one,
+        of which a row has no more than one."""
+        texts: dict[int, list[int]] = {}
+        for index, (row, state) in enumerate(spots.states):
+            if state.free:
+                ids = row.text_at(state, spots.parents[index] if spots.parents else None)
+                texts[row.place] = ids[: state.start + state.free[0]]
+        length = 0
+        for row in self.rows:
+            if row.place in texts:
+                length = len(texts[row.place]) - row.prompt
+        columns: list[list[int]] = []
+        for row in self.rows:
+            ids = texts.get(row.place, row.text[: row.stop])
+            padding = [self.pad_token_id] * (self.width - row.prompt)
+            ended = [self.pad_token_id] * (length + row.prompt - len(ids))
+            columns.append([*padding, *ids, *ended])
+        scores = logits.new_zeros(len(self.rows), logits.shape[1])
+        places = torch.tensor(list(texts), device=logits.device)
+        scores[places] = logits
+        input_ids = torch.tensor(columns, device=logits.device)
+        for processor in self.processors:
+            scores = check_scores(processor, processor(input_ids, scores), scores)
+        return scores[places]
+
+
+def why_in_order(
+    processors: Sequence[Any], prompts: Sequence[Tensor], weight: Tensor
+) -> str | None:
+    """Return the first reason of `check_processor`; None if no processor has one."""
+    reasons = [check_processor(processor, prompts, weight) for processor in processors]
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def check_processor(processor: Any, prompts: Sequence[Tensor], weight: Tensor) -> str | None:
+    """Return why the answers of a logits processor depend on more than ids and scores; None if a
+    probe finds that they do not.
+
+    The probe calls a copy of a processor of other libraries a few times.
 
     Args:
         processor: The processor.
         prompts: Ids of the prompts, without padding.
         weight: [vocab, hidden_size], that of `lm_head`; the scores have its vocabulary and device.
+
+    Raises:
+        ValueError: for a processor that makes what no option may ask for.
     """
     name = type(processor).__name__
     for kind in type(processor).__mro__:
@@ -49,7 +110,7 @@ def check_processor(processor: Any, prompts: Sequence[Tensor], weight: Tensor) -
             f"{UNSUPPORTED[option]}. Leave it out"
         )
     if type(processor).__module__.startswith("transformers."):
-        return
+        return None
     copied = copied_processor(processor)
     ids = prompts[0]
     longer = torch.cat([ids, ids[-1:]])
@@ -61,30 +122,43 @@ def check_processor(processor: Any, prompts: Sequence[Tensor], weight: Tensor) -
         answered = copied(context.repeat(rows, 1), repeated.clone())
         return check_scores(processor, answered, repeated)
 
-    first = answer(ids, 2)  # what it cannot take at all it says itself
+    first = answer(ids, len(prompts))  # what it cannot take at all it says itself
     try:
         answer(longer, 3)
-        answers = [first[:1], first[1:], answer(ids, 1), *answer(ids, 2).split(1)]
+        answers = [*first.split(1), answer(ids, 1), *answer(ids, 2).split(1)]
     except Exception as error:
-        raise ValueError(
+        return (
             f"the logits processor {name} failed when it was called again, with other numbers of "
-            f"rows ({type(error).__name__}: {error}): {_CONTRACT}"
-        ) from error
+            f"rows ({type(error).__name__}: {error})"
+        )
     for other in answers[1:]:
         if not torch.equal(other.nan_to_num(), answers[0].nan_to_num()):
-            raise ValueError(
+            return (
                 f"the logits processor {name} answers the same ids and scores differently, by row "
-                f"or from call to call: {_CONTRACT}"
+                "or from call to call"
             )
+    return None
 
 
 def copied_processor(processor: Any) -> Any:
-    """Copy a processor, but for networks that it holds; return itself if that fails."""
+    """Copy a processor, but for networks that it holds and for what cannot be copied."""
     networks = {}
     for value in getattr(processor, "__dict__", {}).values():
         if isinstance(value, nn.Module):
             networks[id(value)] = value
     try:
-        return copy.deepcopy(processor, networks)
+        return copy.deepcopy(processor, dict(networks))
     except Exception:  # of any library: what cannot be copied may raise anything
+        pass
+    try:
+        copied = copy.copy(processor)
+    except Exception:
         return processor
+    for name, value in getattr(copied, "__dict__", {}).items():
+        for copying in (partial(copy.deepcopy, memo=dict(networks)), copy.copy):
+            try:
+                copied.__dict__[name] = copying(value)
+                break
+            except Exception:
+                continue
+    return copied

@@ -147,6 +147,8 @@ class Picker:
         shortlist: Number of likeliest tokens to return, which the head's drafts then choose
             `among`; 0: drafts use all tokens.
         dispatch: Decides between kernels and PyTorch.
+        in_order: In place of `processors`: what acts on the first position of each state alone, a
+            function of the spots and the logits [states, vocab] there.
     """
 
     lm_head_weight: Tensor
@@ -161,6 +163,7 @@ class Picker:
     likeliest: bool = False
     shortlist: int = 0
     dispatch: Dispatch = field(default=AUTOMATIC)
+    in_order: Callable[[Spots, Tensor], Tensor] | None = None
 
     @cached_property
     def unembedding(self) -> Unembedding:
@@ -184,6 +187,8 @@ class Picker:
         without processors or bans."""
         keys = None if spots is None or not self.sample else spots.keys()
         shape = self._shaper(spots)
+        if spots is not None and self.in_order is not None:
+            shape = self._ordered(spots, hidden, shape)
         picks = []
         for chunk in self.unembedding.chunks(len(hidden)):
             logits = shape(self.unembedding.logits(hidden[chunk]), chunk)
@@ -281,6 +286,31 @@ class Picker:
             return self.unembedding.barred(logits, None if no_eos is None else no_eos[chunk])
 
         return shape
+
+    def _ordered(
+        self, spots: Spots, hidden: Tensor, shape: Callable[[Tensor, slice], Tensor]
+    ) -> Callable[[Tensor, slice], Tensor]:
+        """Call `in_order` with the logits of hidden states [n, hidden_size] at the first position
+        of each state; return `shape` that begins with its answers there."""
+        assert self.in_order is not None
+        columns = []
+        for _, state in spots.states:
+            columns.append(len(state.free))
+        starts = np.cumsum([0, *columns[:-1]])[np.array(columns, np.int64) > 0]
+        firsts = upload(starts, hidden.device)
+        answers = self.in_order(spots, upcast(self.unembedding.logits(hidden[firsts])))
+        answers = answers.masked_fill(answers.isnan(), -torch.inf)
+        answers[:, self.mask_token_id] = -torch.inf
+
+        def ordered(logits: Tensor, chunk: slice) -> Tensor:
+            logits = upcast(logits)
+            in_chunk = (starts >= chunk.start) & (starts < chunk.stop)
+            logits[upload(starts[in_chunk] - chunk.start, logits.device)] = answers[
+                upload(np.flatnonzero(in_chunk), logits.device)
+            ]
+            return shape(logits, chunk)
+
+        return ordered
 
     def _process(self, logits: Tensor, contexts: list[list[int]]) -> Tensor:
         """Apply the processors to logits [n, vocab], together where contexts are equally long."""
