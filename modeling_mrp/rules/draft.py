@@ -79,8 +79,9 @@ class Node:
 
 # A candidate for a draft: the state before, the columns to reveal, the key of the resulting state,
 # and `source` and `parent` of its `Node`. The resulting state is made only once it is drafted
-# (`State.revealing`). If no columns are given, the first entry is the candidate's own state.
-Follower = tuple[State, Sequence[int], Key, Scores | None, int]
+# (`State.revealing`), and what a constraint says of it is asked only then, for which it has the
+# log-odds by column. If no columns are given, the first entry is the candidate's own state.
+Follower = tuple[State, Sequence[int], Key, Scores | None, int, Sequence[float]]
 
 
 def followers(
@@ -156,13 +157,8 @@ def follower(
     parent: int,
     clean: State | None = None,
 ) -> Follower | None:
-    """Make the candidate that a reveal of `token[column]` at some columns leads to, as far as the
-    row's constraint allows it; None if the text is whole there, or nothing is allowed. `parent` and
-    `clean` are as in `followers`."""
-    if row.constraint is not None:
-        columns = possible_columns(row, state, columns, token, log_odds, clean)
-        if not columns:
-            return None
+    """Make the candidate that a reveal of `token[column]` at some columns leads to; None if the
+    text is whole there. `parent` and `clean` are as in `followers`."""
     start, ids = state.key
     # Whether the text ends with the block, or with an eos in the reveal.
     ends = not state.end == row.block_size < row.open_end - start
@@ -171,8 +167,35 @@ def follower(
         new_ids[column] = token[column]
         ends |= token[column] in row.eos
     key = (start, tuple(new_ids))
-    if not ends and key not in row.memory and row.constraint is None:
-        return state, columns, key, scores, parent
+    if row.constraint is not None or not (ends or key in row.memory):
+        return state, columns, key, scores, parent, log_odds
+    return unscored_follower(row, rule, state, columns, token, scores, parent, clean)
+
+
+def constrained_follower(
+    row: Row, rule: RevealRule, candidate: Follower, clean: State | None
+) -> Follower | None:
+    """Make a candidate anew as far as the row's constraint allows it; None if nothing is allowed,
+    or the text is whole there."""
+    state, columns, (_, token), scores, parent, log_odds = candidate
+    columns = possible_columns(row, state, columns, token, log_odds, clean)
+    if not columns:
+        return None
+    return unscored_follower(row, rule, state, columns, token, scores, parent, clean)
+
+
+def unscored_follower(
+    row: Row,
+    rule: RevealRule,
+    state: State,
+    columns: Sequence[int],
+    token: Sequence[int],
+    scores: Scores | None,
+    parent: int,
+    clean: State | None,
+) -> Follower | None:
+    """Make the candidate of the first state behind a reveal that the last round did not score; None
+    if the text is whole there."""
     successor, source = row.after(state, columns, token, clean), scores
     while (remembered := row.memory.get(successor.key)) is not None:
         source = remembered[1]
@@ -181,7 +204,7 @@ def follower(
             possible = possible_columns(row, successor, revealed, source.token, source.odds, clean)
             revealed = possible or revealed
         successor = row.after(successor, revealed, source.token, clean)
-    return None if row.ends(successor) else (successor, (), successor.key, source, parent)
+    return None if row.ends(successor) else (successor, (), successor.key, source, parent, ())
 
 
 def build_draft(
@@ -209,7 +232,7 @@ def build_draft(
         previews: Whether the first state of the next block may be scored behind an unfinished
             block, so that later drafts can go on into it.
     """
-    waiting: list[Follower] = [(row.state, (), row.state.key, row.source, -1)]
+    waiting: list[Follower] = [(row.state, (), row.state.key, row.source, -1, ())]
     # By candidate, the chance that the path reaches it, summed over orders, -inf once drafted; the
     # number of drafts on the way to it; and candidates' indices by parent and key.
     chances = [1.0]
@@ -217,16 +240,22 @@ def build_draft(
     index_of = {(-1, row.state.key): 0}
     nodes: list[Node] = []
     if previews and (next_state := previewed(row)) is not None:
-        waiting.append((next_state, (), next_state.key, None, 0))
+        waiting.append((next_state, (), next_state.key, None, 0, ()))
         chances.append(PREVIEW)
         depths.append(0)
     while len(nodes) < size and (chance := max(chances)) > 0:
         index = chances.index(chance)
         chances[index] = -math.inf
-        origin, columns, key, source, parent = waiting[index]
+        candidate: Follower | None = waiting[index]
+        parent = waiting[index][4]
+        clean = nodes[parent].state if parent >= 0 else None
+        if row.constraint is not None and waiting[index][1]:
+            candidate = constrained_follower(row, rule, waiting[index], clean)
+        if candidate is None or index_of.setdefault((parent, candidate[2]), index) != index:
+            continue
+        origin, columns, key, source, _, _ = candidate
         state = origin.revealing(columns, key) if columns else origin
         depth = depths[index]
-        clean = nodes[parent].state if parent >= 0 else None
         node = Node(state, parent, source, clean, min(1.0, chance), depth)
         nodes.append(node)
         if len(nodes) == size:
@@ -238,7 +267,7 @@ def build_draft(
                 next_state = row.opened(state.start + row.block_size, state)
                 if next_state.free:  # one block at a time: a given one has to wait
                     guess = row.preview[1] if row.preview[0] == next_state.key else None
-                    waiting.append((next_state, (), next_state.key, guess, len(nodes) - 1))
+                    waiting.append((next_state, (), next_state.key, guess, len(nodes) - 1, ()))
                     chances.append(chance)
                     depths.append(depth)
             continue
