@@ -103,7 +103,7 @@ def test_a_card_claims_nothing_that_no_person_said(folder: Path, tmp_path: Path)
     assert "\n| `decoding` | `static` | " in str(card)
     assert "\n| `target` | `static` | " in str(card)
     assert not [word for word in ("## Trained", f"]({PICTURE})") if word in str(card)]
-    assert 'use `mrp serve "org/some-model"`, as `transformers serve` knows only' in str(card)
+    assert 'use `mrp serve "org/some-model"`. `transformers serve` only knows' in str(card)
     make_model(num_nextn_predict_layers=0).save_pretrained(tmp_path)
     (tmp_path / PICTURE).write_text("<svg/>")
     alone = str(render_card(tmp_path, "full", "org/backbone"))
