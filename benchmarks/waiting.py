@@ -2,11 +2,15 @@
 
     python -m benchmarks.waiting --count 200 --turns 5
 
-Held-out problems of the embedded checkpoint of three kinds in turn (math, code, source text), whose
-prompts and texts differ in length; greedy, in float64; both ways give the same texts, which is
-checked. Padded batches are those of 16 prompts in their order, each decoded to its end; rows join
-as others end with `max_batch_size=16`. Both run in one process, in turns; a ratio of times is the
-median over turns, with their range. The result is a table of Markdown.
+Held-out problems of the embedded checkpoint of three kinds, shuffled: math and code, whose answers
+end behind some 20 to 80 tokens, and source text, which goes on to the limit of 256 new tokens if it
+is not done before. Greedy, in float64; all ways give the same texts, which is checked.
+
+*Padded* batches are those of 16 prompts in their order, each decoded to the end of its longest
+text, with places for all 16 until then, as in transformers' own loop. *Halved* ones are this
+package's without `max_batch_size`: the batch is halved as its rows end. Rows *join* as others end
+with `max_batch_size=16`. All run in one process, in turns; a ratio of times is the median over
+turns, with their range. The result is a table of Markdown.
 """
 
 import random
@@ -14,6 +18,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from mrp_trainer.data.tasks import Family
@@ -21,6 +26,7 @@ from mrp_trainer.evaluate.decoded import pad_left
 from mrp_trainer.evaluate.problem_sets import family_set
 
 from modeling_mrp import MRPForCausalLM
+from modeling_mrp.generate.loop import Decoder
 
 from .common import TINY, deciding, load, parser_of
 
@@ -30,8 +36,8 @@ MODES: tuple[dict[str, Any], ...] = (
     {"decoding": "mrp_spec", "target": "sequential", "num_draft_states": 4},
 )
 COLUMNS = (
-    *("mode", "idle places, padded", "idle places, joined", "forwards, padded"),
-    *("forwards, joined", "ratio", "wall clock", "CPU time"),
+    *("mode", "idle places: padded", "halved", "joined", "forwards: padded, halved", "joined"),
+    *("wall clock of joined over padded", "over halved", "CPU time over padded", "over halved"),
 )
 
 
@@ -73,7 +79,15 @@ class Counted:
 def padded(
     model: MRPForCausalLM, prompts: Sequence[Sequence[int]], at_once: int, **options: Any
 ) -> Counted:
-    """Decode prompts in batches of `at_once`, each to its end."""
+    """Decode prompts in batches of `at_once`, each to its end, with all its rows until then."""
+    with mock.patch.object(Decoder, "smaller", lambda decoder, size, active: size):
+        return halved(model, prompts, at_once, **options)
+
+
+def halved(
+    model: MRPForCausalLM, prompts: Sequence[Sequence[int]], at_once: int, **options: Any
+) -> Counted:
+    """Decode prompts in batches of `at_once`, each to its end, halved as its rows end."""
     counted = Counted()
     for begin in range(0, len(prompts), at_once):
         counted.add(model, prompts[begin : begin + at_once], **options)
@@ -95,25 +109,32 @@ def spread(values: Sequence[float]) -> str:
 def row_of(
     model: MRPForCausalLM, prompts: Sequence[Sequence[int]], at_once: int, turns: int, mode: Any
 ) -> list[str]:
-    """Decode prompts both ways, in turns; return the cells of a mode."""
-    wall = []
-    cpu = []
+    """Decode prompts in all ways, in turns; return the cells of a mode."""
+    ratios: dict[str, list[float]] = {}
     for _ in range(turns):
-        together = padded(model, prompts, at_once, **mode)
         joining = joined(model, prompts, at_once, **mode)
-        if joining.texts != together.texts:
-            raise AssertionError(f"{mode} gave other texts where rows join")
-        wall.append(joining.wall / together.wall)
-        cpu.append(joining.cpu / together.cpu)
+        others = {
+            "padded": padded(model, prompts, at_once, **mode),
+            "halved": halved(model, prompts, at_once, **mode),
+        }
+        for name, other in others.items():
+            if joining.texts != other.texts:
+                raise AssertionError(f"{mode} gave other texts where rows join")
+            ratios.setdefault(f"wall, {name}", []).append(joining.wall / other.wall)
+            ratios.setdefault(f"CPU, {name}", []).append(joining.cpu / other.cpu)
+    if others["padded"].forwards != others["halved"].forwards:
+        raise AssertionError(f"{mode} took other forwards where the batch is halved")
     return [
         " ".join(map(str, (mode["decoding"], mode.get("num_draft_states", "")))).strip(),
-        f"{together.idle:.1%}",
+        f"{others['padded'].idle:.1%}",
+        f"{others['halved'].idle:.1%}",
         f"{joining.idle:.1%}",
-        str(together.forwards),
-        str(joining.forwards),
-        f"{joining.forwards / together.forwards:.2f}",
-        spread(wall),
-        spread(cpu),
+        str(others["padded"].forwards),
+        f"{joining.forwards} ({joining.forwards / others['padded'].forwards:.2f})",
+        spread(ratios["wall, padded"]),
+        spread(ratios["wall, halved"]),
+        spread(ratios["CPU, padded"]),
+        spread(ratios["CPU, halved"]),
     ]
 
 
@@ -121,6 +142,7 @@ def main() -> None:
     """Print the table."""
     parser = parser_of("waiting", __doc__ or "")
     parser.add_argument("--count", type=int, default=200, help="prompts")
+    parser.add_argument("--max-new-tokens", type=int, default=256, help="of a text, at most")
     parser.add_argument("--batch-size", type=int, default=16, help="prompts at once")
     parser.add_argument("--turns", type=int, default=5, help="repetitions of both ways")
     parser.add_argument("--threads", type=int, default=2, help="threads of torch")
@@ -129,11 +151,10 @@ def main() -> None:
     model, tokenizer = load(TINY)
     model.double()
     prompts: list[Sequence[int]] = []
-    limit = 0
+    limit = options.max_new_tokens
     for family in FAMILIES:
         problems = family_set(family, "heldout", tokenizer, -(-options.count // len(FAMILIES)))
         prompts += problems.prompts
-        limit = max(limit, problems.max_new_tokens)
     random.Random(0).shuffle(prompts)
     prompts = prompts[: options.count]
     print(
