@@ -55,8 +55,8 @@ def __dir__() -> list[str]:
 
 
 def register() -> None:
-    """Make transformers' Auto classes load this package's models without `trust_remote_code`; may
-    be called again.
+    """Make transformers' Auto classes load this package's models without `trust_remote_code`; it
+    may be called repeatedly.
 
     It is called when this package is imported. The command `mrp`, whose help has to appear at once,
     calls it later.

@@ -1,12 +1,13 @@
-"""Generator of a repository's remote code: this package's modules in one file, since remote code
-has no subpackages.
+"""Generator of a repository's remote code: this package's modules in one file, as remote code has
+no subpackages.
 
-`package_mrp.py` holds all modules that the model imports, directly or not, and its family's module,
-below one section of imports, in the order of `READING`. `modeling_mrp.py`, which transformers
-loads, is the code of `entry.py`, which waits until that file is whole. Modules must import each
-other by `from .module import name` at the top of a file, and no two may define one name
-differently. ``python -m modeling_mrp.bundle hub_configs/sdar-tiny-mrp`` writes the files of a
-repository anew; with ``--check`` it says whether they are those of this package.
+`package_mrp.py` holds all modules that the model imports, directly or indirectly, and its family's
+module, in the order of `READING`, below one section of imports. `modeling_mrp.py`, which
+transformers loads, is the code of `entry.py`, which waits until that file is complete. Modules must
+import each other by `from .module import name` at the top of a file, and no two modules may define
+the same name differently. ``python -m modeling_mrp.bundle hub_configs/sdar-tiny-mrp`` writes the
+files of a repository again; with ``--check`` it reports whether they are the files that this
+package would write.
 """
 
 import argparse
@@ -27,8 +28,8 @@ from .model.families.sdar import DENSE, backbone_of
 from .model.layouts import json_object
 
 HERE = Path(__file__).parent
-# Modules, or packages of them, in reading order. What a module needs to be imported comes before it
-# in any case.
+# Modules and packages in reading order. A module that another one needs for its import always comes
+# before that one.
 READING = [
     "model.families",
     "model.configuration",
@@ -74,8 +75,8 @@ READING = [
     "networks",
     "kernels",
 ]
-# How a call gets from loading to text: definitions of the bundle, in the order in which they are
-# reached, and what each does.
+# The path of a call from loading to text: definitions of the bundle, in the order in which they are
+# reached, and the purpose of each.
 CALL_PATH = [
     (
         "MRPPreTrainedModel.from_pretrained",
@@ -183,7 +184,7 @@ GLOSSARY = [
     ),
 ]
 # Every call in the bundle that touches files, the network or other code, by the definition that
-# makes it. A test compares.
+# makes it. A test compares this list with the code.
 EFFECTS = [
     (
         "MRPPreTrainedModel.from_pretrained",
@@ -337,8 +338,8 @@ class Module(NamedTuple):
 
 
 def used_on_import(node: ast.AST) -> Iterator[str]:
-    """Find the names that code reads when it is imported: all but those in bodies of functions and
-    in annotations."""
+    """Find the names that code reads when it is imported: all names outside of function bodies and
+    annotations."""
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
         yield node.id
     children: list[ast.AST | None] = list(ast.iter_child_nodes(node))
@@ -372,8 +373,8 @@ def read_module(name: str) -> Module:
 
 
 def modules_of(family: str = DENSE) -> dict[str, Module]:
-    """Read the modules of a family's bundle, by name, in reading order, without the family's own
-    module if that lies outside this package."""
+    """Read the modules of a family's bundle: by name, in reading order. The family's own module is
+    left out if it lies outside this package."""
     family_module = backbone_of(family).__module__.removeprefix(f"{__package__}.")
     pending = ["modeling"]
     if family_module.startswith("model.families."):
@@ -408,9 +409,9 @@ def reading_rank(name: str) -> tuple[int, str]:
 
 
 def code_of(text: str, imported: dict[str, set[str]]) -> str:
-    """Return a module's text without imports and `__all__`; add imports of other packages to
-    `imported`, by how they begin."""
-    removed: set[int] = set()  # numbers of lines
+    """Return a module's text without imports and `__all__`. Add its imports of other packages to
+    `imported`, grouped by their first words."""
+    removed: set[int] = set()  # line numbers
     for node in ast.parse(text).body:
         if isinstance(node, ast.Import):
             imported.setdefault("import ", set()).update(map(ast.unparse, node.names))
@@ -428,7 +429,7 @@ def code_of(text: str, imported: dict[str, set[str]]) -> str:
 
 
 def import_lines(imported: dict[str, set[str]]) -> str:
-    """Write the imports that `code_of` collected, sorted, one line a module."""
+    """Write the imports that `code_of` collected, sorted, with one line per module."""
     lines = [f"import {name}" for name in sorted(imported["import "])]
     for start, names in sorted(imported.items()):
         if start != "import ":
@@ -437,7 +438,8 @@ def import_lines(imported: dict[str, set[str]]) -> str:
 
 
 def imported_packages(nodes: Iterable[ast.AST]) -> set[str]:
-    """List the packages that import statements among `nodes` name, without relative imports."""
+    """List the packages that the import statements among `nodes` name; relative imports are left
+    out."""
     packages: set[str] = set()
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -448,8 +450,8 @@ def imported_packages(nodes: Iterable[ast.AST]) -> set[str]:
 
 
 def packages_of(modules: dict[str, Module]) -> tuple[list[str], list[str]]:
-    """List the packages outside the standard library that modules import: required ones, and
-    optional ones."""
+    """List the packages outside the standard library that modules import: first the required ones,
+    then the optional ones."""
     required: set[str] = set()
     optional: set[str] = set()
     for module in modules.values():
@@ -484,7 +486,7 @@ whether the code in a folder is the package's; it runs none of that code."""
 
 
 def end_mark() -> str:
-    """Return the last line of `package_mrp.py`, which marks the file as whole."""
+    """Return the last line of `package_mrp.py`, which marks the file as complete."""
     return f"# The end of {PACKAGE}, sources {sources_digest()}"
 
 
@@ -495,8 +497,8 @@ def first_sentence(text: str) -> str:
 
 
 def listing(entries: Iterable[tuple[str, str]], lines: Mapping[str, int]) -> str:
-    """Write a list of texts, each after the line number of its name; its height does not depend on
-    the numbers."""
+    """Write a list of texts, each preceded by the line number of its name. The number of lines
+    written does not depend on the line numbers."""
     filled = []
     for name, text in entries:
         entry = f"{lines[name]:6,}  {text}"
@@ -525,7 +527,7 @@ def lines_of(text: str, modules: Iterable[str]) -> dict[str, int]:
 
 
 def header(modules: Mapping[str, Module], lines: Mapping[str, int]) -> str:
-    """Write the docstring of `package_mrp.py`: contents, the call path, words, imports and
+    """Write the docstring of `package_mrp.py`: table of contents, call path, glossary, imports and
     effects."""
     required, optional = packages_of(dict(modules))
     imports = (
@@ -567,12 +569,12 @@ def package_text(family: str) -> str:
         start = f'"""{header(modules, lines)}\n"""\n\n{imports}'
         return "\n\n\n".join([start, *sections, end_mark()]) + "\n"
 
-    draft = assemble(defaultdict(int))  # of the final height
+    draft = assemble(defaultdict(int))  # has the final number of lines
     return assemble(lines_of(draft, modules))
 
 
 def entry_text() -> str:
-    """Generate `modeling_mrp.py`, which imports `package_mrp.py` once it is whole."""
+    """Generate `modeling_mrp.py`, which imports `package_mrp.py` once that file is complete."""
     imported: dict[str, set[str]] = {}
     code = code_of(read_module("entry").text, imported)
     code = code.removeprefix(f'"""{ast.get_docstring(ast.parse(code), clean=False)}"""').strip()
@@ -587,17 +589,17 @@ def entry_text() -> str:
 
 @cache
 def bundled(family: str = DENSE) -> dict[str, str]:
-    """Generate a family's remote code, text by file, without the family's module if that lies
-    outside this package."""
+    """Generate a family's remote code: the text of each file, by file name. The family's module is
+    left out if it lies outside this package."""
     return {MODELING: entry_text(), PACKAGE: package_text(family)}
 
 
 def differences(folder: Path) -> list[str]:
     """List the differences between the code in a checkpoint's folder and the code that this package
-    writes there, without running any.
+    writes there, without running any of this code.
 
-    The text of all Python files is compared, and what `auto_map` names in configs. `ValueError` for
-    a malformed config.
+    The text of all Python files is compared, and the classes that `auto_map` names in configs.
+    Raise `ValueError` for a malformed config.
     """
     fields = {path.name: json_object(path) for path in sorted(folder.glob("*config.json"))}
     expected = code_files(fields.get("config.json", {}).get("family", DENSE))
@@ -622,8 +624,8 @@ def differences(folder: Path) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the code of checkpoints' folders, or with `--check` compare it; return the exit status,
-    1 if a folder differs."""
+    """Write the code into checkpoints' folders, or with `--check` compare it; return the exit
+    status, 1 if a folder differs."""
     parser = argparse.ArgumentParser(
         prog="python -m modeling_mrp.bundle", description="Write or check a repository's code."
     )

@@ -1,5 +1,5 @@
-"""Import of a file that another process may still be copying: the code of the entry that `bundle`
-generates."""
+"""Import of a file that another process may still be copying. `bundle` generates a repository's
+entry file from this code."""
 
 import sys
 import time
@@ -10,11 +10,11 @@ from types import ModuleType
 
 
 class WholeFile(SourceFileLoader):
-    """A loader that runs a file's text only once the file is whole.
+    """A loader that runs a file only once it is complete.
 
     Args:
-        end: What the text ends with.
-        seconds: How long to wait for it.
+        end: The last line of a complete file.
+        seconds: The longest time to wait for it.
     """
 
     def __init__(self, name: str, path: str, end: str, seconds: float) -> None:
@@ -23,8 +23,8 @@ class WholeFile(SourceFileLoader):
         self.seconds = seconds
 
     def get_data(self, path: str) -> bytes:
-        """Read the source once it is whole, and other files (byte code) as they are; `ImportError`
-        if it stays incomplete."""
+        """Read the source once it is complete, and other files (byte code) as they are;
+        `ImportError` if it stays incomplete."""
         if path != self.path:
             return super().get_data(path)
         deadline = time.monotonic() + self.seconds
@@ -32,7 +32,7 @@ class WholeFile(SourceFileLoader):
             text = b""
             if Path(path).is_file():
                 text = Path(path).read_bytes()
-            # on some file systems parts arrive in any order
+            # on some file systems the parts of a file arrive in any order
             if text.rstrip().endswith(self.end) and b"\0" not in text:
                 return text
             if time.monotonic() > deadline:
@@ -45,8 +45,8 @@ class WholeFile(SourceFileLoader):
 
 
 def import_whole(name: str, path: Path, end: str, seconds: float = 60.0) -> ModuleType:
-    """Import a file as the module `name` once it ends with `end`; `ImportError` if it does not in
-    `seconds`."""
+    """Import a file as the module `name` once the file ends with `end`; `ImportError` if it stays
+    incomplete for `seconds`."""
     if name in sys.modules:
         return sys.modules[name]
     spec = spec_from_file_location(name, path, loader=WholeFile(name, str(path), end, seconds))

@@ -1,5 +1,5 @@
-"""Check that a checkpoint's tensors fit its config, by the headers of its files, before it is
-pushed or served."""
+"""Checks that a checkpoint's tensors fit its config, made from the headers of its files before it
+is published or served."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -22,8 +22,8 @@ class StoredTensor(NamedTuple):
 
 
 def stored_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
-    """Read the headers of safetensors files; return the stored tensors by this package's names.
-    `ValueError` for a damaged file."""
+    """Read the headers of safetensors files; return the stored tensors by their names in this
+    package. `ValueError` for a damaged file."""
     stored: dict[str, StoredTensor] = {}
     for file in files:
         try:

@@ -31,8 +31,9 @@ _PASSED_ON = ("output_hidden_states", "output_attentions", "cache_position")
 
 
 class _LateClass:
-    """Gives `MRPGenerationConfig` when it is read, so that the rules and options of which that is
-    made can stand behind the model in a repository's file."""
+    """A descriptor that looks up `MRPGenerationConfig` only when it is read, so that in a
+    repository's file the rules and options on which this class depends can be placed after the
+    model."""
 
     def __get__(self, model: Any, owner: Any) -> type[MRPGenerationConfig]:
         return MRPGenerationConfig
@@ -143,8 +144,9 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPDecidingMixin, MRPG
         """Compute the logits of every position given the revealed tokens; with `labels`, the
         block-diffusion loss, too.
 
-        With `labels`, each learned token is masked with probability t ~ U(0, 1], drawn per sequence
-        (in eval mode from a seed made of its tokens, for a reproducible loss). One pass holds [x_t
+        With `labels`, each learned token is masked with probability t ~ U(0, 1], drawn per
+        sequence; in eval mode the seed is derived from the tokens, so that the loss is
+        reproducible. One pass holds [x_t
         | x_0]; the loss is the cross-entropy at masks, weighted 1 / t, divided by the number of
         learned tokens (SDAR, equation 3). The logits are those of x_t.
 
@@ -160,12 +162,12 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPDecidingMixin, MRPG
             inputs_embeds: [batch, length, hidden_size] in place of `input_ids`.
             labels: [batch, length] long, the true tokens; -100 where nothing is learned (the
                 prompt).
-            text_noise: With `labels`, [batch, 1 + length] in [0, 1), by default drawn: 1 - t, then
-                by token, masked if below t.
+            text_noise: With `labels`, the noise [batch, 1 + length] in [0, 1), drawn by default:
+                first 1 - t, then a number for each token, which is masked if its number is below t.
             num_items_in_batch: With `labels`, the divisor of the loss, by default the number of
                 learned tokens; transformers' Trainer passes the number of all accumulation steps.
-                If it is above 0, a batch without learned tokens has loss 0, since others of the
-                step have some.
+                If it is above 0, a batch without learned tokens has loss 0, since other batches of
+                the step have some.
             logits_to_keep: As in transformers; chosen positions must hold masks.
             use_cache, kwargs: As in transformers.
 
@@ -175,7 +177,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPDecidingMixin, MRPG
 
         Raises:
             ValueError: for an argument that has no effect or does not fit the tokens, for labels
-                of which none is learned, or for a `BlockCache` of `generate`.
+                without a learned token, or for a `BlockCache` of `generate`.
         """
         if unknown := sorted(
             name for name, value in kwargs.items() if value is not None and name not in _PASSED_ON
@@ -228,7 +230,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPDecidingMixin, MRPG
         if not skip_check and isinstance(logits_to_keep, Tensor):
             assert input_ids is not None
             self._check_kept(input_ids[:, logits_to_keep])
-        # lm-eval's log-likelihood tasks ask for them
+        # lm-eval's log-likelihood tasks request such logits
         if not skip_check and not (input_ids == self.config.mask_token_id).any():
             logger.warning_once(
                 "In a text without masks each position predicts its own token: log-likelihoods "
@@ -269,10 +271,10 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPDecidingMixin, MRPG
         )
 
     def _check_kept(self, ids: Tensor) -> None:
-        """Refuse to give logits of chosen positions that hold tokens, `ids`, and no mask.
+        """Refuse to compute logits at chosen positions whose `ids` are tokens and not masks.
 
-        transformers' pipeline for decisions, which `/v1/systemone` of its server calls, too, reads
-        those of the last token as what comes next.
+        transformers' pipeline for decisions, which `/v1/systemone` of its server also calls, would
+        take the logits of the last token for those of the next one.
         """
         if not (ids == self.config.mask_token_id).any():
             raise ValueError(
@@ -289,8 +291,8 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPDecidingMixin, MRPG
         position_ids: Tensor | None,
         cache: Cache | None,
     ) -> tuple[Tensor, Tensor]:
-        """Make the attention mask (block-causal, or the caller's 4-D one) and the positions [batch,
-        length] of new `tokens`."""
+        """Make the attention mask (block-causal, or the caller's 4-D mask) and the positions
+        [batch, length] of the new `tokens`."""
         batch, length = tokens.shape[:2]
         past = cache.get_seq_length() if cache is not None else 0
         valid = torch.ones(batch, past + length, dtype=torch.bool, device=tokens.device)
@@ -312,8 +314,8 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPDecidingMixin, MRPG
         return self._attention_bias(mask), position_ids
 
     def _attention_bias(self, mask: Any) -> Any:
-        """Turn a boolean mask into an additive one if the attention implementation adds it to its
-        scores (flex, and those with `eager_mask`)."""
+        """Turn a boolean mask into an additive one for attention implementations that add the mask
+        to their scores (flex attention, and those with `eager_mask`)."""
         implementation = self.config._attn_implementation
         is_additive = (
             implementation == "flex_attention"
@@ -321,7 +323,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPDecidingMixin, MRPG
         )
         if isinstance(mask, BlockMask) or not is_additive or mask.dtype != torch.bool:
             return mask
-        # where it is compiled to what writes outside its memory
+        # on a CPU, the compiled code would write outside of its memory
         if implementation == "flex_attention" and mask.device.type == "cpu":
             raise ValueError(
                 "attn_implementation is 'flex_attention', not for a CPU: call "
@@ -366,7 +368,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPDecidingMixin, MRPG
         positions = (valid.long().cumsum(-1) - 1).clamp(min=0)
         mask = noisy_and_clean_mask(positions, valid, self.config.block_size)
         states = self.backbone(ids, positions.repeat(1, 2), mask)
-        if self.model.shifted:  # a block's first token is predicted by the clean one before it
+        if self.model.shifted:  # a block's first token is predicted by the clean token before it
             previous = torch.arange(length, device=ids.device) - 1
             previous = torch.where(
                 positions % self.config.block_size == 0, previous + length, previous

@@ -1,5 +1,5 @@
-"""The versions of transformers on which this release was tested, which errors on another version
-name."""
+"""The versions of transformers on which this release was tested; error messages on other versions
+name them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,8 +9,8 @@ TESTED = "5.17.0", "5.24.0"
 
 
 def version_note() -> str | None:
-    """Return a note on the tested versions of transformers and what to install, or None if the
-    installed one is among them."""
+    """Return a note on the tested versions of transformers and the version to install; None if the
+    installed version is among them."""
     import transformers
 
     oldest, newest = TESTED
@@ -25,7 +25,7 @@ def version_note() -> str | None:
 
 @contextmanager
 def tested_versions() -> Iterator[None]:
-    """Add `version_note` to any error raised in the context."""
+    """Add `version_note` to any error raised within the context."""
     try:
         yield
     except Exception as error:

@@ -1,2 +1,2 @@
-"""Languages that a text must keep to: automata of tokens, what they allow in a block, and the
-libraries that make them."""
+"""Languages that a text must belong to: automata over tokens, the tokens that they allow in a
+block, and the libraries that make them."""

@@ -1,4 +1,4 @@
-"""Automata: of bytes, as a regex makes them, and of tokens, as a text is decoded in."""
+"""Automata over bytes, made from a regex, and automata over tokens, which decoding follows."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Self
 
 import numpy as np
 
-# Unions of sets of tokens that are kept: of 150,000 tokens, 80 MB.
+# Number of token sets that are kept; with 150,000 tokens they take 80 MB.
 _KNOWN_SETS = 4096
 
 # Sets of states are ints with a bit for each state.
@@ -26,12 +26,13 @@ def members(states: States) -> list[int]:
 
 @dataclass(frozen=True)
 class ByteAutomaton:
-    """A deterministic automaton over bytes, whose first state is 0. Each of its states leads to a
-    final one.
+    """A deterministic automaton over bytes, whose first state is 0. A final state can be reached
+    from every state.
 
     Attributes:
-        next_state: [states, 256] int32, -1 where no text goes on.
-        final: [states] bool.
+        next_state: [states, 256] int32, the next state by state and byte; -1 if no text continues
+            with the byte.
+        final: [states] bool, whether a text may end at the state.
     """
 
     next_state: np.ndarray
@@ -39,14 +40,15 @@ class ByteAutomaton:
 
     @cached_property
     def only(self) -> np.ndarray:
-        """By state, [states] int, the byte that all texts go on with, -1 where they may end or
-        differ."""
+        """For each state, the byte with which every text continues, [states] int; -1 if texts may
+        end there or continue differently."""
         goes_on = self.next_state >= 0
         is_forced = (goes_on.sum(1) == 1) & ~self.final
         return np.where(is_forced, goes_on.argmax(1), -1)
 
     def forced(self, state: int) -> bytes:
-        """Return the bytes that all texts go on with behind a state, up to the first choice."""
+        """Return the bytes with which every text continues after a state, up to the first
+        choice."""
         text = bytearray()
         while (letter := int(self.only[state])) >= 0:
             text.append(letter)
@@ -58,15 +60,16 @@ class TokenTrie:
     """A trie of the bytes of tokens.
 
     Args:
-        tokens: By id, the bytes of each token that may stand in a text, none empty. Several ids may
+        tokens: By id, the bytes of each token that may occur in a text, none empty. Several ids may
             have the same bytes.
         vocab_size: Rows of the model's unembedding, at least as many as ids.
 
     Attributes:
-        first_child, child_count: [nodes], where the children of a node begin, and how many they
-            are. Node 0 is the root.
+        first_child, child_count: [nodes], the first child of each node, and the number of its
+            children. Node 0 is the root.
         byte: [nodes] uint8, the last byte of each node's prefix.
-        first_token, token_count: [nodes], where the tokens that end at a node begin in `tokens`.
+        first_token, token_count: [nodes], the index in `tokens` of the first token that ends at a
+            node, and the number of tokens that end there.
         tokens: [n] int32, ids sorted by bytes.
     """
 
@@ -80,7 +83,7 @@ class TokenTrie:
         sizes = np.array([len(text) for text in texts], np.int64)
         table = np.array([text.ljust(length, b"\0") for text in texts], f"S{max(length, 1)}")
         matrix = table.view(np.uint8).reshape(len(texts), -1)
-        # By text, the node of its prefix of the length that the loop has reached.
+        # By text, the node of its current prefix; the loop makes prefixes longer.
         node = np.zeros(len(texts), np.int64)
         rows = np.arange(len(texts))
         parents = [np.zeros(0, np.int64)]
@@ -98,7 +101,8 @@ class TokenTrie:
             count += int(is_new.sum())
             done = rows[sizes[rows] == depth + 1]
             ends[done] = node[done]
-        # Nodes are numbered by depth, then in the order of their prefixes: children stand together.
+        # Nodes are numbered by depth, then in the order of their prefixes, so that the children of
+        # a node have consecutive numbers.
         self.byte = np.concatenate(letters)
         self.child_count = np.bincount(np.concatenate(parents), minlength=count)
         self.first_child = 1 + np.cumsum(self.child_count) - self.child_count
@@ -109,8 +113,8 @@ class TokenTrie:
     def walk(
         self, automaton: ByteAutomaton, states: Sequence[int]
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Find the tokens that may follow each of some states; return arrays of state, token and
-        the state behind it, [n] each."""
+        """Find the tokens that may follow each of the given states. Return three arrays [n]: the
+        state, the token, and the state after the token."""
         origin = np.array(states, np.int32)
         state = origin
         node = np.zeros(len(origin), np.int64)
@@ -128,7 +132,8 @@ class TokenTrie:
 
 
 def _ranges(starts: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Write out ranges; return by element the index of its range, and its value."""
+    """Expand ranges into their elements; return for each element the index of its range, and its
+    value."""
     indices = np.repeat(np.arange(len(starts)), counts)
     offsets = np.arange(len(indices)) - np.repeat(np.cumsum(counts) - counts, counts)
     return indices, starts[indices] + offsets
@@ -140,7 +145,7 @@ class PackedSet:
     Attributes:
         packed: Its membership by id, [vocab] bits packed by numpy.
         size: The size of the vocabulary.
-        only: Its id if it has one alone; else None.
+        only: The id of a set with a single id; else None.
     """
 
     def __init__(self, packed: np.ndarray, size: int, only: int | None = None) -> None:
@@ -161,13 +166,14 @@ class PackedSet:
 class TokenAutomaton:
     """A deterministic automaton over token ids, whose first state is 0.
 
-    Its last state is the end: an eos leads to it from final states, and it is behind it alone.
+    The last state is the end: an eos leads to it from final states, and only an eos may follow
+    there.
 
     Args:
-        source, token, target: [n] int, the transitions but those of eos, sorted by source and, of
-            one source, by token.
+        source, token, target: [n] int, the transitions except those of eos, sorted by source, then
+            by token.
         final: [states - 1] bool, the states at which an eos may follow.
-        eos: Ids that end a text; at least one. The first is taken where only an end is left.
+        eos: Ids that end a text; at least one. The first is used where only the end can follow.
         vocab_size: Rows of the model's unembedding.
     """
 
@@ -190,7 +196,7 @@ class TokenAutomaton:
         self.finals: States = 1 << self.end
         for state in np.flatnonzero(final).tolist():
             self.finals |= 1 << state
-        # what they lead to follows from the automaton alone, so that it is computed once
+        # results that depend only on the automaton, so that each is computed once
         self._any_next: dict[States, States] = {}
         self._next: dict[tuple[States, int], States] = {}
         self._origins: dict[tuple[States, int, States], States] = {}
@@ -201,8 +207,8 @@ class TokenAutomaton:
 
     @cached_property
     def single(self) -> list[dict[int, int | None]]:
-        """By state, the states behind it but the end, each with the token that leads to it, or None
-        if several do."""
+        """For each state, the states that may follow it except the end. Each maps to the token that
+        leads to it, or to None if several tokens do."""
         by_state: list[dict[int, int | None]] = []
         for state in range(self.end):
             edges = self._slice(state)
@@ -218,7 +224,7 @@ class TokenAutomaton:
 
     @cached_property
     def successors(self) -> list[States]:
-        """The states behind each state."""
+        """For each state, the states that may follow it."""
         successors = []
         for state, targets in enumerate(self.single):
             following = 0
@@ -229,8 +235,8 @@ class TokenAutomaton:
 
     @cached_property
     def within(self) -> list[States]:
-        """By n, the states from which some n tokens or fewer, an eos not counted, end a text; the
-        last entry holds for more, too."""
+        """For each n, the states from which a text can end within n tokens, not counting the eos.
+        The last entry also holds for every larger n."""
         levels = [self.finals]
         while True:
             states = levels[-1]
@@ -243,15 +249,15 @@ class TokenAutomaton:
 
     @property
     def shortest(self) -> int:
-        """The number of tokens of the shortest text, an eos not counted."""
+        """The number of tokens of the shortest text, not counting the eos."""
         return next(count for count, states in enumerate(self.within) if states & 1)
 
     def ending_within(self, count: int) -> States:
-        """Return the states from which `count` tokens or fewer end a text."""
+        """Return the states from which a text can end within `count` tokens."""
         return self.within[min(count, len(self.within) - 1)]
 
     def step(self, state: int, token: int) -> int | None:
-        """Return the state behind a token; None if it may not follow."""
+        """Return the state after a token; None if the token may not follow."""
         if token in self.eos:
             return self.end if self.finals >> state & 1 else None
         if state == self.end:
@@ -264,7 +270,8 @@ class TokenAutomaton:
         return int(self.target[edges][index])
 
     def behind(self, states: States, token: int | None) -> States:
-        """Return the states behind a token, or behind any token, from some states."""
+        """Return the states that a token leads to from the given states; without a token, the
+        states that any token leads to."""
         if token is None:
             following = self._any_next.get(states)
             if following is None:
@@ -284,7 +291,8 @@ class TokenAutomaton:
         return following
 
     def before(self, states: States, token: int | None, targets: States) -> States:
-        """Return those of some states from which a token, or any token, leads to `targets`."""
+        """Select those of the given states from which a token, or any token if none is given, leads
+        to `targets`."""
         if token is None:
             pair = (states, targets)
             origins = self._any_origins.get(pair)
@@ -305,14 +313,15 @@ class TokenAutomaton:
         return origins
 
     def paths(self, first: States, tokens: Sequence[int | None], room: int) -> list[States]:
-        """List the states on paths that can be completed, before each of some tokens, None where
-        any may stand, and behind the last; all are empty if there is no path.
+        """List the sets of states on all paths that can be completed: one set before each token,
+        and one after the last. A token of None may be any token. All sets are empty if there is no
+        path.
 
         Args:
-            first: The states before the first token.
-            tokens: The tokens.
-            room: How many tokens a text may have from the first one on, an eos not counted; behind
-                them there is eos alone.
+            first: The possible states before the first token.
+            tokens: The tokens, None where any token may stand.
+            room: The most tokens that a text may have, from the first one on and not counting the
+                eos; only eos follows them.
         """
         any_next = self._any_next
         any_origins = self._any_origins
@@ -343,8 +352,8 @@ class TokenAutomaton:
         return paths
 
     def only(self, states: States, targets: States) -> int | None:
-        """Return the one token that leads from some states to `targets`, the first eos where these
-        alone do; None if there are several."""
+        """Return the only token that leads from the given states to `targets`, or None if there are
+        several. If only eos tokens do, return the first eos."""
         key = (states, targets)
         try:
             return self._only[key]
@@ -367,7 +376,7 @@ class TokenAutomaton:
         return single
 
     def tokens(self, states: States, targets: States) -> PackedSet:
-        """Return the tokens that lead from some states to `targets`."""
+        """Return the tokens that lead from the given states to `targets`."""
         key = (states, targets)
         token_set = self._sets.get(key)
         if token_set is None:
@@ -392,7 +401,7 @@ class TokenAutomaton:
         return PackedSet(packed, self.vocab_size, self.only(states, targets))
 
     def _edge(self, state: int, target: int) -> PackedSet:
-        """Return the tokens that lead from a state to another that is not the end."""
+        """Return the tokens that lead from one state to another one that is not the end."""
         edge = self._edges.get((state, target))
         if edge is None:
             edges = self._slice(state)
@@ -402,8 +411,7 @@ class TokenAutomaton:
 
     @cached_property
     def _eos(self) -> PackedSet:
-        """The tokens that lead to the end, of which the first is taken where these alone are
-        left."""
+        """The tokens that lead to the end. The first is used where only the end can follow."""
         packed = self._packed(np.array(self.eos)).packed
         return PackedSet(packed, self.vocab_size, self.eos[0])
 
@@ -413,7 +421,7 @@ class TokenAutomaton:
         return PackedSet.of(is_member, int(tokens[0]) if len(tokens) == 1 else None)
 
     def forget(self) -> None:
-        """Let go of what was computed for earlier states."""
+        """Drop the results that were computed for earlier states."""
         for known in (self._any_next, self._next, self._origins, self._any_origins):
             known.clear()
         for kept in (self._only, self._sets, self._edges):
@@ -429,9 +437,9 @@ def token_automaton(
     """Make the automaton of the token sequences whose bytes are a text of the language; None if
     there are none.
 
-    Where all texts go on alike, and no token reaches beyond, the longest one is the only one, if
-    bytes are tokens, too: every text keeps a sequence, and what a language leaves no choice about
-    needs no model.
+    Where every text continues with the same bytes, and no token reaches beyond these, only the
+    longest token is kept, provided that the single bytes are tokens too. Every text keeps a token
+    sequence, and no model is needed where the language leaves no choice.
     """
     letters = np.flatnonzero((automaton.next_state >= 0).any(0)).tolist()
     single = {text[0] for text in trie.text.values() if len(text) == 1}
@@ -487,7 +495,7 @@ def token_automaton(
 
 
 def alive_states(source: np.ndarray, target: np.ndarray, final: np.ndarray) -> np.ndarray:
-    """Mark the states from which a final one is reached, [states] bool."""
+    """Mark the states from which a final state can be reached, [states] bool."""
     edges = np.unique(source.astype(np.int64) * len(final) + target)
     source, target = np.divmod(edges, len(final))
     alive = final.copy()

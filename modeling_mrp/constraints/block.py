@@ -1,26 +1,26 @@
-"""What an automaton allows in a partly revealed block, in any order of reveals."""
+"""The tokens that an automaton allows in a partly revealed block, in any order of reveals."""
 
 from collections.abc import Sequence
 
 from ..rules.constraint import Constraint, TokenSet
 from .automaton import States, TokenAutomaton
 
-# States of which what they allow is kept: more than those of two blocks.
+# Number of states whose allowed tokens are kept: more than two blocks have.
 _KNOWN_STATES = 4096
 
 
 class AutomatonConstraint(Constraint):
-    """The constraint of one row whose new tokens are a text of an automaton.
+    """The constraint of a row whose new tokens must be a text of an automaton.
 
-    A token is allowed at a masked column if some tokens at the other ones lead from the origin, the
-    automaton's state at the block's start, through the block to a state from which the text can end
-    within the tokens that are left: one pass forward over the sets of states that can be reached,
-    and one backward over those that lead to such an end.
+    A token is allowed at a masked column if the other masked columns can be filled so that the text
+    can still end within the tokens that are left. The origin is the automaton's state at the
+    block's start. One pass forward over the block finds the states that can be reached, and one
+    pass backward finds those of them that lead to such an end.
 
     Args:
-        automaton: What texts there are.
-        prompt: Position of the first token that counts.
-        limit: One past the last position to generate; behind it there is eos alone.
+        automaton: Accepts the allowed texts.
+        prompt: Position of the first new token.
+        limit: One past the last position to generate; only eos follows.
         mask_id: The mask's id.
     """
 
@@ -59,7 +59,7 @@ class AutomatonConstraint(Constraint):
     def forced(
         self, origin: int, start: int, ids: tuple[int, ...], columns: Sequence[int]
     ) -> dict[int, int]:
-        """See `Constraint`; no set is made."""
+        """See `Constraint`; no set of tokens is made."""
         paths = self.paths(origin, start, ids)
         if not paths[0]:
             return {}
@@ -72,7 +72,7 @@ class AutomatonConstraint(Constraint):
             token = only(paths[index], paths[index + 1])
             if token is not None:
                 tokens[column] = filled[column] = token
-        if tokens:  # the paths with them are the same
+        if tokens:  # paths that include the forced tokens are the same
             self._paths.setdefault((origin, start, tuple(filled)), paths)
         return tokens
 
@@ -81,8 +81,9 @@ class AutomatonConstraint(Constraint):
         return bool(self.paths(origin, start, ids)[0])
 
     def paths(self, origin: int, start: int, ids: tuple[int, ...]) -> list[States]:
-        """List the automaton's states on paths through a block that can be completed, before each
-        column from the prompt's end on, and behind the last; all are empty if there is none."""
+        """List the sets of the automaton's states on all paths through a block that can be
+        completed: one set before each column after the prompt, and one after the last column. All
+        sets are empty if there is no path."""
         key = (origin, start, ids)
         paths = self._paths.get(key)
         if paths is None:

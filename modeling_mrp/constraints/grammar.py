@@ -1,4 +1,5 @@
-"""What a grammar allows behind the tokens on the left of a position, by llguidance."""
+"""The tokens that a grammar allows after the tokens on the left of a position, computed by
+llguidance."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,21 +9,22 @@ import numpy as np
 from ..rules.constraint import Constraint, TokenSet
 from .automaton import PackedSet
 
-# Token sets of which each is kept for what stands on its left.
+# Number of token sets that are kept, each for the text on its left.
 _KNOWN_TEXTS = 256
 
 
 class GrammarConstraint(Constraint):
-    """The constraint of one row whose new tokens are a text of a grammar, or its beginning, and
-    whose tokens are revealed from left to right.
+    """The constraint of a row whose new tokens must be a text of a grammar, or the beginning of
+    such a text, and are revealed from left to right.
 
-    One matcher follows: it takes back tokens to where two texts part, and goes on from there. Only
-    the leftmost masked column is constrained. A text that is cut at the limit is not whole.
+    One matcher follows the text: for another text, it takes back tokens to where the two differ,
+    and continues from there. Only the leftmost masked column is constrained. A text that is cut at
+    the limit is incomplete.
 
     Args:
-        matcher: llguidance's, at the beginning of a text; of this row alone.
-        prompt: Position of the first token that counts.
-        eos: Ids that end a text. The first is taken where only an end is left.
+        matcher: A matcher of llguidance at the beginning of a text, used by this row only.
+        prompt: Position of the first new token.
+        eos: Ids that end a text. The first is used where only the end can follow.
         mask_id: The mask's id.
         vocab_size: Rows of the model's unembedding.
     """
@@ -77,7 +79,7 @@ class GrammarConstraint(Constraint):
         return not ended or bool(self.matcher.is_accepting())
 
     def tokens(self, prefix: tuple[int, ...]) -> PackedSet | None:
-        """Return the tokens that may follow; None if the text is not one of the grammar."""
+        """Return the tokens that may follow; None if the text does not belong to the grammar."""
         if prefix not in self._sets:
             if len(self._sets) >= _KNOWN_TEXTS:
                 self._sets.clear()
@@ -85,7 +87,8 @@ class GrammarConstraint(Constraint):
         return self._sets[prefix]
 
     def follow(self, prefix: tuple[int, ...]) -> bool:
-        """Take the matcher to the end of a text; return False if it is not one of the grammar."""
+        """Move the matcher to the end of a text; return False if the text does not belong to the
+        grammar."""
         shared = 0
         for token, consumed in zip(prefix, self._consumed, strict=False):
             if token != consumed:

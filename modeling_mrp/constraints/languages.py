@@ -1,5 +1,5 @@
-"""Languages of a tokenizer's tokens: what the options `regex`, `choices`, `json_schema` and
-`grammar` ask for."""
+"""Languages over a tokenizer's tokens, as the options `regex`, `choices`, `json_schema` and
+`grammar` describe them."""
 
 import weakref
 from collections import OrderedDict
@@ -17,16 +17,16 @@ try:
 except ImportError:
     LLMatcher = None
 
-# Automata that are kept for later calls, by tokenizer.
+# Number of automata that are kept for later calls, for each tokenizer.
 _KEPT_AUTOMATA = 8
 
 
 class Vocabulary(NamedTuple):
-    """What a language needs to know of a model.
+    """The properties of a model's vocabulary that a language depends on.
 
     Attributes:
         size: Rows of the unembedding.
-        mask_id: The mask's id, which is in no text.
+        mask_id: The mask's id, which occurs in no text.
         eos: Ids that end a text.
     """
 
@@ -36,15 +36,15 @@ class Vocabulary(NamedTuple):
 
 
 class Languages:
-    """The languages of one tokenizer and model; those that were asked for last are kept.
+    """The languages of one tokenizer and model; the most recently used ones are kept.
 
     Args:
         tokenizer: A fast tokenizer of transformers.
-        vocabulary: The model's.
+        vocabulary: The vocabulary of the model.
 
     Raises:
-        ImportError: without llguidance, which knows the bytes of tokens.
-        ValueError: for a tokenizer that is not of the library tokenizers.
+        ImportError: without llguidance, which finds the bytes of tokens.
+        ValueError: for a tokenizer that is not backed by the library `tokenizers`.
     """
 
     def __init__(self, tokenizer: Any, vocabulary: Vocabulary) -> None:
@@ -71,7 +71,7 @@ class Languages:
         self._automata: OrderedDict[str, TokenAutomaton] = OrderedDict()
 
     def automaton(self, pattern: str) -> TokenAutomaton:
-        """Make the automaton of a regex; `ValueError` for one that cannot be followed."""
+        """Make the automaton of a regex; `ValueError` for a regex that cannot be followed."""
         automaton = self._automata.pop(pattern, None)
         if automaton is None:
             made = token_automaton(byte_automaton(pattern), self.trie, self.vocabulary.eos)
@@ -84,8 +84,8 @@ class Languages:
         return automaton
 
     def matcher(self, grammar: str) -> Any:
-        """Make llguidance's matcher of a grammar, of Lark or GBNF; `ValueError` for one that cannot
-        be read."""
+        """Make llguidance's matcher of a grammar in the syntax of Lark or GBNF; `ValueError` for a
+        malformed grammar."""
         compiled = grammar_from("grammar", grammar)
         if error := LLMatcher.validate_grammar(compiled, self.tokenizer):
             raise ValueError(" ".join(error.split()))
@@ -93,12 +93,12 @@ class Languages:
 
 
 class Language(NamedTuple):
-    """What one row's text must be.
+    """The language that one row's new text must belong to.
 
     Attributes:
-        vocabulary: The model's.
-        automaton: The language; or None.
-        matcher: The language of a grammar; or None.
+        vocabulary: The vocabulary of the model.
+        automaton: The automaton of the language; None for a grammar.
+        matcher: The matcher of a grammar; None otherwise.
     """
 
     vocabulary: Vocabulary
@@ -107,12 +107,12 @@ class Language(NamedTuple):
 
     @property
     def shortest(self) -> int:
-        """The fewest tokens, an eos not counted; 0 where that is not known."""
+        """The number of tokens of the shortest text, not counting the eos; 0 if it is unknown."""
         return 0 if self.automaton is None else self.automaton.shortest
 
     def constraint(self, prompt: int, limit: int) -> Constraint:
-        """Make the constraint of a row with `prompt` tokens before its text, and a place for its
-        last one before `limit`."""
+        """Make the constraint of a row whose new text begins at position `prompt` and ends before
+        position `limit`."""
         size, mask_id, eos = self.vocabulary
         if self.automaton is not None:
             return AutomatonConstraint(self.automaton, prompt, limit, mask_id)
@@ -120,7 +120,7 @@ class Language(NamedTuple):
 
 
 def language_of(languages: Languages, name: str, value: Any) -> Language:
-    """Make the language of an option's value; `ValueError` if it is not one."""
+    """Make the language that an option's value describes; `ValueError` if the value is invalid."""
     vocabulary = languages.vocabulary
     try:
         if name == "grammar":
@@ -147,6 +147,6 @@ def languages_of(tokenizer: Any, vocabulary: Vocabulary) -> Languages:
     languages = by_vocabulary.get(key)
     if languages is None:
         languages = Languages(tokenizer, vocabulary)
-        by_vocabulary.clear()  # another thread may keep those of another model meanwhile
+        by_vocabulary.clear()  # meanwhile another thread may store the languages of another model
         by_vocabulary[key] = languages
     return languages

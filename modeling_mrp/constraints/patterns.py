@@ -1,4 +1,4 @@
-"""Automata of bytes from regexes, by outlines-core."""
+"""Automata over bytes, made from regexes by outlines-core."""
 
 import json
 from collections.abc import Iterable
@@ -14,8 +14,9 @@ try:
 except ImportError:
     outlines_core = None
 
-# Ends the texts of which outlines-core makes an automaton. Without it (0.2.14) `ab(ab)?` has no way
-# on from `ab`, and `a|ab` none from `a`. It is a noncharacter, which no text holds.
+# This character ends the texts whose automaton outlines-core makes. Without it (0.2.14) `ab(ab)?`
+# cannot continue after `ab`, and `a|ab` cannot continue after `a`. It is a noncharacter, which
+# occurs in no text.
 _END = "\U0010ffff"
 
 INSTALL = "pip install 'modeling-mrp[constraints]'"
@@ -30,17 +31,18 @@ def need_outlines() -> None:
 
 
 def byte_automaton(pattern: str) -> ByteAutomaton:
-    """Make the automaton of the UTF-8 texts that a regex, in the syntax of Rust's `regex`, matches
-    as a whole.
+    """Make the automaton of the UTF-8 texts that a regex matches as a whole; the syntax is that of
+    Rust's `regex`.
 
     Raises:
         ImportError: without outlines-core.
-        ValueError: for a pattern that is none, such as one that looks around, or matches nothing.
+        ValueError: for an invalid pattern, such as one with a look-around, and for one that matches
+            nothing.
     """
     need_outlines()
     eos = 256
     letters = {bytes([byte]): [byte] for byte in range(eos)}
-    # of the tokens that are single bytes: its states are those of bytes
+    # an index over single-byte tokens, whose states are states over bytes
     index = outlines_core.Index(f"(?:{pattern}){_END}", outlines_core.Vocabulary(eos, letters))
     transitions = index.get_transitions()
     number = {index.get_initial_state(): 0}
@@ -67,17 +69,18 @@ def byte_automaton(pattern: str) -> ByteAutomaton:
 
 
 def escaped(text: str) -> str:
-    """Write a regex that matches one text alone."""
+    """Write a regex that matches exactly one given text."""
     return "".join([f"\\x{{{ord(letter):X}}}" for letter in text])
 
 
 def any_of(texts: Iterable[str]) -> str:
-    """Write a regex that matches each of some texts."""
+    """Write a regex that matches exactly the given texts."""
     return "|".join([escaped(text) for text in texts])
 
 
 def pattern_of(schema: dict[str, Any], space: str) -> str:
-    """Write a regex of a JSON schema's values, with `space` wherever JSON allows space."""
+    """Write a regex of a JSON schema's values, with the pattern `space` wherever JSON allows white
+    space."""
     need_outlines()
     pattern: str = build_regex_from_schema(json.dumps(schema), space)
     return pattern

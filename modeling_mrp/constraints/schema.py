@@ -1,5 +1,5 @@
-"""JSON schemas, checked and rewritten: outlines-core leaves out what it does not know, and here all
-that a schema asks for holds, or is refused by name."""
+"""JSON schemas, checked and rewritten for outlines-core, which ignores what it does not know: here
+every keyword is followed, or refused by name."""
 
 import json
 from collections.abc import Mapping
@@ -7,12 +7,12 @@ from typing import Any, NoReturn
 
 from .patterns import byte_automaton, pattern_of
 
-# Stands where JSON allows space, and in no schema (a private-use character).
+# A private-use character that marks where JSON allows white space; no schema may contain it.
 _SPACE = "\ue000"
-# Keywords that no value depends on.
+# Keywords that do not restrict values.
 _ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "readOnly"}
 _ANNOTATIONS |= {"writeOnly", "$comment", "$schema", "$defs", "definitions"}
-# By keyword that says what a value is, the keywords that may stand beside it.
+# By keyword that defines a value, the keywords that may occur together with it.
 _BESIDE = {"$ref": set(), "const": {"type"}, "enum": {"type"}, "anyOf": set(), "allOf": set()}
 _OF_TYPE = {
     "string": {"minLength", "maxLength", "pattern", "format"},
@@ -38,14 +38,14 @@ _PYTHON_TYPES: dict[str, Any] = {
 def schema_pattern(schema: Mapping[str, Any] | str) -> str:
     """Write a regex of the values of a JSON schema (draft 2020-12), as `json.dumps` writes them.
 
-    Objects have their properties in the schema's order, and no others where it names some. Where
-    any value may stand, an array or object has no other within. What a schema refers to is written
-    out, so that a reference to itself is refused.
+    Objects have their properties in the schema's order, and no others if it names any. Where any
+    value is allowed, arrays and objects are not nested. References are replaced by the schemas they
+    refer to, so a schema that refers to itself is refused.
 
     Raises:
         ImportError: without outlines-core.
-        ValueError: for a keyword that a pattern cannot express, or is not supported, by name and
-            place.
+        ValueError: for a keyword that is not supported, or that a pattern cannot express; the
+            message gives its name and place.
     """
     root = json.loads(schema) if isinstance(schema, str) else schema
     if _SPACE in json.dumps(root, ensure_ascii=False):
@@ -62,10 +62,10 @@ def schema_pattern(schema: Mapping[str, Any] | str) -> str:
 
 
 class Checker:
-    """Checks the schemas in a schema, and rewrites them for outlines-core.
+    """Checks a schema and the schemas nested in it, and rewrites them for outlines-core.
 
     Args:
-        root: The whole schema, to which references refer.
+        root: The whole schema, in which references are looked up.
     """
 
     def __init__(self, root: Any) -> None:
@@ -73,7 +73,8 @@ class Checker:
         self.open_refs: list[str] = []
 
     def checked(self, schema: Any, path: str) -> dict[str, Any]:
-        """Return a schema at `path`, as outlines-core takes it; `ValueError` if it is refused."""
+        """Return the schema at `path`, rewritten for outlines-core; `ValueError` if it is
+        refused."""
         if not isinstance(schema, Mapping):
             raise ValueError(f"{path} is {schema!r}: give an object that says what is wanted")
         keywords = {name: value for name, value in schema.items() if name not in _ANNOTATIONS}
@@ -92,8 +93,8 @@ class Checker:
             return {"anyOf": kinds}
         if kind is None:
             self.only(keywords, set(), path)
-            # outlines-core writes alternatives of {} without the parentheses that these get, and of
-            # arrays and objects of any depth it takes a minute to make an automaton
+            # outlines-core writes the alternatives of {} without the necessary parentheses, and
+            # takes a minute to make an automaton of arrays and objects of any depth
             nested = {"anyOf": _SCALARS}
             array = {"type": "array", "items": nested}
             return {"anyOf": [*_SCALARS, array, {"type": "object", "additionalProperties": nested}]}
@@ -109,7 +110,7 @@ class Checker:
         return {"type": kind}
 
     def only(self, keywords: Mapping[str, Any], known: set[str], path: str) -> None:
-        """Refuse keywords but the `known` ones."""
+        """Refuse all keywords except the `known` ones."""
         for name in keywords:
             if name not in known:
                 self.refuse(name, path)
@@ -119,7 +120,7 @@ class Checker:
         raise ValueError(f"{name} at {path} is {why}: leave it out, and check the value itself")
 
     def checked_choice(self, name: str, keywords: dict[str, Any], path: str) -> dict[str, Any]:
-        """Check references, constants, and choices between schemas."""
+        """Check a reference, a constant, or a choice between schemas."""
         value = keywords[name]
         if name == "$ref":
             return self.referred(value, path)
@@ -138,7 +139,7 @@ class Checker:
         return {"anyOf": parts}
 
     def has_type(self, value: Any, kind: Any) -> bool:
-        """Return whether a JSON value has a type of a schema."""
+        """Return whether a JSON value has a type that a schema names."""
         if isinstance(kind, list):
             return any(self.has_type(value, name) for name in kind)
         expected = _PYTHON_TYPES.get(kind, object)
@@ -147,7 +148,7 @@ class Checker:
         return value is None if expected is None else isinstance(value, expected)
 
     def referred(self, ref: Any, path: str) -> dict[str, Any]:
-        """Write out what a reference within the schema refers to."""
+        """Replace a reference by the schema that it refers to."""
         if not isinstance(ref, str) or not ref.startswith("#/") or {*ref} & {*"~%"}:
             self.refuse("$ref", path, f"{ref!r}, and not '#/' with names behind it")
         if ref in self.open_refs:
@@ -180,7 +181,7 @@ class Checker:
         return keywords
 
     def checked_array(self, keywords: dict[str, Any], path: str) -> dict[str, Any]:
-        """Check an array's items, or those of its beginning, behind which it ends."""
+        """Check an array's items, or the items of an array of fixed length."""
         if "prefixItems" in keywords:
             self.only(keywords, {"type", "prefixItems", "items"}, path)
             items = []
@@ -193,7 +194,7 @@ class Checker:
         return keywords
 
     def checked_object(self, keywords: dict[str, Any], path: str) -> dict[str, Any]:
-        """Check an object's properties, or those of an object of any names."""
+        """Check an object's properties, or the values of an object with arbitrary names."""
         properties = keywords.get("properties") or {}
         required = keywords.get("required", [])
         for name in required:

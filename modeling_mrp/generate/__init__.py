@@ -1,1 +1,1 @@
-"""`generate`: options in, text out."""
+"""The method `generate`: from options and prompts to text."""

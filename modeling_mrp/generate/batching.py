@@ -1,10 +1,11 @@
-"""Continuous batching: requests that come one by one join and leave batches between rounds.
+"""Continuous batching: requests that arrive one by one join and leave batches between rounds.
 
-Batches of different settings (`setting_of`) take turns, a round each. Requests start in the order
-in which they came: one that finds no room waits, and so do those behind it, until texts end.
+Batches of different settings (`setting_of`) take turns of one round each. Requests start in the
+order of their arrival: a request without room waits until texts end, and so do all requests after
+it.
 
-A text depends on nothing but its own request. So where one request has no token to choose, the
-others of its batch begin again from their prompts, and come to the texts that they had.
+A text depends on its own request only. So if a forward gives one request no token to choose, the
+other requests of its batch start again from their prompts, and produce the same texts.
 """
 
 import queue
@@ -26,14 +27,15 @@ from .joining import Batch, setting_of
 from .processors import CONTRACT
 from .request import Call, Request, RequestOutput, unscored
 
-TOP_LOGPROBS = 20  # tokens of a position whose log-probabilities a request may ask for, at most
-_AT_ONCE = 16  # texts decoded at once, if nobody says how many
-_USUAL_TEXT = 4096  # tokens of a text for which memory is planned, if nobody says how many
-# Tokens of prompts between two rounds, if nobody says how many: on accelerators a forward over more
-# takes longer the more they are.
+TOP_LOGPROBS = 20  # the most tokens per position whose log-probabilities a request may ask for
+_AT_ONCE = 16  # default number of texts decoded at the same time
+_USUAL_TEXT = 4096  # default number of tokens of a text for which memory is planned
+# Default number of prompt tokens between two rounds: on accelerators, a forward over more tokens
+# takes longer the more there are.
 _PROMPT_TOKENS = 512
-_QUEUE_SECONDS = 10.0  # that `add_request` waits for a place in a full queue, as transformers does
-# Arguments that `generate` alone has.
+# the longest wait of `add_request` for a place in a full queue, as in transformers
+_QUEUE_SECONDS = 10.0
+# Arguments of `generate` that requests do not support.
 _OF_GENERATE = (
     "infill_ids",
     "past_key_values",
@@ -48,13 +50,14 @@ _OF_GENERATE = (
 
 @dataclass(frozen=True)
 class Limits:
-    """What a manager takes on at once.
+    """Limits of a manager's concurrent work.
 
     Attributes:
-        texts: Texts that are decoded at once.
-        waiting: Requests that may wait; 0: any number.
-        tokens: Tokens of texts that all caches together have room for, beside those being scored.
-        prompt_tokens: Tokens of prompts that are computed between two rounds of a batch.
+        texts: Number of texts that are decoded at the same time.
+        waiting: Number of requests that may wait; 0: no limit.
+        tokens: Number of tokens of texts that fit into all caches together, not counting the states
+            being scored.
+        prompt_tokens: Number of prompt tokens that are computed between two rounds of a batch.
     """
 
     texts: int
@@ -64,8 +67,8 @@ class Limits:
 
     @classmethod
     def of(cls, given: Any, max_batch_size: int | None, config: Any) -> "Limits":
-        """Read transformers' `ContinuousBatchingConfig`, or None; `ValueError` for a field that is
-        set and not followed."""
+        """Convert transformers' `ContinuousBatchingConfig`, or None; `ValueError` for a field that
+        is set and not supported."""
         fields = {} if given is None else dict(vars(given))
         defaults = {} if given is None else vars(type(given)())
         page = fields.pop(PAGE_SIZE_NAME, 256)
@@ -73,7 +76,7 @@ class Limits:
         texts = fields.pop("max_requests_per_batch", None) or max_batch_size or _AT_ONCE
         waiting = fields.pop("max_queue_size", 0)
         prompt_tokens = fields.pop("max_batch_tokens", None) or _PROMPT_TOKENS
-        fields.pop("return_logprobs", None)  # they are there in any case
+        fields.pop("return_logprobs", None)  # log-probabilities are always returned
         for name, value in fields.items():
             if value != defaults.get(name):
                 raise ValueError(
@@ -88,19 +91,19 @@ class Limits:
 
 
 class ContinuousBatchingManager:
-    """Decodes requests as they come, in a thread of its own; `init_continuous_batching` makes it.
+    """Decodes requests as they arrive, in a separate thread; `init_continuous_batching` creates it.
 
-    Methods have the names and the meaning of transformers' manager. A request may have any option
-    of `generate` that one text can have.
+    The methods have the names and meaning of those of transformers' manager. A request may set any
+    option of `generate` that applies to a single text.
 
     Args:
         model: An `MRPForCausalLM`.
-        prepare: Makes a `Call` of the arguments of `generate`.
-        generation_config: Options of all requests, which override it.
-        limits: What is taken on at once.
+        prepare: Makes a `Call` from the arguments of `generate`.
+        generation_config: Default options, which each request may override.
+        limits: Limits of concurrent work.
 
     Attributes:
-        fatal_error: What ended the thread, if it was an error.
+        fatal_error: The error that ended the thread; None if there was none.
     """
 
     warmed_up = True  # there is nothing to record before the first request
@@ -119,7 +122,7 @@ class ContinuousBatchingManager:
         self._prepare = prepare
         self._waiting: deque[Request] = deque()
         self._batches: list[Batch] = []
-        self._requests: dict[str, Request] = {}  # those that have not ended, by name
+        self._requests: dict[str, Request] = {}  # the requests that have not ended, by name
         self._handlers: dict[str, Callable[[RequestOutput], None]] = {}
         self._results: deque[RequestOutput] = deque()
         self._change = threading.Condition()
@@ -143,27 +146,28 @@ class ContinuousBatchingManager:
         top_logprobs: int = 0,
         **options: Any,
     ) -> str:
-        """Ask for a text.
+        """Submit a request for one text.
 
         Args:
             input_ids: The prompt's ids.
-            request_id: Its id; "req_0" and so on, unless it is given.
+            request_id: Id of the request; by default "req_0" and so on.
             max_new_tokens, eos_token_id: As for `generate`.
-            streaming: Whether there is a result after each round that makes the text longer, not
-                only when it is whole.
-            record_timestamps: Whether results have the time of each token.
-            top_logprobs: Likeliest tokens of each position in results, at most 20.
+            streaming: Whether each round that extends the text yields a result, or only the
+                complete text does.
+            record_timestamps: Whether results contain the time of each token.
+            top_logprobs: Number of likeliest tokens that results contain for each position, at most
+                20.
             **options: Further options and arguments of `generate`. With `num_return_sequences`
                 further texts are named "ID__child#1" and so on.
 
         Returns:
-            The id.
+            The id of the request.
 
         Raises:
-            ValueError: as `generate`, for a prompt that has no room in memory, and for an id that
-                is in use.
+            ValueError: as `generate`; also for a prompt that does not fit into memory, and for an
+                id that is in use.
             RuntimeError: if the manager has stopped.
-            queue.Full: if the queue has no place for ten seconds.
+            queue.Full: if the queue stays full for ten seconds.
         """
         if not 0 <= top_logprobs <= TOP_LOGPROBS:
             raise ValueError(
@@ -196,13 +200,13 @@ class ContinuousBatchingManager:
         record_timestamps: bool = False,
         **options: Any,
     ) -> list[str]:
-        """Ask for a text of each prompt, as by `add_request`; return the ids."""
+        """Submit a request for each prompt, as `add_request` does; return the ids."""
         common = (max_new_tokens, streaming, record_timestamps)
         return [self.add_request(ids, None, *common, **options) for ids in inputs]
 
     def cancel_request(self, request_id: str) -> None:
-        """End a request: at once if it waits, else before its next round. Its last result has an
-        error."""
+        """Cancel a request: immediately if it is waiting, otherwise before its next round. Its last
+        result contains an error."""
         with self._change:
             if (request := self._requests.get(request_id)) is not None:
                 request.cancelled = True
@@ -211,8 +215,8 @@ class ContinuousBatchingManager:
     def get_result(
         self, request_id: str | None = None, timeout: float | None = None
     ) -> RequestOutput | None:
-        """Wait for a result, of any request unless one is named; None if `timeout` seconds pass
-        without one, or the thread has ended."""
+        """Wait for a result of any request, or of the named one; return None if none arrives within
+        `timeout` seconds, or the thread has ended."""
         with self._change:
             self._change.wait_for(
                 lambda: self._find(request_id) is not None or not self.is_running(), timeout
@@ -228,7 +232,7 @@ class ContinuousBatchingManager:
                 yield output
 
     def request_id_iter(self, request_id: str) -> Iterator[RequestOutput]:
-        """Iterate over the results of one request, to its last."""
+        """Iterate over the results of one request, up to its last one."""
         while self.is_running() or self._find(request_id) is not None:
             if (output := self.get_result(request_id, timeout=0.1)) is not None:
                 yield output
@@ -238,9 +242,9 @@ class ContinuousBatchingManager:
     def register_result_handler(
         self, request_id: str, callback: Callable[[RequestOutput], None]
     ) -> None:
-        """Let results of a request be given to `callback`, in the thread that decodes, in place of
-        `get_result`; call it before `add_request`. For an event loop pass a function that calls
-        `loop.call_soon_threadsafe`. An error of the callback cancels the request."""
+        """Pass the results of a request to `callback`, in the decoding thread, instead of returning
+        them from `get_result`. Call this before `add_request`. For an event loop, pass a function
+        that calls `loop.call_soon_threadsafe`. An error in the callback cancels the request."""
         with self._change:
             self._handlers[request_id] = callback
 
@@ -248,7 +252,7 @@ class ContinuousBatchingManager:
 
     @property
     def waiting(self) -> int:
-        """The number of texts that wait for a place."""
+        """The number of texts that wait for a free row."""
         return len(self._waiting)
 
     @property
@@ -257,11 +261,11 @@ class ContinuousBatchingManager:
         return sum(len(batch.requests) for batch in self._batches)
 
     def is_running(self) -> bool:
-        """Return whether the thread is alive."""
+        """Return whether the decoding thread is alive."""
         return self._thread is not None and self._thread.is_alive()
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the decoding thread."""
         if self.is_running():
             return
         self._stopping = None
@@ -269,7 +273,7 @@ class ContinuousBatchingManager:
         self._thread.start()
 
     def warmup(self) -> None:
-        """Do nothing: forwards are recorded as they come."""
+        """Do nothing: CUDA graphs are recorded as forwards occur."""
 
     def stop(
         self,
@@ -278,12 +282,12 @@ class ContinuousBatchingManager:
         keep_for_next_session: bool = False,
         hard_stop: bool = False,
     ) -> None:
-        """Take no more requests, and end the thread: once all texts are whole, or with `hard_stop`
-        after the round that runs, when the others fail.
+        """Accept no more requests, and end the thread: once all texts are complete or, with
+        `hard_stop`, after the current round; then the remaining requests fail.
 
         Args:
-            block: Whether to wait for that, `timeout` seconds at most.
-            keep_for_next_session: Not needed: `start` starts another thread at any time.
+            block: Whether to wait for the end of the thread, for at most `timeout` seconds.
+            keep_for_next_session: Has no effect: `start` can start another thread at any time.
         """
         with self._change:
             self._stopping = "hard" if hard_stop else "flush"
@@ -292,18 +296,18 @@ class ContinuousBatchingManager:
             self.join(time.perf_counter(), timeout)
 
     def join(self, stop_trigger_time: float, timeout: float | None = None) -> None:
-        """Wait for the thread to end, `timeout` seconds at most."""
+        """Wait for the thread to end, for at most `timeout` seconds."""
         if self._thread is not None:
             self._thread.join(timeout)
 
     def destroy(self) -> None:
-        """Stop, once all texts are whole."""
+        """Stop the manager once all texts are complete."""
         if self.is_running():
             self.stop()
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Hold back the next round while the context is open, for instance to use the model."""
+        """Delay the next round while the context is open, for instance to use the model."""
         with self._change:
             self._pauses += 1
             self._change.wait_for(lambda: not self._in_round)
@@ -315,7 +319,7 @@ class ContinuousBatchingManager:
                 self._change.notify_all()
 
     def _call(self, input_ids: Sequence[int], options: dict[str, Any]) -> Call:
-        """Check the arguments of a request."""
+        """Check the arguments of a request, and make its `Call`."""
         for name in _OF_GENERATE:
             if options.get(name):
                 raise ValueError(f"{name}: a request cannot have it, pass it to generate")
@@ -358,7 +362,7 @@ class ContinuousBatchingManager:
         self._change.notify_all()
 
     def _find(self, request_id: str | None) -> RequestOutput | None:
-        """Return the first result, of a request if it is named; None if there is none."""
+        """Return the first result, of the named request if one is named; None if there is none."""
         for output in self._results:
             if request_id in (None, output.request_id):
                 return output
@@ -390,7 +394,8 @@ class ContinuousBatchingManager:
                 self._change.notify_all()
 
     def _step(self) -> bool:
-        """Run a round of each batch, or wait for something to do; return False at the end."""
+        """Run one round of each batch, or wait for work; return False once the manager has
+        stopped."""
         with self._change:
             self._change.wait_for(
                 lambda: (
@@ -412,7 +417,7 @@ class ContinuousBatchingManager:
         return True
 
     def _admit(self) -> None:
-        """Give waiting requests places, in their order, as far as there is room."""
+        """Assign waiting requests to batches, in order of arrival, as far as there is room."""
         for _ in range(len(self._waiting)):
             request = self._waiting.popleft()
             if request.cancelled:
@@ -426,7 +431,7 @@ class ContinuousBatchingManager:
         self._change.notify_all()
 
     def _batch_for(self, request: Request) -> Batch | None:
-        """Return a batch with a place for a request, a new one if need be; None if there is no
+        """Return a batch that has room for a request, a new one if necessary; None if there is no
         room."""
         if self.running >= self.limits.texts:
             return None
@@ -446,7 +451,7 @@ class ContinuousBatchingManager:
         return None
 
     def _advance(self, batch: Batch) -> None:
-        """Run a round of a batch, and see to those that it fails."""
+        """Run one round of a batch, and handle the requests for which it fails."""
         try:
             next(batch.rounds)
             return
@@ -456,7 +461,7 @@ class ContinuousBatchingManager:
             request = batch.requests.pop(error.place)
             request.fail(f"it has {unscored(error, request.row, batch.call.picker)}")
             self._told(request)
-            release_graphs(self.model)  # its cache may hold what is not finite
+            release_graphs(self.model)  # its cache may hold numbers that are not finite
         except Exception as error:
             for request in batch.requests.values():
                 request.fail(f"{type(error).__name__}: {error}")
@@ -473,7 +478,7 @@ class ContinuousBatchingManager:
             self._tell(request)
 
     def _tell(self, request: Request) -> None:
-        """Hand out what is new of a request."""
+        """Deliver the new results of a request."""
         output = request.output
         if output.is_finished():
             self._requests.pop(output.request_id, None)
@@ -487,7 +492,7 @@ class ContinuousBatchingManager:
         if handler is not None:
             try:
                 handler(output)
-            except Exception:  # whoever listened is gone
+            except Exception:  # the listener is gone
                 request.cancelled = True
         else:
             self._results.append(output)

@@ -1,5 +1,5 @@
-"""The languages that a call's texts are to be of: the options `regex`, `choices`, `json_schema` and
-`grammar`, by row."""
+"""The language of each row's new text, from the options `regex`, `choices`, `json_schema` and
+`grammar`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,17 +11,17 @@ from .option_table import CONSTRAINTS
 def languages_by_row(
     options: Any, tokenizer: Any, rows: int, vocab_size: int, mask_id: int
 ) -> list[Language | None]:
-    """Make the language of each of some prompts; None for one that may become any text.
+    """Make the language of each prompt's new text; None for an unconstrained one.
 
     Args:
         options: An `MRPGenerationConfig`.
-        tokenizer: The model's.
+        tokenizer: The tokenizer of the model.
         rows: The number of prompts.
-        vocab_size, mask_id: Of the model.
+        vocab_size, mask_id: Vocabulary size and mask id of the model.
 
     Raises:
         ImportError: if a language needs a library that is not installed.
-        ValueError: for a value that cannot be kept to.
+        ValueError: for a value that is invalid or cannot be enforced.
     """
     languages: list[Language | None] = [None] * rows
     names: list[str | None] = [None] * rows
@@ -64,14 +64,14 @@ def values_by_row(name: str, value: Any, rows: int) -> Sequence[Any]:
 
 
 def response_options(response_format: dict[str, Any] | None) -> dict[str, Any]:
-    """Translate OpenAI's `response_format` to options of `generate`.
+    """Translate OpenAI's `response_format` into options of `generate`.
 
     Args:
-        response_format: With `type` "text", "json_object" or "json_schema", which has a `schema` in
-            its `json_schema`; None: as "text".
+        response_format: A mapping whose `type` is "text", "json_object" or "json_schema"; the last
+            has the schema in `json_schema["schema"]`. None means "text".
 
     Raises:
-        ValueError: for another format.
+        ValueError: for any other format.
     """
     kind = (response_format or {"type": "text"}).get("type")
     if kind == "text":

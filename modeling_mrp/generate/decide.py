@@ -1,10 +1,10 @@
-"""Typed answers: the places of a form are masks, and what stands there is one of some labels, whose
-probabilities one forward gives exactly.
+"""Typed answers: a *form* is a text with blanks, and each blank takes one of several labels, whose
+probabilities a forward computes exactly.
 
-A form is text that follows a prompt. The tokens of its block that are known are shown, on both
-sides of a place; all places of the block are masks. A label of one token has its probability at
-that state. A label of several is revealed from left to right: the state behind each beginning of a
-label is scored beside the others, in the same forward.
+The form follows a prompt. The known tokens of a block are shown, on both sides of a blank; all
+blanks of the block are masks. A label of one token has its probability at that state. A label of
+several tokens is revealed from left to right: the state after each prefix of the label is scored
+beside the others, in the same forward.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,18 +22,18 @@ from ..model.loading import weights_on_device
 from ..networks.inspection import check_weights
 from .options import MRPGenerationConfig, check_ids, check_rows
 
-# States of a row in a forward: those of the numbers of three digits are 111.
+# The most states of a row in a forward; numbers of three digits take 111 states.
 _STATES_OF_FORM = 256
 
 
 class Blank(NamedTuple):
-    """A place of a form.
+    """A blank of a form, to be filled with the answer to a question.
 
     Attributes:
-        name: The question that is answered there.
-        start: Index of its first token in the form.
-        values: The answers.
-        labels: By answer, its tokens, equally many.
+        name: The name of the question.
+        start: Index of the blank's first token in the form.
+        values: The possible answers.
+        labels: The tokens of each answer, equally many for all.
     """
 
     name: str
@@ -43,16 +43,16 @@ class Blank(NamedTuple):
 
     @property
     def end(self) -> int:
-        """One past the index of its last token."""
+        """One past the index of the blank's last token."""
         return self.start + len(self.labels[0])
 
 
 class Form(NamedTuple):
-    """A form as tokens.
+    """A tokenised form.
 
     Attributes:
-        ids: With masks at places.
-        places: From left to right.
+        ids: The token ids, with masks at blanks.
+        places: The blanks, from left to right.
     """
 
     ids: list[int]
@@ -65,9 +65,10 @@ class MRPDecideOutput:
 
     Attributes:
         answers: By row, the likeliest answer to each question: a str, an int or a bool.
-        probabilities: By row and question, the probability of each answer among the answers.
-        mass: By row and question, the probability that the model gives to all answers together.
-        forwards: Forwards of the whole batch.
+        probabilities: By row and question, the probability of each answer, normalised over the
+            possible answers.
+        mass: By row and question, the total probability of all possible answers under the model.
+        forwards: Number of forwards of the whole batch.
     """
 
     answers: list[dict[str, Any]]
@@ -77,7 +78,7 @@ class MRPDecideOutput:
 
 
 def answers_of(name: str, question: Any) -> tuple[list[Any], list[str]]:
-    """List the answers that a question may have, and how they are written."""
+    """List the possible answers to a question, and their texts."""
     if question is bool:
         return [True, False], ["yes", "no"]
     values = list(question) if isinstance(question, Iterable) else []
@@ -95,12 +96,13 @@ def answers_of(name: str, question: Any) -> tuple[list[Any], list[str]]:
 def read_form(
     form: str, questions: Mapping[str, Any], tokenizer: Any, mask_id: int, eos: Sequence[int]
 ) -> Form:
-    """Tokenise a form. A space before a place belongs to its answers, as tokenizers have it; what
-    all answers begin with is shown; answers of different lengths end with the eos.
+    """Tokenise a form. A space before a blank becomes part of its answers, as in most tokenizers; a
+    prefix that all answers share is shown; answers of different lengths are filled up with eos
+    tokens.
 
     Raises:
-        ValueError: for a place without a question or the reverse, and for answers that cannot be
-            told apart by tokens at one place.
+        ValueError: for a blank without a question, a question without a blank, and answers that do
+            not differ in the tokens of one blank.
     """
 
     def encoded(text: str) -> list[int]:
@@ -143,16 +145,16 @@ def read_form(
 
 
 class Sheet:
-    """A row's prompt and form while places are filled in, from left to right.
+    """A row's prompt and form while its blanks are filled in, from left to right.
 
     Args:
-        prompt: Its ids.
+        prompt: The ids of the prompt.
         form: The form.
-        block_size, mask_id: Of the model.
+        block_size, mask_id: Block size and mask id of the model.
 
     Attributes:
-        groups: Places that are answered at once, those of one block; one that lies in several
-            blocks is alone.
+        groups: Blanks that are answered in one forward, namely those of one block; a blank that
+            lies in several blocks is a group of its own.
     """
 
     def __init__(self, prompt: list[int], form: Form, block_size: int, mask_id: int) -> None:
@@ -171,7 +173,7 @@ class Sheet:
                 self.groups.append([positioned])
 
     def start_of(self, group: Sequence[Blank]) -> int:
-        """Return where the first block of a group begins."""
+        """Return the position at which the first block of a group begins."""
         return group[0].start // self.block_size * self.block_size
 
     def blocks_of(self, group: Sequence[Blank]) -> int:
@@ -181,8 +183,8 @@ class Sheet:
     def states(
         self, group: Sequence[Blank], length: int
     ) -> dict[tuple[int, tuple[int, ...]], list[int]]:
-        """Make the states at which the labels of a group are scored: by the column of a place and a
-        beginning of its labels, the ids from the group's first block on, of some length."""
+        """Make the states at which the labels of a group are scored. Each maps the column of a
+        blank and a prefix of its labels to the ids from the group's first block on."""
         start = self.start_of(group)
         old_ids = self.text[start : start + length]
         old_ids += [self.mask_id] * (length - len(old_ids))
@@ -197,7 +199,7 @@ class Sheet:
         return states
 
     def fill(self, blank: Blank, label: Sequence[int]) -> None:
-        """Fill in a place."""
+        """Write an answer into a blank."""
         self.text[blank.start : blank.end] = label
 
 
@@ -215,25 +217,25 @@ class MRPDecidingMixin:
         form: str | None = None,
         temperature: float = 1.0,
     ) -> MRPDecideOutput:
-        """Answer typed questions about each prompt by the probabilities of their answers.
+        """Answer typed questions about each prompt, by the probabilities of the possible answers.
 
-        Questions whose places are in one block are answered in one forward, each as if the others
-        were masks; later ones see the likeliest answers of earlier ones. A place that lies in two
-        blocks takes a forward of its own. No key or value is kept.
+        Questions whose blanks lie in one block are answered in one forward, each while the others
+        are masked. Questions of later blocks see the likeliest answers to earlier ones. A blank
+        that lies in two blocks takes a forward of its own. No keys or values are kept.
 
         Args:
             input_ids: [rows, length] long, the prompts.
             attention_mask: [rows, length], 1 for real tokens, with padding on either side.
-            questions: By name, what the answer may be: a list of texts; `bool` for "yes" or "no"; a
+            questions: By name, the possible answers: a list of texts; `bool` for "yes" or "no"; a
                 `range` of numbers, as `range(10)` for one digit or `range(10, 100)` for two.
-            tokenizer: The model's.
-            form: What follows each prompt, with a place `{name}` for each question, and `{{` for a
-                brace. By default the only question's place follows the prompt.
+            tokenizer: The tokenizer of the model.
+            form: The text that follows each prompt, with a blank `{name}` for each question, and
+                `{{` for a brace. By default the blank of the only question follows the prompt.
             temperature: Divides the logits.
 
         Raises:
-            ValueError: for arguments that do not fit, a model in training mode, or probabilities
-                that are not numbers.
+            ValueError: for invalid arguments, a model in training mode, or probabilities that are
+                not numbers.
 
         Example:
             >>> from modeling_mrp import MRPForCausalLM
@@ -299,7 +301,7 @@ class MRPDecidingMixin:
         return output
 
 
-# By the column of a place and the beginning of a label, log-probabilities [vocab].
+# By the column of a blank and a prefix of its labels, log-probabilities [vocab].
 _ScoresOfStates = dict[tuple[int, tuple[int, ...]], Tensor]
 
 
@@ -309,10 +311,10 @@ def _scores(
     sheets: Sequence[Sheet],
     groups: Mapping[int, Sequence[Blank]],
 ) -> dict[int, _ScoresOfStates]:
-    """Score the states of a group of some rows in one forward; return the scores by row.
+    """Score the states of each row's group in one forward; return the scores by row.
 
-    A row of the forward has the text before its group, then its states side by side, each of which
-    sees that text and itself, block by block.
+    A row of the forward holds the text before the group, then the states side by side. A state
+    attends to that text and to itself, block by block.
     """
     block_size = model.config.block_size
     mask_id = model.config.mask_token_id
@@ -335,7 +337,7 @@ def _scores(
         row_sources = []
         for number, ((column, beginning), ids) in enumerate(row_states.items()):
             text += ids
-            # of the hidden state that predicts the token behind the beginning
+            # the index of the hidden state that predicts the token after the prefix
             within = column + len(beginning) - model.model.shifted
             row_sources.append(before + number * width + within if within >= 0 else start - 1)
         texts.append(text + [mask_id] * (width * (count - len(row_states))))
@@ -364,8 +366,8 @@ def _scores(
 def _answer(
     output: MRPDecideOutput, index: int, sheet: Sheet, blank: Blank, scores: _ScoresOfStates
 ) -> None:
-    """Answer a question of a row, and fill the answer in."""
-    column = blank.start % sheet.block_size  # in the first block of its group
+    """Answer a question of a row, and write the answer into the blank."""
+    column = blank.start % sheet.block_size  # the column in the first block of its group
     totals = []
     for label in blank.labels:
         total = 0.0

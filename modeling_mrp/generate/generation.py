@@ -1,4 +1,4 @@
-"""`generate` for MRP models: arguments in, text and counts out."""
+"""The method `generate` of MRP models: from arguments to text and counts."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
@@ -57,8 +57,8 @@ from .output import (
 from .processors import CONTRACT, InOrder, why_in_order
 from .request import Call, unscored
 
-# Processors that act at a column of the batch. The options that make them are not supported; as
-# objects they are right without padding, as each row's processors see its own text.
+# Processors that act at a column of the batch. The options that make them are not supported. Given
+# as objects they are right without padding, since each row's processors see the row's own text.
 _OF_COLUMNS = (
     kinds.ForcedBOSTokenLogitsProcessor,
     kinds.ForcedEOSTokenLogitsProcessor,
@@ -66,11 +66,12 @@ _OF_COLUMNS = (
     kinds.SuppressTokensAtBeginLogitsProcessor,
 )
 
-_AT_ONCE = 16  # prompts of `generate_batch`, by default
+_AT_ONCE = 16  # default number of rows of `generate_batch`
 
 
 class MRPGenerationMixin(GenerationMixin):
-    """`generate` of an MRP model: transformers prepares the inputs, this package's loop decodes."""
+    """The method `generate` of an MRP model: transformers prepares the inputs, and this package's
+    loop decodes them."""
 
     @tested_versions()
     def generate(
@@ -85,44 +86,45 @@ class MRPGenerationMixin(GenerationMixin):
         draft_sources: Sequence[DraftSource] | None = None,
         **kwargs: Any,
     ) -> Tensor | MRPGenerateOutput:
-        """Decode block by block; take the arguments of `GenerationMixin.generate` and every field
-        of `DecodingOptions`.
+        """Decode prompts block by block, with the arguments of `GenerationMixin.generate` and the
+        fields of `DecodingOptions`.
 
         Logits processors get the scores of masked positions, [positions, vocab], and the ids before
-        each, [positions, length]: the row's text with the revealed tokens of its block, and
-        `mask_token_id` where none is known yet. One that remembers its calls or goes by rows is
-        called, under `sequential` alone, with all rows, once for each token. Stopping criteria get,
-        as ids, the prompts as given with n tokens behind each, n being the number of tokens of the
-        row that is checked, and masks where a slower row has fewer; as scores, None.
+        each position, [positions, length]: the row's text with the revealed tokens of its block,
+        and `mask_token_id` where no token is known yet. A processor that remembers its calls or
+        depends on the row is supported under `sequential` only, and called once for each token with
+        all rows. Stopping criteria get the ids of all prompts as given, each followed by n tokens,
+        where n is the number of tokens of the row that is checked; a slower row is filled up with
+        masks. Their scores are None.
 
         Args:
             inputs: [rows, length] long, the prompts (or `input_ids`); `attention_mask` has 0 at
                 padding, on either side.
             generation_config: Options, or a dict of them; keyword arguments override its fields.
-            streamer: For a single row: receives its prompt without padding, then finished blocks in
-                order. For several rows (after `num_return_sequences`): a list of one streamer each,
-                which ends as soon as its row does.
+            streamer: For a single row, it receives the prompt without padding, then finished blocks
+                in order. For several rows (after `num_return_sequences`), a list of one streamer
+                per row; each ends as soon as its row does.
             custom_generate: As in transformers, to which the call is passed on.
             infill_ids: [rows, n] long, the continuation of each prompt: `mask_token_id` where a
                 token is to be generated; other ids are kept. Fill shorter rows up with masks.
-                Generation goes on behind column n if `max_new_tokens`, which counts given tokens
-                too, leaves room, and ends there if no limit of length is set. No eos is generated
+                Generation continues after column n if `max_new_tokens`, which also counts given
+                tokens, leaves room; it ends there if no limit of length is set. No eos is generated
                 before the last given token.
             past_key_values: The cache in the output of an earlier call, of the same model, weights
                 and head; `input_ids` hold the whole conversation. The prefix on which a row's ids
                 agree with the cache is not computed again; the text is the same as without a cache.
                 The cache is overwritten, or copied if too small or with `num_return_sequences`:
                 continue from the one in the new output instead.
-            cache: Another name of `past_key_values`, transformers' own from 5.24 on.
-            draft_sources: With 'self_spec' or 'mrp_spec', objects that propose tokens for drafts
-                beside scores (`DraftSource`). They change how fast the text comes, never the text.
+            cache: Another name of `past_key_values`, which transformers uses from 5.24 on.
+            draft_sources: With 'self_spec' or 'mrp_spec', objects that propose tokens for drafts in
+                addition to scores (`DraftSource`). They affect the speed, never the text.
 
         Returns:
             [rows, prompt + generated] long, or an `MRPGenerateOutput` with
             `return_dict_in_generate=True`.
 
         Raises:
-            ValueError: for an argument that cannot be honoured, before any forward; for a malformed
+            ValueError: for an invalid or unsupported argument, before any forward; for a malformed
                 result of a criterion or processor; for a position without a finite score.
 
         Example:
@@ -140,8 +142,7 @@ class MRPGenerationMixin(GenerationMixin):
             >>> ids = model.generate(**inputs, decoding="mrp_spec", max_new_tokens=64)
             >>> new = ids[0, inputs["input_ids"].shape[1] :]
             >>> print(tokenizer.decode(new, skip_special_tokens=True))
-            def number(number):
-                return sum(5 + n for n in number if n % 2 == 0)
+            def number(number): return sum(5 + n for n in number if n % 2 == 0)
         """
         cache = chosen_cache(cache, past_key_values)
         if custom_generate is not None:
@@ -169,7 +170,7 @@ class MRPGenerationMixin(GenerationMixin):
         cache: BlockCache | None = None,
         **kwargs: Any,
     ) -> Call:
-        """Check the arguments of `generate`, and make what decoding them takes."""
+        """Check the arguments of `generate`, and make the `Call` that decodes them."""
         config, others = resolved(self, generation_config, kwargs)
         vocab_size, mask_id = self.config.vocab_size, self.config.mask_token_id
         sources = [
@@ -185,7 +186,7 @@ class MRPGenerationMixin(GenerationMixin):
                 f"pad_token_id {pad} is an eos, so that padding is taken for text: pass the "
                 "attention_mask"
             )
-        # padding, on either side, is no affair of transformers
+        # this package handles padding, on either side, and hides it from transformers
         others["attention_mask"] = torch.ones_like(prompt)
         config.pad_token_id = pad
         if self.training and self.is_gradient_checkpointing:
@@ -237,8 +238,8 @@ class MRPGenerationMixin(GenerationMixin):
     def _get_stopping_criteria(
         self, generation_config: GenerationConfig, *args: Any, **kwargs: Any
     ) -> StoppingCriteriaList:
-        """Make the stopping criteria, except that of stop strings, which `resolved` has made
-        already."""
+        """Make the stopping criteria except that of stop strings, which `resolved` has already
+        made."""
         generation_config.stop_strings = None
         return super()._get_stopping_criteria(generation_config, *args, **kwargs)
 
@@ -250,25 +251,27 @@ class MRPGenerationMixin(GenerationMixin):
         progress_bar: bool = False,
         **kwargs: Any,
     ) -> dict[str, GenerationOutput]:
-        """Decode prompts in a batch that each joins as soon as a place is free.
+        """Decode prompts in one batch; each prompt joins the batch as soon as a row is free.
 
-        A text is the same as that of `generate` for its prompt alone (with `do_sample`: with its
-        seed, as in a batch of all prompts).
+        Each text equals that of `generate` for its prompt alone. With `do_sample`, the prompt's
+        seed is that of its row in a batch of all prompts.
 
         Args:
             inputs: The ids of each prompt, without padding.
-            generation_config: As for `generate`; `max_batch_size` is 16 unless it is set.
-            progress_bar: Whether to show how many texts are whole.
+            generation_config: As for `generate`; `max_batch_size` is 16 by default.
+            progress_bar: Whether to show the number of complete texts.
             **kwargs: Further options and arguments of `generate`.
 
         Returns:
-            By "req_0", "req_1" and so on, in the order of the prompts, transformers'
+            A dict of the names "req_0", "req_1" and so on, in the order of the prompts, to
+                transformers'
             `GenerationOutput`: `prompt_ids`, `generated_tokens` with the eos, and their `logprobs`
-            when committed. Of a prompt's further texts (`num_return_sequences`) the name ends in
+            when committed. With `num_return_sequences`, the names of a prompt's further texts end
+                in
             "__child#1" and so on.
 
         Raises:
-            ValueError: as `generate`, before any forward.
+            ValueError: as from `generate`, before any forward.
         """
         prompts = [list(ids) for ids in inputs]
         if not prompts:
@@ -305,18 +308,18 @@ class MRPGenerationMixin(GenerationMixin):
         continuous_batching_config: Any = None,
         workload_hints: Any = None,
     ) -> ContinuousBatchingManager:
-        """Make a manager that decodes requests as they come, each in a batch that it joins between
-        two rounds.
+        """Make a manager that decodes requests as they arrive; each joins a batch between two
+        rounds.
 
         Args:
-            generation_config: Options of all requests; each may override them. `max_batch_size`
-                texts are decoded at once, 16 unless it is set.
-            continuous_batching_config: transformers' `ContinuousBatchingConfig`, of which
-                `max_requests_per_batch` (in place of `max_batch_size`), `max_batch_tokens` (tokens
-                of prompts that are computed between two rounds, 512 unless it is set),
-                `max_queue_size`, and `num_blocks` and `page_size` (tokens in all caches together)
-                are followed.
-            workload_hints: Not needed.
+            generation_config: Default options, which each request may override. `max_batch_size`,
+                16 by default, is the number of texts that are decoded at the same time.
+            continuous_batching_config: transformers' `ContinuousBatchingConfig`. These fields are
+                supported: `max_requests_per_batch` (in place of `max_batch_size`),
+                `max_batch_tokens` (prompt tokens that are computed between two rounds, 512 by
+                default), `max_queue_size`, and `num_blocks` and `page_size` (whose product is the
+                number of tokens in all caches together).
+            workload_hints: Ignored.
 
         Raises:
             ValueError: for options that `generate` refuses, and for other fields of
@@ -367,8 +370,8 @@ def _prepare(
     generation_config: MRPGenerationConfig,
     **others: Any,
 ) -> Call:
-    """Make what decoding prompts takes; `_prepared` binds the first six arguments,
-    `GenerationMixin.generate` makes the others."""
+    """Make the `Call` that decodes prompts. `_prepared` binds the first six arguments, and
+    `GenerationMixin.generate` passes the others."""
     config, block, device = generation_config, model.config.block_size, model.lm_head.weight.device
     width = input_ids.shape[1]
     at_once = min(config.max_batch_size or len(input_ids), len(input_ids))
@@ -472,7 +475,7 @@ def _decode(
         )
         for row, of_head in zip(batch, cache.head_held, strict=True):
             row.head_held = of_head if mode.uses_head else 0
-        if progress is not None:  # the cache is handed out
+        if progress is not None:  # the cache is part of the output
             parts = ("model", "mrp_head") if cache.head_layers else ("model",)
             cache.weights = {
                 name: weight_versions(getattr(model, name), model_key) for name in parts
@@ -482,8 +485,8 @@ def _decode(
         )
         watches += [] if progress is None else [progress]
         watches += [] if streamer is None else [Streams(streamer, call.prompts)]
-        # The batch keeps all rows if adapters or processors go by row; recorded, a round of under 4
-        # rows takes no less time than one of 4.
+        # The batch keeps all rows if adapters or processors depend on the row. With CUDA graphs, a
+        # round of fewer than 4 rows takes no less time than one of 4.
         by_row = adapters_of_rows(model) or picker.in_order is not None
         fewest = at_once if by_row else 1 if networks.recorded is None else 4
         amount = draft_amount(mode, picker, model.config, config.round_costs)
@@ -491,13 +494,13 @@ def _decode(
         try:
             decoder.decode(batch, reused, rows[at_once:])
         except UnscoredError as error:
-            cache.empty()  # what is not finite there is not gone on from
+            cache.empty()  # so that no call continues from numbers that are not finite
             raise ValueError(
                 f"row {error.place} has {unscored(error, rows[error.place], picker)}"
             ) from None
-        finally:  # also where a watch, a processor or the user ended the call
+        finally:  # also if a watch, a processor or the user has ended the call
             networks.widen(max(row.held for row in rows))
-            if at_once < len(rows):  # its rows are those that joined last
+            if at_once < len(rows):  # its rows are those that joined last, not those of the output
                 cache.empty()
         if at_once < len(rows):
             return output_of(input_ids, rows, decoder, progress, None, config.pad_token_id)
@@ -512,8 +515,8 @@ def _decode(
 
 
 def _check_waiting(past: BlockCache | None, adapter_names: Sequence[str] | None) -> None:
-    """Raise `ValueError` for arguments that go by the row of the batch, where rows wait for
-    others."""
+    """Raise `ValueError` for arguments that depend on the row of the batch, if rows have to wait
+    for others."""
     if past is not None or adapter_names is not None:
         name = "adapter_names" if past is None else "past_key_values"
         raise ValueError(
@@ -529,7 +532,7 @@ def _check_languages(
     least: int,
     infill_ids: Tensor | None,
 ) -> None:
-    """Raise `ValueError` for a language by row that a call cannot keep to."""
+    """Raise `ValueError` for options that conflict with the language of a row."""
     if infill_ids is not None or least:
         name = "infill_ids" if infill_ids is not None else "min_new_tokens (min_length)"
         raise ValueError(
@@ -556,8 +559,8 @@ def _check_languages(
 def _least_new(
     processors: kinds.LogitsProcessorList, width: int, config: MRPGenerationConfig
 ) -> list[int]:
-    """List the numbers of new tokens before which processors for minimum lengths, a user's too,
-    forbid an eos."""
+    """List the numbers of new tokens that must precede an eos, one for each processor of a minimum
+    length, including the user's."""
     numbers = []
     for processor in processors:
         if isinstance(processor, kinds.MinLengthLogitsProcessor):
@@ -587,9 +590,9 @@ def laid_out(
     fills: bool = True,
 ) -> list[Row]:
     """Make the rows, each with its text before the first step: prompt (1-D long), row of
-    `infill_ids` ([rows, n] long), masks. At most `new` tokens follow a prompt, and the first
-    `least` of these are no eos. With `languages` by row, what these leave no choice about is filled
-    in, if `fills` and there are no `bans`."""
+    `infill_ids` ([rows, n] long), masks. At most `new` tokens follow a prompt, and none of the
+    first `least` new tokens is an eos. With `languages` by row, tokens about which the language
+    leaves no choice are filled in, if `fills` is set and there are no `bans`."""
     rows, eos, block_size, mask_id = (
         [],
         frozenset(config.eos_ids()),
@@ -635,8 +638,8 @@ def _picker(
     mode: Mode,
     is_constrained: bool,
 ) -> Picker:
-    """Make the picker from transformers' processors, sorted by kind; minimum lengths and languages
-    (if rows are constrained) are left to each `Row`."""
+    """Make the picker from transformers' processors, sorted by kind. Minimum lengths and, if rows
+    are constrained, languages are enforced by each `Row` instead."""
     temperature, ngram = 1.0, 0
     words: list[tuple[int, ...]] = []
     before, after = kinds.LogitsProcessorList(), kinds.LogitsProcessorList()
@@ -686,8 +689,8 @@ def _picker(
         bool(config.do_sample),
         Dispatch(config.kernels),
     )
-    # No shortlist with these: it is made from the scores of one state, and at later states they may
-    # raise or bar other tokens.
+    # No shortlist with these options: it is made from the scores of one state, and at later states
+    # the options may raise or bar other tokens.
     shaped = words or ngram or before or is_constrained
     few = (
         mode.drafting.listed(len(weight), sample)

@@ -1,8 +1,8 @@
 """Batches that requests join and leave between rounds.
 
-Requests share a batch if all that its rounds have in common is equal (`setting_of`): sampling,
-processors, drafting, refinement. Prompt, target, seed, limits of length and stopping criteria are
-each request's own.
+Requests share a batch if they agree in everything that a round shares (`setting_of`): sampling,
+processors, drafting, refinement. Prompt, target, seed, limits of length and stopping criteria may
+differ between requests.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -17,8 +17,8 @@ from .loop import Decoder, draft_amount
 from .option_table import OPTIONS
 from .request import Call, Request
 
-# Options of a request that others of its batch need not share: those behind its `Mode`, which is
-# compared itself, and those that its row heeds.
+# Options that requests of a batch need not share: those that make up the `Mode`, which is compared
+# separately, and those that each row follows by itself.
 _OF_REQUEST = {option.name for option in OPTIONS} - {"kernels", "graphs"} | {
     "max_new_tokens",
     "max_length",
@@ -39,14 +39,15 @@ class Batch:
     Args:
         model: An `MRPForCausalLM`.
         first: A request of the setting.
-        places: Rows that decode at once, at most.
-        capacity: Slots of each.
-        prompt_tokens: Tokens of prompts that are computed between two rounds, at most.
-        tell: Called with each request of which a round has made something.
+        places: The most rows that decode at the same time.
+        capacity: Cache slots of each row.
+        prompt_tokens: The most prompt tokens that are computed between two rounds.
+        tell: Called with each request whose text a round has extended or ended.
 
     Attributes:
-        requests: Those that are decoded, by the `place` of their rows, and those that join next.
-        rounds: Runs a round each time it is advanced, until there is no request.
+        requests: The requests in the batch, by the `place` of their rows, including those that join
+            before the next round.
+        rounds: An iterator that runs one round at each step, until there is no request.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Batch:
 
     @property
     def slots(self) -> int:
-        """The number of tokens of texts that its cache has room for."""
+        """The number of tokens that fit into its cache."""
         return self.places * self.capacity
 
     def takes(self, request: Request) -> bool:
@@ -80,7 +81,7 @@ class Batch:
         return fits and len(self.requests) < self.places
 
     def add(self, request: Request, slot: int) -> None:
-        """Let a request join before the next round."""
+        """Add a request, which joins before the next round."""
         request.begin()
         request.row.place = slot
         self.requests[slot] = request
@@ -95,14 +96,14 @@ class Batch:
                 yield from JoinedRows(self, networks).rounds([], iter(()))
 
     def report(self, networks: Networks, rows: Sequence[Row]) -> None:
-        """Tell what a round has made of requests."""
+        """Report the progress of requests after a round."""
         for row in rows:
             request = self.requests.get(row.place)
             if request is None:
                 continue
             try:
                 news = request.read(networks)
-            except Exception as error:  # of the request's own criterion
+            except Exception as error:  # an error of the request's own criterion
                 row.stop = row.prompt
                 request.fail(f"{type(error).__name__}: {error}")
                 news = True
@@ -112,7 +113,7 @@ class Batch:
                 self.tell(request)
 
     def drop_cancelled(self) -> None:
-        """End the rows of requests for which nobody waits any more."""
+        """End the rows of cancelled requests."""
         for slot, request in list(self.requests.items()):
             if request.cancelled:
                 del self.requests[slot]
@@ -123,7 +124,7 @@ class Batch:
 
 
 class JoinedRows(Decoder):
-    """The decoder of a `Batch`: rows join it as requests come, and it grows for them."""
+    """The decoder of a `Batch`: rows join it as requests arrive, and the batch grows for them."""
 
     def __init__(self, batch: Batch, networks: Networks) -> None:
         call = batch.call
@@ -139,20 +140,20 @@ class JoinedRows(Decoder):
         self.reading: dict[int, Row] = {}  # rows whose prompts are being computed, by their places
 
     def rule_of(self, row: Row) -> RevealRule:
-        """See `Decoder.rule_of`: the rule of the row's request."""
+        """See `Decoder.rule_of`: return the rule of the row's request."""
         return self.requests.requests[row.place].call.mode.rule
 
     def join(self, batch: list[Row], waiting: Iterator[Row]) -> bool:
-        """See `Decoder.join`: those that wait are the requests that came since the last round. Of
-        their prompts a part is computed at a time, so that a long one does not keep those that
-        decode from their next round."""
+        """See `Decoder.join`; the waiting rows are those of the requests that arrived since the
+        last round. Their prompts are computed in parts, so that a long prompt does not delay the
+        next round of the other rows."""
         self.requests.drop_cancelled()
         for index, row in list(self.reading.items()):
             if row.stop is not None:
                 del self.reading[index]
         self.make_room(batch)
         frontiers: list[Frontier | None] = [None] * len(batch)
-        joined = bool(self.reading)  # the batch keeps its places for them
+        joined = bool(self.reading)  # the batch keeps places for these rows
         room = max(self.requests.prompt_tokens, self.networks.block)
         for index, row in list(self.reading.items()):
             needed = row.state.start + row.block_size - row.held
@@ -168,7 +169,7 @@ class JoinedRows(Decoder):
         return joined
 
     def make_room(self, batch: list[Row]) -> None:
-        """Give requests that have come places of the batch, which grows for them."""
+        """Assign rows of the batch to requests that have arrived; the batch grows if necessary."""
         joining, self.requests.joining = self.requests.joining, []
         if not joining:
             return
@@ -179,7 +180,8 @@ class JoinedRows(Decoder):
                 ended.append(index)
         if (needed := len(batch) - len(ended) + len(joining)) > len(batch):
             size = needed
-            if self.networks.recorded is not None:  # few sizes, each of which has its recordings
+            # there are few sizes, as each has its own recordings
+            if self.networks.recorded is not None:
                 size = min(self.requests.places, max(4, 1 << (needed - 1).bit_length()))
             ended += range(len(batch), size)
             while len(batch) < size:
@@ -190,21 +192,23 @@ class JoinedRows(Decoder):
             self.reading[index] = row
 
     def read_part(self, stand_in: Row, row: Row, index: int, tokens: int) -> None:
-        """Compute the next `tokens` of a prompt; `stand_in` takes its row's place in rounds."""
+        """Compute the next `tokens` of a prompt. Until the prompt is complete, `stand_in` takes the
+        place of its row in rounds."""
         if tokens:
             self.networks.read_ahead(row, index, row.held, row.held + tokens)
             stand_in.held, stand_in.head_held = row.held, row.head_held
 
 
 def vacant(row: Row) -> Row:
-    """Make a row that has ended, for a place that another one may take."""
+    """Make an ended row for a place in the batch that another row may take."""
     ended = row.rewound(0)
     ended.place, ended.stop = -1, ended.prompt
     return ended
 
 
 def setting_of(call: Call, options: dict[str, Any]) -> Hashable:
-    """Return what the requests of a batch have in common; `options` are the arguments given."""
+    """Return the settings that all requests of a batch must share; `options` are the arguments
+    given."""
     shared = []
     for name, value in vars(call.config).items():
         if name not in _OF_REQUEST and value is not None and not name.startswith("_"):

@@ -1,7 +1,7 @@
-"""The one decoding loop: rounds that score the states of all rows side by side; rows never wait for
-each other.
+"""The only decoding loop: rounds that score the states of all rows side by side; rows never wait
+for each other.
 
-A row (one sequence of the batch) is a little state machine. Its *next* state is known: it results
+A row (one sequence of the batch) is a small state machine. Its *next* state is known: it results
 from the reveal at the last accepted state. A round (`Decoder.round`) has four steps:
 
 1. **draft** (host): each row submits its next state, the states likely to follow it and, after a
@@ -49,22 +49,23 @@ from .refine import Refinement, refined
 
 @dataclass(frozen=True)
 class Drafting:
-    """The amount of drafting: how many likely next states one forward scores. Drafts never change
-    the text.
+    """How states are drafted: the number of likely next states that one forward scores, and where
+    they come from. Drafts never change the text.
 
     Attributes:
         states: K, the most states a row may submit per round, its own included.
-        branches: Followers (states after one reveal) considered per state, at most; 1 drafts a
+        branches: The most followers (states after one reveal) considered per state; 1 drafts a
             chain.
         passes: Head passes per round, fewer than `states`; 0: drafts come from the backbone's own
             stale logits.
         by_gain: Whether `states` and `passes` are upper bounds, and each round drafts as much as
             its expected gain is worth (`ExpectedGain`).
-        shortlist: Tokens that a head pass chooses among at each position; 0: all; None: decided by
-            the size of the vocabulary.
-        lookup_tokens: Tokens of a `PromptLookup` at a state, at most; 0: none is made.
-        lookup_ngram_size: Tokens that have to be the same for it, at most.
-        next_block: Whether drafts go on into the next block by previews of it (`build_draft`).
+        shortlist: Number of tokens that a head pass chooses among at each position; 0: all; None:
+            by the size of the vocabulary.
+        lookup_tokens: The most tokens that a `PromptLookup` proposes at a state; 0: no lookup.
+        lookup_ngram_size: The longest n-gram that a lookup searches for.
+        next_block: Whether drafts continue into the next block, using previews of it
+            (`build_draft`).
     """
 
     states: int
@@ -77,14 +78,14 @@ class Drafting:
     next_block: bool = False
 
     def sources(self) -> list[DraftSource]:
-        """Make the sources of drafts besides scores and the head, for one call."""
+        """Make the draft sources of one call, other than scores and the head."""
         if not self.lookup_tokens:
             return []
         return [PromptLookup(self.lookup_tokens, self.lookup_ngram_size)]
 
     def listed(self, vocab_size: int, sample: bool) -> int:
-        """Return how many tokens a head pass chooses among at each position; 0: all of them, or
-        there is no head pass."""
+        """Return the number of tokens that a head pass chooses among at each position; 0 if all, or
+        if there is no head pass."""
         if not self.passes or self.shortlist == 0:
             return 0
         usual = LIKELIEST if sample else SHORTLIST
@@ -100,8 +101,8 @@ class Mode:
     Attributes:
         rule: Decides which columns a step of the backbone reveals. Together with `refine` it
             determines the text.
-        refine: How the head changes the rule's reveals; None: not at all.
-        drafting: How states are drafted; None: not at all.
+        refine: How the head changes the rule's reveals; None: no refinement.
+        drafting: How states are drafted; None: no drafts.
     """
 
     rule: RevealRule
@@ -110,26 +111,27 @@ class Mode:
 
     @property
     def uses_head(self) -> bool:
-        """Whether the head takes part, in refining or in drafting."""
+        """Whether the head takes part, in refinement or in drafting."""
         return self.refine is not None or (self.drafting is not None and self.drafting.passes > 0)
 
     @property
     def width(self) -> int:
-        """The most states of a row in a round: its own and the next block's first, or K with
-        drafts; at least 2."""
+        """The most states of a row in a round, at least 2: its own state and the next block's first
+        state, or K with drafts."""
         return max(2, 1 if self.drafting is None else self.drafting.states)
 
 
 def draft_amount(
     mode: Mode, picker: Picker, config: Any, table: Mapping[str, Any] | None
 ) -> DraftAmount:
-    """Return what decides how much the rounds of a call draft.
+    """Make the object that decides how much each round of a call drafts.
 
     Args:
-        mode: Its `Mode`.
-        picker: Its `Picker`, which has the weight of `lm_head` and the size of shortlists.
+        mode: The `Mode` of the call.
+        picker: The `Picker` of the call, which has the weight of `lm_head` and the size of
+            shortlists.
         config: The model's config.
-        table: What states cost (`RoundCosts.from_dict`); None: as is predicted.
+        table: The costs of states, as `RoundCosts.from_dict` reads them; None: predicted costs.
     """
     drafting = mode.drafting
     if drafting is None:
@@ -145,10 +147,10 @@ def draft_amount(
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """What is known of a round before its first forward.
+    """The plan of a round, made before its first forward.
 
     Attributes:
-        amount: How much it drafts.
+        amount: How much the round drafts.
         outlines: By row, its draft without the head.
     """
 
@@ -162,16 +164,16 @@ class RoundPlan:
 
 
 class RoundDecoder:
-    """Decodes a batch by one round at a time.
+    """Decodes a batch, one round at a time.
 
     Args:
-        mode: What is revealed, refined and drafted.
-        networks: Backbone, head and picks on the device.
+        mode: The reveal rule, refinement and drafting.
+        networks: Runs backbone and head, and picks tokens, on the device.
         amount: Decides how much each round drafts.
-        sources: Sources of drafts that are asked beside scores.
+        sources: Draft sources used in addition to scores.
 
     Attributes:
-        verified: Forwards that scored drafts.
+        verified: Number of forwards that scored drafts.
     """
 
     def __init__(
@@ -193,7 +195,7 @@ class RoundDecoder:
         return RoundPlan(self.amount.plan(outlines), outlines)
 
     def round(self, rows: Sequence[Row], plan: RoundPlan) -> None:
-        """Run one round."""
+        """Run one round of the batch."""
         drafts = self.draft(rows, plan)
         scores = self.networks.score(rows, drafts)
         self.verified += any(not node.opens for nodes in drafts for node in nodes[1:])
@@ -201,7 +203,7 @@ class RoundDecoder:
         self.amount.learn(plan.amount, plan.outlines, drafts)
 
     def draft(self, rows: Sequence[Row], plan: RoundPlan) -> list[list[Node]]:
-        """Choose each row's nodes for the round; rows that have ended get none."""
+        """Choose the nodes that each row submits in the round; ended rows submit none."""
         amount = plan.amount
         drafts = plan.outlines
         estimates: list[dict[Key, Scores]] = [{} for _ in rows]
@@ -221,8 +223,8 @@ class RoundDecoder:
         size: int,
         estimates: Sequence[Mapping[Key, Scores]] | None = None,
     ) -> list[list[Node]]:
-        """Build a draft of `size` states for each row that has not ended, or of two where it ends a
-        block, from the head's estimates of scores."""
+        """Build a draft of `size` states for each row that has not ended, from the head's estimates
+        of scores. A row that ends a block gets at least two states."""
         drafting = self.mode.drafting
         branches = 1 if drafting is None else drafting.branches
         previews = drafting is not None and drafting.next_block
@@ -253,7 +255,7 @@ class RoundDecoder:
         """Run the head once over drafted states, and store its estimates of the backbone's scores
         there in `estimates`.
 
-        The head reads a state together with the hidden states of its source, the state before.
+        The head reads a state together with the hidden states of its source, the state before it.
         Clean states (where nothing is picked) and first states of blocks (which have no source) are
         left out.
         """
@@ -304,8 +306,8 @@ class RoundDecoder:
         return self.mode.rule
 
     def write(self, rows: Sequence[Row], frontiers: Sequence[Frontier | None]) -> None:
-        """Refine the reveals at the frontiers and write them; set `stop` of rows whose text is
-        whole."""
+        """Refine the reveals at the frontiers, and write them to the rows; set `stop` of rows whose
+        text is complete."""
         if self.mode.refine is not None:
             frontiers = refined(self.mode.refine, self.networks, rows, frontiers)
         for row, frontier in zip(rows, frontiers, strict=True):
@@ -316,12 +318,12 @@ class RoundDecoder:
 
 
 class Decoder(RoundDecoder):
-    """Decodes the rows of one call, or all rows that join a batch.
+    """Decodes the rows of one call, or rows that join and leave a batch.
 
     Args:
         mode, networks, amount, sources: See `RoundDecoder`.
-        watches: Callbacks that get the batch's rows after every prefill and every round; they may
-            end rows (stopping criteria).
+        watches: Callbacks that get the batch's rows after every prefill and every round, and may
+            end rows, such as stopping criteria.
         least_rows: The batch is halved as its rows end, but keeps at least this many rows.
     """
 
@@ -346,9 +348,9 @@ class Decoder(RoundDecoder):
         """Decode every row to its end.
 
         Args:
-            rows: The batch at first.
-            reused: By row, the number of first tokens with keys and values in the cache.
-            waiting: Rows that take the places of those that end.
+            rows: The rows of the first batch.
+            reused: By row, the number of leading tokens whose keys and values are in the cache.
+            waiting: Rows that take the places of rows that have ended.
 
         Raises:
             UnscoredError: for a position at which no token has a finite score.
@@ -361,8 +363,8 @@ class Decoder(RoundDecoder):
         self.networks.widen(max(row.held for row in rows))
 
     def rounds(self, batch: list[Row], waiting: Iterator[Row]) -> Iterator[None]:
-        """Go round by round until every row has ended and none waits; yield after each round, when
-        `waiting` may have new rows.
+        """Run rounds until every row has ended and none waits; yield after each round, when
+        `waiting` may get new rows.
 
         Raises:
             UnscoredError: as from `decode`.
@@ -376,7 +378,8 @@ class Decoder(RoundDecoder):
                 break
             if not joined and (size := self.smaller(len(batch), active)) < len(batch):
                 batch = self.networks.narrow(batch, size)
-            if active:  # else the texts of all that joined were whole with their first token
+            # otherwise the texts of all rows that joined were complete with their first token
+            if active:
                 self.round(batch, self.plan(batch))
                 self.watch(batch)
             yield
@@ -384,8 +387,8 @@ class Decoder(RoundDecoder):
     def prefill(
         self, rows: Sequence[Row], reused: Sequence[int], first: int = 0
     ) -> list[Frontier | None]:
-        """Compute the prompts of rows of the batch, from its row `first` on; return the frontiers
-        at their first states."""
+        """Compute the prompts of the batch's rows from index `first` on; return the frontiers at
+        their first states."""
         scores = self.networks.prefill(rows, reused, first)
         frontiers: list[Frontier | None] = []
         for row, row_scores in zip(rows, scores, strict=True):
@@ -393,8 +396,8 @@ class Decoder(RoundDecoder):
         return frontiers
 
     def join(self, batch: list[Row], waiting: Iterator[Row]) -> bool:
-        """Put waiting rows in the places of rows that have ended, as far as there are any, and
-        reveal at their first states; return whether one joined."""
+        """Put waiting rows in the places of ended rows, as far as there are any, and write the
+        reveals at their first states; return whether a row joined."""
         frontiers: list[Frontier | None] = [None] * len(batch)
         joined = False
         for index, ended in enumerate(batch):
@@ -412,12 +415,12 @@ class Decoder(RoundDecoder):
         return joined
 
     def watch(self, rows: Sequence[Row]) -> None:
-        """Call all `watches` with the rows."""
+        """Call all `watches` with the batch's rows."""
         for watch in self.watches:
             watch(rows)
 
     def smaller(self, size: int, active: int) -> int:
-        """Return the size of the batch, halved as often as its `active` rows still fit."""
+        """Return the size of the batch after halving it as often as its `active` rows still fit."""
         while size > 1 and (half := (size + 1) // 2) >= max(active, self.least_rows):
             size = half
         return size

@@ -1,9 +1,9 @@
 """The options of `generate`, each declared once as a field of `DecodingOptions`; the rules;
 unsupported options.
 
-The fields are also those of `MRPGenerationConfig`; from them come help, defaults, checks, the flags
-of command lines, and the table of docs/decoding.md. In the package this module imports no torch, so
-that a command line prints its help at once.
+The fields are also those of `MRPGenerationConfig`; help, defaults, checks, command-line flags and
+the table of docs/decoding.md are derived from them. Within the package this module imports no
+torch, so that a command prints its help at once.
 """
 
 import difflib
@@ -22,11 +22,11 @@ from ..rules.published import FastDLLM
 from ..rules.reveal import RULES, CheckedRule, RevealRule
 
 TARGETS = tuple(RULES)
-PUBLISHED = TARGETS[list(RULES.values()).index(FastDLLM) :]  # from papers
+PUBLISHED = TARGETS[list(RULES.values()).index(FastDLLM) :]  # the rules from papers
 DECODINGS = (*TARGETS, "self_spec", "mrp_direct", "mrp_spec", "mrp_remask")
 REMASK_RULES = ("reread", "threshold", "residual")
 DRAFTING = ("self_spec", "mrp_spec")
-# Modes that refine what a rule reveals, and that rule.
+# Modes that refine the reveals of a rule, each with that rule.
 REFINED = {"mrp_direct": "static", "mrp_remask": "dynamic"}
 
 
@@ -70,7 +70,8 @@ _COSTS = Values(dict, _is_table, TABLE)
 
 
 def _by_row(holds: Callable[[Any], bool]) -> Callable[[Any, int], bool]:
-    """Make a predicate of values, and of lists of them by row, None where a row has none."""
+    """Extend a predicate of values to lists of values by row, in which None stands for a row
+    without a value."""
 
     def all_hold(value: Any, _: int) -> bool:
         values = value if isinstance(value, list | tuple) else [value]
@@ -93,7 +94,8 @@ def _is_schema(value: Any) -> bool:
 
 
 def _are_choices(value: Any, _: int) -> bool:
-    """Tell if choices are texts; or lists of texts by row, None where a row has none."""
+    """Tell if a value is a list of texts, or a list of such lists by row, in which None stands for
+    a row without choices."""
     if all(isinstance(choice, str) for choice in value):
         return bool(value)
     return all(
@@ -132,7 +134,7 @@ def _rule_or_one_of(names: tuple[str, ...]) -> Values:
     )
 
 
-# Options that say what texts there may be.
+# Options that restrict the texts that may be generated.
 CONSTRAINTS = ("regex", "choices", "json_schema", "grammar")
 
 
@@ -238,16 +240,16 @@ OPTIONS = (*_OWN[:2], *_options_of_rules(), *_OWN[2:])
 
 
 def rule_of(choice: str | RevealRule, options: Any, block_size: int) -> RevealRule:
-    """Return the reveal rule that `decoding` or `target` names, made from checked options, or that
-    it is."""
+    """Return the reveal rule that `decoding` or `target` names, made from checked options; a rule
+    object is returned as it is."""
     if isinstance(choice, RevealRule):
         return CheckedRule(choice)
     return RULES[choice].from_options(options, block_size)
 
 
 def ids_in(value: Any) -> list[Any]:
-    """List the ids of an option that is None, one id, or several in a list, a tuple, a set or a
-    tensor."""
+    """List the ids of an option's value: None, one id, or several ids in a list, a tuple, a set or
+    a tensor."""
     ids = value.tolist() if hasattr(value, "tolist") else value
     return [] if ids is None else list(ids) if isinstance(ids, list | tuple | set) else [ids]
 
@@ -290,8 +292,8 @@ _TEXTS = Values(
     "use a text, or a list of texts, none of them empty",
 )
 
-# Options of transformers that act here. It leaves some values unchecked, and compares others before
-# it looks at their types; what else it checks is left to it.
+# Options of transformers that have an effect here, with checks of values that transformers does not
+# check, or compares before it looks at their types. All other checks are left to transformers.
 OPTIONS_OF_TRANSFORMERS = tuple(
     Option(name, None, values)
     for names, values in {
@@ -344,7 +346,7 @@ OPTIONS_OF_TRANSFORMERS = tuple(
     }.items()
     for name in names.split()
 )
-# Those of them that act with `do_sample` alone.
+# Options of transformers that have an effect only with `do_sample`.
 OF_SAMPLING = frozenset(
     ["temperature", "top_k", "top_p", "min_p", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff"]
 )
@@ -377,7 +379,7 @@ _REASONS = {
 }
 # Options and arguments of transformers that are not supported here, and why not.
 UNSUPPORTED = {one: why for several, why in _REASONS.items() for one in several.split()}
-# The value that switches an unsupported option off, besides None.
+# The value, other than None, that switches an unsupported option off.
 OFF = {"num_beams": 1, "num_beam_groups": 1, "penalty_alpha": 0, "guidance_scale": 1}
 OFF |= {"encoder_repetition_penalty": 1, "encoder_no_repeat_ngram_size": 0}
 OFF |= dict.fromkeys(
@@ -396,7 +398,7 @@ def check_supported(values: Mapping[str, Any]) -> None:
 
 
 def closest_name(name: str, names: Iterable[str]) -> str:
-    """Suggest the most similar of some names, in words to append to a message; "" if none is
+    """Suggest the most similar of the given names, as words to append to a message; "" if none is
     similar."""
     near = difflib.get_close_matches(name, sorted(names), n=1, cutoff=0.75)
     return f" (did you mean {near[0]}?)" if near else ""

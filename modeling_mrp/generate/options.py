@@ -1,4 +1,4 @@
-"""Checks of the input of `generate`: its config, the options of a call, and prompts."""
+"""Checks of the input of `generate`: its config, the options of a call, and the prompts."""
 
 import copy
 import reprlib
@@ -32,7 +32,7 @@ from .refine import Direct, RereadRemask, ResidualRemask, ThresholdRemask
 
 logger = transformers_logging.get_logger(__name__)
 
-# Arguments that `generate` takes besides the fields of the generation config.
+# Arguments of `generate` other than the fields of the generation config.
 _ARGUMENTS = {
     "input_ids",
     "attention_mask",
@@ -49,8 +49,8 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Make a config from the fields of a file; `ValueError` for a field that no model can
-        honour."""
+        """Make a config from the fields of a file; `ValueError` for a field whose value is invalid
+        for every model."""
         _check_values(config_dict)
         try:
             return super().from_dict(config_dict, **kwargs)
@@ -61,8 +61,9 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
             ) from error
 
     def validate(self, strict: bool = False, **kwargs: Any) -> None:
-        """Validate as transformers does, also on `update`; raise `ValueError` for an option that no
-        model can honour and, if `strict`, as when it is saved, for one that no file can hold."""
+        """Validate as transformers does, also on `update`. Raise `ValueError` for an option that is
+        invalid for every model and, if `strict`, as when the config is saved, for one that no file
+        can hold."""
         _check_values(vars(self))
         for name in ("decoding", "target") if strict else ():
             if isinstance(rule := getattr(self, name), RevealRule):
@@ -73,8 +74,8 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
         super().validate(strict=strict, **kwargs)
 
     def check(self, block_size: int, has_head: bool) -> None:
-        """Fill in defaults, then raise `ValueError`, with value and remedy, for the first option
-        that cannot be honoured."""
+        """Fill in defaults, then raise `ValueError`, with value and remedy, for the first invalid
+        or unsupported option."""
         for option in OPTIONS:
             if getattr(self, option.name) is None:
                 setattr(self, option.name, option.default)
@@ -89,8 +90,8 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
         check_supported(vars(self))
 
     def mode(self, block_size: int, rows: int = 1) -> Mode:
-        """Make the decoding mode of a call on `rows` rows from checked options."""
-        options: Any = self  # none of them None
+        """Make the decoding mode of a call with `rows` rows from checked options."""
+        options: Any = self  # checked options are not None
         name, with_head = options.decoding, options.decoding == "mrp_spec"
         if name == "mrp_direct":
             return Mode(rule_of(REFINED[name], self, block_size), Direct(options.mrp_steps))
@@ -109,7 +110,7 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
             return Mode(rule_of(name, self, block_size))
         auto = options.num_draft_states == "auto"
         states = WIDTHS[-1] if auto else options.num_draft_states
-        # with more states a tree saves more forwards than the host takes
+        # with more states, a tree saves more time of forwards than it costs on the host
         chain = rows >= CROWD and (auto or states <= 4)
         branches = options.draft_branches or (1 if chain else BRANCHES)
         passes = min(options.draft_passes, states - 1) if with_head else 0
@@ -126,15 +127,15 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
         return Mode(rule_of(options.target, self, block_size), drafting=drafting)
 
     def get_generation_mode(self, assistant_model: Any = None) -> Any:
-        """See `GenerationConfig`; a lookup drafts in this package's loop, and asks for no assisted
-        generation."""
+        """See `GenerationConfig`; prompt lookup drafts in this package's loop, so it does not
+        select assisted generation."""
         others = copy.copy(self)
         others.prompt_lookup_num_tokens = None
         return super(MRPGenerationConfig, others).get_generation_mode(assistant_model)
 
     @property
     def is_constrained(self) -> bool:
-        """Whether an option says what texts there may be."""
+        """Whether an option restricts the texts that may be generated."""
         return any(getattr(self, name) is not None for name in CONSTRAINTS)
 
     def eos_ids(self) -> list[int]:
@@ -162,8 +163,8 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
 
 
 def _check_values(fields: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for the first value, of an option of ours or of transformers, that no
-    model can honour."""
+    """Raise `ValueError` for the first option of this package or of transformers whose value is
+    invalid for every model."""
     for option in (*OPTIONS, *OPTIONS_OF_TRANSFORMERS):
         option.check(
             fields.get(option.name),
@@ -176,8 +177,8 @@ OPTION_NAMES = frozenset({*vars(GenerationConfig()), *(option.name for option in
 
 
 def set_fields(fields: Mapping[Any, Any]) -> dict[str, Any]:
-    """Select the fields that are set: those that are not None, nor private to transformers (a
-    leading underscore)."""
+    """Select the fields that are set: those that are neither None nor private to transformers (with
+    a leading underscore)."""
     return {
         str(name): value
         for name, value in fields.items()
@@ -189,8 +190,8 @@ def resolved(
     model: Any, given: Any, kwargs: dict[str, Any]
 ) -> tuple[MRPGenerationConfig, dict[str, Any]]:
     """Return the config and the other arguments of a call: `kwargs` override the `given` config,
-    which overrides the model's. Raise `ValueError` for anything that `generate` does not know, does
-    not support, or cannot honour."""
+    which overrides the model's. Raise `ValueError` for an argument that is unknown, unsupported or
+    invalid."""
     if not isinstance(given, GenerationConfig | Mapping | None):
         raise ValueError(
             f"generation_config is {given!r}, of type {type(given).__name__}: pass a "
@@ -198,7 +199,7 @@ def resolved(
         )
     given = vars(given) if isinstance(given, GenerationConfig) else given or {}
     asked = set_fields(given) | set_fields(kwargs)
-    # as an argument it means no eos; left as None, the model's own would come back
+    # as an argument, None means no eos; as a field, None would be replaced by the model's own eos
     if kwargs.get("eos_token_id", 0) is None:
         asked["eos_token_id"] = []
     config, fields = MRPGenerationConfig(), set_fields(vars(model.generation_config)) | asked
@@ -263,13 +264,13 @@ def resolved(
 
 
 def _left_to_right(target: str | RevealRule | None) -> bool:
-    """Return whether a target, a name or a rule, may reveal from left to right."""
+    """Return whether a target, given by name or as a rule, may reveal from left to right."""
     return target.left_to_right if isinstance(target, RevealRule) else target == "sequential"
 
 
 def check_callables(arguments: Mapping[str, Any]) -> None:
-    """Raise `ValueError` unless `logits_processor` and `stopping_criteria`, where they are given,
-    are lists of callables, and `draft_sources` a list of sources."""
+    """Raise `ValueError` unless `logits_processor` and `stopping_criteria`, where given, are lists
+    of callables, and `draft_sources` is a list of sources."""
     for name in ("logits_processor", "stopping_criteria"):
         value = arguments.get(name, [])
         for part in value if isinstance(value, list | tuple) else [None]:
@@ -287,8 +288,8 @@ def check_callables(arguments: Mapping[str, Any]) -> None:
 
 
 def stop_strings_of(tokenizer: Any, strings: Any) -> StopStringCriteria:
-    """Make the criterion of stop strings; `ValueError` for a tokenizer whose tokens transformers
-    cannot match with them."""
+    """Make the stopping criterion of stop strings; `ValueError` for a tokenizer whose tokens
+    transformers cannot match with them."""
     try:
         return StopStringCriteria(tokenizer, strings)
     except ValueError as error:
@@ -301,8 +302,8 @@ def stop_strings_of(tokenizer: Any, strings: Any) -> StopStringCriteria:
 
 
 def check_ids(ids: Any, attention_mask: Any, config: Any, infilled: int | None = None) -> Tensor:
-    """Check ids of prompts, or of infills for `infilled` rows; return a [rows, n] mask of real ids.
-    `ValueError` if invalid."""
+    """Check the ids of prompts, or those of infills for `infilled` rows; return a mask [rows, n] of
+    the real ids. `ValueError` if they are invalid."""
     name = "input_ids" if infilled is None else "infill_ids"
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.long, torch.int):
         hint = (

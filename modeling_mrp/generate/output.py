@@ -25,19 +25,20 @@ class MRPGenerateStats(ModelOutput):
     """Costs of a `generate` call; tensors are long.
 
     Attributes:
-        forwards: Forwards of the whole batch by role: of the backbone `prefill` (prompts), `verify`
-            (rounds that scored drafts) and `denoise` (rounds without drafts), and those of the
-            `head`.
+        forwards: Forwards of the whole batch by role: `prefill` (prompts), `verify` (rounds that
+            scored drafts) and `denoise` (rounds without drafts) of the backbone, and `head`.
         row_forwards, row_head_forwards: [rows], forwards of the backbone, and of the head, in which
             each row took part.
         slot_forwards: Rows of the batch summed over backbone forwards, including rows that had
             ended but not left the batch.
-        drafted, accepted: [rows], drafted states that were submitted, and that were accepted.
+        drafted, accepted: [rows], the number of drafted states that were submitted, and of those
+            that were accepted.
         revoked: [rows], reveals that `mrp_remask` re-masked.
-        filled: [rows], tokens that a `regex`, `choices`, `json_schema` or `grammar` left no choice
-            about, so that no forward picked them.
-        accepted_lengths: [rows, n], numbers of rounds that accepted 0, 1, 2, ... states, including
-            the first, which is no draft, and states that the round before had scored.
+        filled: [rows], tokens that no forward picked, as a `regex`, `choices`, `json_schema` or
+            `grammar` left no choice.
+        accepted_lengths: [rows, n], the numbers of rounds that accepted 0, 1, 2, ... states. The
+            first state, which is no draft, counts too, and so do states that the round before had
+            scored.
         offered_at_depth: [rows, n], by depth k = 1, 2, ...: rounds that accepted at least k - 1
             drafts and offered a k-th, a draft that could follow the (k - 1)-th. No columns in modes
             without drafts.
@@ -74,21 +75,21 @@ class MRPGenerateOutput(CacheOutput):
     """The output of `generate` with `return_dict_in_generate=True`.
 
     Attributes:
-        sequences: [rows, prompt + generated] long, padded with `pad_token_id` behind each row's
-            end.
+        sequences: [rows, prompt + generated] long, padded with `pad_token_id` after each row's end.
         tokens_per_forward: [rows] float, generated tokens (not given ones) over `row_forwards`.
         reveal_step: [rows, generated] long, the denoising step of the row that committed each
             token; -1 in padding and at tokens given with `infill_ids`.
-        token_logprobs: [rows, generated] float32, log-probability of each token when committed; 0
-            in padding and where given.
+        token_logprobs: [rows, generated] float32, log-probability of each token when it was
+            committed; 0 at padding and given tokens.
         scores: With `output_scores=True`, [rows, vocab] float for each new position in order: the
             scores from which its token was drawn, after processors, temperature and truncation,
             -inf at excluded tokens. Padding and given tokens have 0 at their own id and -inf
             elsewhere, so that `compute_transition_scores` gives 0 for them.
-        logits: With `output_logits=True`, the same before processors, temperature and truncation.
+        logits: With `output_logits=True`, the same scores before processors, temperature and
+            truncation.
         stats: `MRPGenerateStats`.
-        cache: The `BlockCache` to go on from in the next call; `past_key_values` is another name of
-            it. None if rows had to wait for others (`max_batch_size`).
+        cache: The `BlockCache` with which the next call can continue; `past_key_values` is another
+            name of it. None if rows had to wait for others (`max_batch_size`).
     """
 
     sequences: Tensor | None = None
@@ -103,7 +104,7 @@ class MRPGenerateOutput(CacheOutput):
 
 class Progress:
     """Records each row's counts after the prefill and each round, unless rows wait for others, and
-    hidden states for `logits` and `scores`."""
+    the hidden states from which `logits` and `scores` are computed."""
 
     def __init__(self, rows: Sequence[Row], logits: bool, scores: bool, waiting: bool) -> None:
         self.rows = rows
@@ -116,13 +117,14 @@ class Progress:
             row.written = []
 
     def __call__(self, rows: Sequence[Row]) -> None:
-        """Record all rows' counts after a round, and the tokens that `rows`, which took part in it,
-        picked and re-masked."""
+        """Record all rows' counts after a round, and the tokens that `rows`, the rows that took
+        part in it, picked and re-masked."""
         for row in rows:
             for frontier in row.written or ():
                 self._record(row, frontier)
             row.written = []
-        if self.waiting:  # each round would take a line for every row
+        # otherwise each round would record the counts of all rows, waiting ones included
+        if self.waiting:
             return
         table: list[tuple[int, ...]] = []
         for row in self.rows:
@@ -159,7 +161,7 @@ class Progress:
                 indices.append((position - row.prompt, row_index))
                 states.append((rewound(row_index, state.start), state))
                 hidden_states.append(hidden)
-        # all may be given
+        # there are none if all tokens are given
         inputs = torch.stack(hidden_states) if hidden_states else picker.lm_head_weight[:0]
         distributions = picker.distributions(inputs, Spots(states, tokens.device))
         index = torch.tensor(indices, dtype=torch.long, device=tokens.device).view(-1, 2).unbind(1)
@@ -174,8 +176,8 @@ class Progress:
 
 
 class Streams:
-    """Feeds one streamer per row: the prompt [1, length] and finished blocks; `put_draft`, if any,
-    gets unfinished ones."""
+    """Feeds one streamer per row with the prompt [1, length] and finished blocks; the method
+    `put_draft`, if a streamer has it, gets unfinished blocks."""
 
     def __init__(self, streamer: Any, prompts: Sequence[Tensor]) -> None:
         streamers = list(streamer) if isinstance(streamer, list | tuple) else [streamer]
@@ -192,13 +194,13 @@ class Streams:
                     f"streamer is {stream!r}, without put and end: pass transformers' streamers, "
                     "or such objects"
                 )
-        self.streams = dict(enumerate(streamers))  # of rows that have not ended
+        self.streams = dict(enumerate(streamers))  # the streamers of rows that have not ended
         self.sent_lengths = [len(prompt) for prompt in prompts]
         for stream, prompt in zip(streamers, prompts, strict=True):
             stream.put(prompt[None].cpu())
 
     def __call__(self, rows: Sequence[Row]) -> None:
-        """Send the text that a round has finished, and end the streams of rows that have ended."""
+        """Send the text that a round has finished, and end the streams of ended rows."""
         for row in rows:
             if (stream := self.streams.get(row.place)) is None:
                 continue
@@ -215,7 +217,7 @@ class Streams:
 
 
 class CountsEnd(BaseStreamer):
-    """Counts its row in a progress bar when the row has ended."""
+    """A streamer that advances a progress bar when its row ends."""
 
     def __init__(self, bar: Any) -> None:
         self.bar = bar
@@ -234,7 +236,7 @@ class Stopping:
 
     A criterion gets ids as in transformers' loop, [rows, prompt + n]: the prompts as given, with
     padding, then n tokens of every row. A row with fewer final tokens is filled up with the mask
-    id, a row that has ended with padding. The answer counts for rows whose n-th token is newly
+    id, and an ended row with padding. The answer applies to rows whose n-th token has just become
     final.
     """
 
@@ -252,8 +254,8 @@ class Stopping:
         self.checked = [0] * len(rows)  # number of tokens of each row that criteria have seen
 
     def __call__(self, rows: Sequence[Row]) -> None:
-        """Check the criteria at all newly final tokens of the call; set `stop` of each row whose
-        text they end."""
+        """Check the criteria at all tokens of the call that have just become final; set `stop` of
+        each row whose text they end."""
         final_tokens = []
         columns: set[int] = set()
         for row, checked in zip(self.rows, self.checked, strict=True):
@@ -269,7 +271,7 @@ class Stopping:
                 for index, tokens in enumerate(final_tokens)
                 if self.checked[index] <= column < len(tokens)
             ]
-            if not newly_final:  # all that had this token end before it
+            if not newly_final:  # all rows with this token end before it
                 continue
             table = []
             for row, tokens in zip(self.rows, final_tokens, strict=True):
@@ -315,8 +317,8 @@ def output_of(
     cache: BlockCache | None,
     pad: int,
 ) -> Tensor | MRPGenerateOutput:
-    """Make the output of `generate` from ended rows: their texts, padded with `pad`, behind
-    `input_ids` [rows, prompt]."""
+    """Make the output of `generate` from ended rows: their texts after `input_ids` [rows, prompt],
+    padded with `pad`."""
     device = input_ids.device
     texts = [row.text[row.prompt : row.stop] for row in rows]
     width = max(map(len, texts))
@@ -391,8 +393,8 @@ def output_of(
 def by_request(
     prompts: Sequence[Sequence[int]], output: MRPGenerateOutput
 ) -> dict[str, GenerationOutput]:
-    """Name each text of a call as transformers' `generate_batch` does: "req_0" and so on by prompt,
-    with "__child#1" and so on behind the name of a prompt's further texts."""
+    """Name each text of a call as transformers' `generate_batch` does: "req_0" and so on for each
+    prompt; the names of a prompt's further texts also end in "__child#1" and so on."""
     rows: Any = (output.sequences, output.reveal_step, output.token_logprobs)
     copies = len(rows[0]) // len(prompts)
     results = {}

@@ -1,6 +1,6 @@
-"""Logits processors that `generate` can call: those whose answer is a function of the ids and the
-scores of each position alone; and any other where tokens come from left to right, one at a time, as
-in an autoregressive model."""
+"""Checks and calls of logits processors. Any target can call a processor whose answer is a function
+of the ids and the scores of each position alone. Other processors need tokens revealed from left to
+right, one at a time, as in an autoregressive model."""
 
 import copy
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from ..networks.picker import Spots, check_scores
 from ..rules.state import Row
 from .option_table import UNSUPPORTED
 
-# Processors of transformers that an option makes which is not supported.
+# Processors of transformers that belong to unsupported options.
 _OF_OPTIONS = {
     "WatermarkLogitsProcessor": "watermarking_config",
     "SynthIDTextWatermarkLogitsProcessor": "watermarking_config",
@@ -35,13 +35,13 @@ CONTRACT = (
 
 class InOrder:
     """Calls logits processors as an autoregressive model does: once for each token of the text, in
-    order, with all rows of the batch by index, those that have ended too.
+    order, with all rows of the batch by index, including ended rows.
 
     Args:
         processors: The processors.
-        rows: All rows of the call, which each get a token a round.
-        width: Columns of the prompts, which are padded on the left.
-        pad_token_id: Stands before prompts, and behind texts that have ended.
+        rows: All rows of the call, each of which gets one token per round.
+        width: Number of columns of the prompts, which are padded on the left.
+        pad_token_id: The id that pads prompts on the left, and ended texts on the right.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class InOrder:
         self.pad_token_id = pad_token_id
 
     def __call__(self, spots: Spots, logits: Tensor) -> Tensor:
-        """Process logits [states, vocab] at the first masked position of each state that has one,
-        of which a row has no more than one."""
+        """Process the logits [states, vocab] of the first masked position of each state that has
+        one; a row has at most one such state."""
         texts: dict[int, list[int]] = {}
         for index, (row, state) in enumerate(spots.states):
             if state.free:
@@ -82,24 +82,26 @@ class InOrder:
 def why_in_order(
     processors: Sequence[Any], prompts: Sequence[Tensor], weight: Tensor
 ) -> str | None:
-    """Return the first reason of `check_processor`; None if no processor has one."""
+    """Return the first reason that `check_processor` gives for one of the processors; None if it
+    gives none."""
     reasons = [check_processor(processor, prompts, weight) for processor in processors]
     return next((reason for reason in reasons if reason is not None), None)
 
 
 def check_processor(processor: Any, prompts: Sequence[Tensor], weight: Tensor) -> str | None:
-    """Return why the answers of a logits processor depend on more than ids and scores; None if a
-    probe finds that they do not.
+    """Return the reason why the answers of a logits processor depend on more than ids and scores;
+    None if a probe finds no such dependence.
 
-    The probe calls a copy of a processor of other libraries a few times.
+    The probe calls a copy of a processor from another library a few times.
 
     Args:
         processor: The processor.
         prompts: Ids of the prompts, without padding.
-        weight: [vocab, hidden_size], that of `lm_head`; the scores have its vocabulary and device.
+        weight: [vocab, hidden_size], the weight of `lm_head`; the scores have its vocabulary and
+            device.
 
     Raises:
-        ValueError: for a processor that makes what no option may ask for.
+        ValueError: for a processor that does the same as an unsupported option.
     """
     name = type(processor).__name__
     for kind in type(processor).__mro__:
@@ -122,7 +124,7 @@ def check_processor(processor: Any, prompts: Sequence[Tensor], weight: Tensor) -
         answered = copied(context.repeat(rows, 1), repeated.clone())
         return check_scores(processor, answered, repeated)
 
-    first = answer(ids, len(prompts))  # what it cannot take at all it says itself
+    first = answer(ids, len(prompts))  # a processor that cannot take these ids raises its own error
     try:
         answer(longer, 3)
         answers = [*first.split(1), answer(ids, 1), *answer(ids, 2).split(1)]
@@ -141,14 +143,14 @@ def check_processor(processor: Any, prompts: Sequence[Tensor], weight: Tensor) -
 
 
 def copied_processor(processor: Any) -> Any:
-    """Copy a processor, but for networks that it holds and for what cannot be copied."""
+    """Copy a processor, except the networks that it holds and anything that cannot be copied."""
     networks = {}
     for value in getattr(processor, "__dict__", {}).values():
         if isinstance(value, nn.Module):
             networks[id(value)] = value
     try:
         return copy.deepcopy(processor, dict(networks))
-    except Exception:  # of any library: what cannot be copied may raise anything
+    except Exception:  # objects of any library may raise any error when they cannot be copied
         pass
     try:
         copied = copy.copy(processor)

@@ -1,5 +1,5 @@
-"""Refinements: how the head changes a step's reveals before they are written, for rows that draft
-nothing."""
+"""Refinements: how the head changes a step's reveals before they are written, for rows without
+drafts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ class Reveal:
     row's frontier.
 
     Attributes:
-        row, index: The row, and its index in the batch.
+        row, index: The row of text, and its index in the batch.
         frontier: The row's frontier before the refinement.
         state: The frontier's state, before the reveal.
         columns: Columns to reveal.
-        token, log_odds: By column, as in `Scores`; NaN where the head's number for a column is NaN.
+        token, log_odds: By column, as in `Scores`; NaN where the head's estimate is NaN.
         hidden: Hidden states h_A of the state, or the head's latest estimate for a state after it.
         drawn: By column that the head revealed, the state and the hidden states from which its
             token was picked.
@@ -44,8 +44,8 @@ class Reveal:
         return self.row.after(self.state, columns, self.token)
 
     def keep(self, columns: Sequence[int], estimates: Sequence[float]) -> None:
-        """Reduce the reveal to `columns`; first set log-odds to NaN where the head's `estimates` of
-        its columns are NaN."""
+        """Reduce the reveal to `columns`, after setting log-odds to NaN where the head's
+        `estimates` of its columns are NaN."""
         for column in self.columns:
             if estimates[column] != estimates[column]:
                 self.log_odds[column] = estimates[column]
@@ -53,7 +53,7 @@ class Reveal:
 
     def refined_frontier(self) -> Frontier:
         """Make the frontier of the columns that remain; count the re-masked columns, and list them
-        in its `remasked`."""
+        in the frontier's `remasked`."""
         frontier = self.frontier
         remasked = tuple([column for column in frontier.where if column not in self.columns])
         self.row.counts.revoked += len(remasked)
@@ -111,8 +111,8 @@ def run_head(
 def head_log_odds(
     networks: Runner, rows: Sequence[Row], queries: Sequence[tuple[Reveal, Columns]]
 ) -> list[tuple[Reveal, list[float]]]:
-    """Compute by the head the log-odds [block] of each reveal's tokens given its tokens at the
-    query's columns, -inf elsewhere.
+    """Compute with the head the log-odds [block] of each reveal's tokens, given its tokens at the
+    query's columns; -inf elsewhere.
 
     For a token at one of these columns, a trained head estimates the backbone's log-odds with this
     token alone still masked.
@@ -203,9 +203,9 @@ class RereadRemask:
     and given the most confident one alone.
 
     Under `threshold`, two tokens that contradict each other both go back. Here only the least
-    confident token below tau does; then the head reads the rest again, until every token's
-    confidence given the others reaches tau. Tokens that are wrong together still support each
-    other, so the head finally reads them given the most confident one alone: a token whose
+    confident token below tau does; then the head reads the remaining tokens again, until every
+    token's confidence given the others reaches tau. Tokens that are wrong together still support
+    each other, so the head finally reads them given the most confident one alone: a token whose
     confidence is then below `alone_threshold` goes back, too (`benchmarks/NOTES.md`, Remasking). A
     single token needs no head pass.
     """

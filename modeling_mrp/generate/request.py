@@ -1,5 +1,5 @@
-"""A request for one text of a batch that requests join and leave: what decoding takes, and what is
-told of the text as it grows."""
+"""A request for one text of a batch that requests join and leave: the input of decoding, and the
+results reported as the text grows."""
 
 import copy
 import time
@@ -24,17 +24,18 @@ from .output import Stopping
 
 @dataclass(frozen=True)
 class Call:
-    """What decoding the prompts of a call of `generate` takes, its arguments checked.
+    """The checked input of decoding: the prompts of a call of `generate`, and all that is needed to
+    decode them.
 
     Attributes:
-        config: The options.
+        config: The checked options.
         mode: Rule, refinement and drafting.
         picker: Picks tokens by the call's processors.
-        rows: A row for each text.
+        rows: The `Row` of each text.
         prompts: By row, the prompt's ids without padding.
         input_ids: [rows, length] long, the prompts as given, which criteria see.
         criteria: Stopping criteria, without those that each row decides by itself.
-        sources: Sources of drafts beside scores.
+        sources: Draft sources used in addition to scores.
         model_key: The model's `fingerprint`.
     """
 
@@ -50,7 +51,7 @@ class Call:
 
 
 def unscored(error: UnscoredError, row: Row, picker: Picker) -> str:
-    """Explain that a row has no token to choose, and what to do about it."""
+    """Make the error message for a row without any token to choose, including the remedy."""
     return (
         f"no token with a finite score at position {error.position}, "
         f"{error.position - row.prompt} behind its prompt: leave one that no logits processor, "
@@ -61,14 +62,15 @@ def unscored(error: UnscoredError, row: Row, picker: Picker) -> str:
 
 @dataclass
 class RequestOutput(GenerationOutput):
-    """The text of a request so far, as transformers' `GenerationOutput` has it, and what it cost.
+    """The text of a request so far, in the form of transformers' `GenerationOutput`, and its costs.
 
     Attributes:
         reveal_step: By generated token, the denoising step that revealed it.
-        top_logprobs: By generated token, the likeliest ids at its state, each with its
-            log-probability, if the request asks for them.
-        finish_reason: "eos", "length" or "criterion" (a stop string, too) once the text is whole.
-        counts: What the row has cost (`MRPGenerateStats` explains each number).
+        top_logprobs: By generated token, the likeliest ids at its state with their
+            log-probabilities, if the request asks for them.
+        finish_reason: "eos", "length" or "criterion" (also for a stop string) once the text is
+            complete.
+        counts: The costs of the row (`MRPGenerateStats` explains each number).
     """
 
     reveal_step: list[int] = field(default_factory=list)
@@ -78,20 +80,20 @@ class RequestOutput(GenerationOutput):
 
 
 class Request:
-    """One text that is asked for: its row, and what became of it so far.
+    """A request for one text: its row, and the results so far.
 
     Args:
-        name: Its id.
-        call: The checked call it belongs to.
+        name: The id of the request.
+        call: The checked call that the request belongs to.
         index: The index of its row in the call.
-        setting: What it shares with all others of its batch.
-        streaming: Whether the text is told after every round, not only when it is whole.
-        timestamps: Whether the time of each token is kept.
-        top_logprobs: Likeliest tokens that are told of each position.
+        setting: The settings that it shares with all other requests of its batch (`setting_of`).
+        streaming: Whether the text is reported after every round, or only when it is complete.
+        timestamps: Whether the time of each token is recorded.
+        top_logprobs: Number of likeliest tokens that are reported for each position.
 
     Attributes:
-        cancelled: Whether nobody waits for it any more.
-        output: What is told of it.
+        cancelled: Whether the request has been cancelled.
+        output: The reported results.
     """
 
     def __init__(
@@ -117,11 +119,11 @@ class Request:
 
     @property
     def size(self) -> int:
-        """The number of slots that its text takes in a cache."""
+        """The number of cache slots that its text takes."""
         return len(self.row.text)
 
     def restart(self) -> None:
-        """Begin again from the prompt; what was told of the text stays true."""
+        """Start again from the prompt; results that were already reported stay valid."""
         mode = self.call.mode
         self.row = self.call.rows[self._index].rewound(0)
         self.row.counts = Counts(mode.width, mode.drafting is not None)
@@ -135,8 +137,8 @@ class Request:
             self._stopping = Stopping(self.call.criteria, [self.row], ids, pad)
 
     def read(self, networks: Networks) -> bool:
-        """Look at the row after a round: end it where a criterion does, and take what is final of
-        its text; return whether anything is new."""
+        """Update the results after a round: end the row where a criterion does, and take the newly
+        final tokens; return whether anything is new."""
         row = self.row
         if self.top_count:
             self._read_likeliest(networks)
@@ -144,7 +146,7 @@ class Request:
         if self._stopping is not None:
             self._stopping([row])
         if row.stop is None:
-            # what the head may still put back is not final
+            # reveals that the head may still re-mask are not final
             bound = row.limit if self.call.mode.refine is None else row.state.start
             return self._take(bound, None)
         reason = "length"
@@ -155,8 +157,8 @@ class Request:
         return self._take(row.stop, reason)
 
     def _take(self, bound: int, reason: str | None) -> bool:
-        """Take tokens in order up to a mask or the position `bound`, and why the text ends, if it
-        does; return whether anything is new."""
+        """Take tokens in order up to a mask or the position `bound`, and the reason of the end, if
+        the text ends; return whether anything is new."""
         row, output = self.row, self.output
         begin = row.prompt + len(output.generated_tokens)
         end = begin
@@ -179,12 +181,12 @@ class Request:
         return True
 
     def begin(self) -> None:
-        """Note that the text is being decoded."""
+        """Record that decoding of the text has begun."""
         self.output.status = RequestStatus.PREFILLING
         self.output.lifespan = (time.perf_counter(), -1)
 
     def fail(self, error: str) -> None:
-        """Note that there will be no more of the text."""
+        """Record that the request has failed, and its text will not grow any more."""
         self.output.error = error
         self._end(RequestStatus.FAILED)
 
@@ -194,7 +196,7 @@ class Request:
         self.row.forget()
 
     def snapshot(self) -> RequestOutput:
-        """Copy what is told of it, which goes on growing."""
+        """Copy the results so far, which keep growing."""
         output = copy.copy(self.output)
         output.generated_tokens = list(output.generated_tokens)
         output.logprobs = list(output.logprobs)
@@ -237,8 +239,8 @@ class Request:
 
 
 def picked_from(frontier: Frontier) -> Iterator[tuple[int, tuple[State, Any]]]:
-    """Yield each revealed column of a frontier, with the state and the hidden states (as
-    `Scores.hidden`) from which its token was picked."""
+    """Yield each revealed column of a frontier, with the state and the hidden states (in the form
+    of `Scores.hidden`) from which its token was picked."""
     of_backbone = (frontier.state, frontier.scores.hidden)
     for column in frontier.where:
         yield column, (frontier.drawn or {}).get(column, of_backbone)

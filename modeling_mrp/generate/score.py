@@ -2,7 +2,7 @@
 
 A token is scored at a state that shows all tokens to its left, and masks from its position to the
 end of its block. A given text determines all states: one pass over the text gives the keys and
-values they attend to, then they are scored side by side.
+values that they attend to, then they are scored side by side.
 """
 
 from dataclasses import dataclass
@@ -29,14 +29,14 @@ class MRPScoreOutput(ModelOutput):
     Attributes:
         logprobs: [batch, length] float32 (float64 for a float64 model), log-probability of each
             scored token, in nats; 0 elsewhere.
-        scored: [batch, length] bool, which tokens were scored.
-        greedy: [batch, length] bool, which scored tokens were the likeliest at their state.
+        scored: [batch, length] bool, whether a token was scored.
+        greedy: [batch, length] bool, whether a scored token was the likeliest at its state.
         sums: [batch], the summed log-probability of a row's scored tokens.
-        perplexity: [batch], exp of minus the mean log-probability of a row's scored tokens, NaN
-            where none was.
+        perplexity: [batch], exp of minus the mean log-probability of a row's scored tokens; NaN for
+            a row without scored tokens.
         forwards: Forwards of the whole batch by role, `prefill` and `score`.
-        top_ids, top_logprobs: [batch, length, top_tokens], with `top_tokens` the likeliest tokens
-            at the state of each scored token, and their log-probabilities; 0 elsewhere.
+        top_ids, top_logprobs: [batch, length, top_tokens], if `top_tokens` is given: the likeliest
+            tokens at the state of each scored token, and their log-probabilities; 0 elsewhere.
     """
 
     logprobs: Tensor | None = None
@@ -64,23 +64,23 @@ class MRPScoringMixin:
     ) -> MRPScoreOutput:
         """Compute the log-probabilities of given texts under `sequential`, without gradients.
 
-        `generate(decoding="sequential", do_sample=True)` draws by these, one token a step, without
-        processors or truncation.
+        `generate(decoding="sequential", do_sample=True)` draws tokens with these probabilities, one
+        token per step, if there are no processors and no truncation.
 
         Args:
-            input_ids: [batch, length] long, whole texts: prompts and what follows them.
+            input_ids: [batch, length] long, complete texts: the prompts and their continuations.
             attention_mask: [batch, length], 1 for real tokens, with padding on either side.
             labels: [batch, length] long, `input_ids` where a token is to be scored and -100
                 elsewhere, for instance in the prompt, which scored tokens still attend to; None:
                 all real tokens are scored.
             temperature: Divides the logits.
-            tokens_per_forward: The most tokens in a forward of the batch, to bound memory, but at
+            tokens_per_forward: The most tokens in a forward of the batch, which bounds memory; at
                 least one block per row.
-            top_tokens: Likeliest tokens that are returned of each state.
+            top_tokens: Number of likeliest tokens that are returned for each state.
 
         Raises:
-            ValueError: for arguments that do not fit, a model in training mode, or a token without
-                a log-probability.
+            ValueError: for invalid arguments, a model in training mode, or a token without a
+                log-probability.
         """
         block_size = self.config.block_size
         mask_id = self.config.mask_token_id
@@ -137,7 +137,7 @@ class MRPScoringMixin:
             count = int(queried.sum(1).max())
             # by row, queried columns first
             query_columns = queried.byte().argsort(dim=-1, descending=True, stable=True)[:, :count]
-            # of the earlier blocks, to which states attend
+            # the length of the earlier blocks, to which states attend
             length = int(queried.nonzero()[:, 1].max()) // block_size * block_size if count else 0
             states = max(1, tokens_per_forward // (len(ids) * block_size))
             cache = BlockCache(
@@ -202,8 +202,8 @@ def _hidden_at(
     model: Any, texts: Tensor, positions: Tensor, length: int, cache: BlockCache
 ) -> Tensor:
     """Compute the hidden states [batch, n, hidden_size] that predict the tokens at `positions`
-    [batch, n] long, each at a state of its own: the text before the position, and masks from there
-    to the end of the block."""
+    [batch, n] long, each at a separate state: the text before the position, and masks from there to
+    the end of the block."""
     block_size = model.config.block_size
     rows, states = positions.shape
     columns = torch.arange(block_size, device=texts.device)
@@ -222,6 +222,6 @@ def _hidden_at(
     column = state_index[::block_size] * block_size + positions % block_size
     if not cache.shifted:
         return taken_from(hidden, column)
-    is_first = positions % block_size == 0  # predicted by the last token of the block before
+    is_first = positions % block_size == 0  # predicted by the last token of the previous block
     end_states = taken_from(cache.hidden.to(texts.device), torch.where(is_first, positions, -1))
     return end_states + taken_from(hidden, torch.where(is_first, -1, column - 1))

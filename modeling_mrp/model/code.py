@@ -33,8 +33,8 @@ the top of {PACKAGE}.""",
 
 
 def code_files(family: str = DENSE) -> dict[str, str]:
-    """Return a repository's remote code, text by path: the files beside this one if it is a
-    bundle, else those generated for a family."""
+    """Return a repository's remote code as a dict of paths to texts: the files beside this one if
+    it is a bundle, otherwise files generated for a family."""
     this_file = Path(__file__)
     if this_file.name == PACKAGE:
         files = {
@@ -64,13 +64,13 @@ def model_tags(family: str) -> list[str]:
 
 
 def generate_on_stock(inputs: Any = None, *, model: Any, **kwargs: Any) -> Any:
-    """Decode with a stock SDAR model and the head of the Hub repository that holds this file,
-    called as `sdar.generate(custom_generate="org/head", trust_remote_code=True)`; an MRP model
-    decodes with its own head.
+    """Decode with a stock SDAR model and the head of the Hub repository that holds this file; an
+    MRP model decodes with its own head. The call is `sdar.generate(custom_generate="org/head",
+    trust_remote_code=True)`.
 
-    `custom_generate/generate.py` holds this function alone, as `generate`, so that it imports all
-    it needs. The path at which transformers caches that file gives the repository and commit.
-    `ValueError` if the head does not fit, or the repository is a local folder.
+    The file `custom_generate/generate.py` holds only this function, named `generate`, so it imports
+    everything that it needs. The path at which transformers caches that file gives the repository
+    and commit. `ValueError` if the head does not fit, or the repository is a local folder.
     """
     import re
     from pathlib import Path
@@ -93,10 +93,11 @@ def generate_on_stock(inputs: Any = None, *, model: Any, **kwargs: Any) -> Any:
                 "custom_generate is a local folder, whose head is not found: push it and name the "
                 "repository, or load both by MRPForCausalLM.from_backbone(backbone, head=folder)"
             )
-        # as Python modules can be called
+        # as transformers changes folder names into names of Python modules
         owner, name = (re.sub("^_(?=[0-9])", "", folder) for folder in (owner, name))
         repository = f"{owner}/{name}".replace("_hyphen_", "-").replace("_dot_", ".")
-        download_options["revision"] = commit  # code is kept by commit: the weights are of the same
+        # code is cached by commit: load the weights of the same commit
+        download_options["revision"] = commit
         model_class = get_class_from_dynamic_module(
             "modeling_mrp.MRPForCausalLM", repository, **download_options
         )

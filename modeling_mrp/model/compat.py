@@ -1,4 +1,4 @@
-"""What differs between versions of transformers: from 5.24 on, `past_key_values` of models and
+"""Differences between versions of transformers: from 5.24 on, `past_key_values` of models and
 outputs is called `cache`; 5.17 calls `page_size` of `ContinuousBatchingConfig` `block_size`; before
 5.18, `load_adapter` leaves out modules saved with an adapter."""
 
@@ -12,19 +12,19 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from transformers.utils import ModelOutput
 
 OLD_CACHE_NAME = "past_key_values"
-# The argument in which the layers of the installed version take a cache.
+# The argument by which the layers of the installed version take a cache.
 CACHE_NAME = (
     "cache" if "cache" in signature(Qwen3DecoderLayer.forward).parameters else OLD_CACHE_NAME
 )
-# The field of `ContinuousBatchingConfig` that has the tokens of a page of the cache.
+# The field of `ContinuousBatchingConfig` for the number of tokens of a cache page.
 PAGE_SIZE_NAME = (
     "page_size" if "page_size" in signature(ContinuousBatchingConfig).parameters else "block_size"
 )
 
 
 def check_saved_modules(model: Any, adapter_name: str) -> None:
-    """Raise `ImportError`, and delete the adapter, if the installed version has loaded it without
-    the modules that were saved with it."""
+    """Raise `ImportError`, and delete the adapter, if the installed version has loaded an adapter
+    without the modules that were saved with it."""
     saved = getattr(model.peft_config[adapter_name], "modules_to_save", None)
     if saved and Version(transformers.__version__) < Version("5.18"):
         model.delete_adapter(adapter_name)
@@ -36,8 +36,8 @@ def check_saved_modules(model: Any, adapter_name: str) -> None:
 
 
 def chosen_cache(cache: Any, past_key_values: Any) -> Any:
-    """Return the cache that a caller passed under either name, or None; `ValueError` if both are
-    given."""
+    """Return the cache that a caller passed under either of its names, or None; `ValueError` if
+    both are given."""
     if cache is not None and past_key_values is not None:
         raise ValueError(
             "cache and past_key_values are two names of one argument: pass one of them"
@@ -71,7 +71,7 @@ class CacheOutput(ModelOutput):
         return super().__contains__(_field(key))
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """Return the field of a name, or `default` if it is not set."""
+        """Return the field with a name, or `default` if it is not set."""
         return super().get(_field(key), default)
 
 

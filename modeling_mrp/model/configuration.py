@@ -16,11 +16,11 @@ from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 from .code import AUTO_MAP, write_code
 from .families.sdar import DENSE, backbone_of, families
 
-# How transformers 4.52, which wrote the published configs, spelled three of today's fields.
+# Three fields as transformers 4.52, which wrote the published configs, spelled them.
 _OLD_SPELLINGS = {"rope_theta", "rope_scaling", "torch_dtype"}
 
 
-# A number's type, least and largest value, and what it is.
+# A number's type, least value, largest value, and description.
 _Range = tuple[Any, float, float, str]
 _SIZE_RANGE: _Range = (Integral, 1, 1 << 20, "a size of the checkpoint's tensors")
 _SIZES: dict[str, _Range] = {
@@ -41,7 +41,7 @@ _SIZES: dict[str, _Range] = {
     "initializer_range": (Real, 0, 1e6, "a standard deviation"),
 }
 _TRAINED_WITH: _Range = (Real, 1e-9, 1e9, "as the model was trained")
-# What may stand in rope_parameters beside its type; by type, what has to.
+# The fields of rope_parameters other than its type, and the fields that each type requires.
 _ROPE: dict[str, _Range] = {
     "rope_theta": (Real, 1.0001, 1e12, "the base of the rotary frequencies"),
     "factor": (Real, 1, 1e6, "how much longer texts are than those of the first training"),
@@ -69,8 +69,8 @@ _ROPE_NEEDS = {
 def check_number(
     name: str, value: Any, number_type: Any, lower: float, upper: float, reason: str
 ) -> None:
-    """Raise `ValueError` unless a value is a number of the type `Integral` or `Real`, within its
-    bounds."""
+    """Raise `ValueError` unless a value is a number of the type `Integral` or `Real`, and within
+    the given bounds."""
     if isinstance(value, bool) or not isinstance(value, number_type) or not lower <= value <= upper:
         type_name = "an int" if number_type is Integral else "a number"
         raise ValueError(
@@ -134,17 +134,17 @@ AUTOREGRESSIVE = {"qwen3": DENSE, "qwen2": "Fast_dLLM_Qwen"}
 
 
 def as_block_diffusion(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return an autoregressive checkpoint's config as that of a block-diffusion model."""
+    """Convert an autoregressive checkpoint's config into that of a block-diffusion model."""
     return {**fields, "model_type": AUTOREGRESSIVE[fields["model_type"]]}
 
 
 def translate_fields(fields: dict[str, Any], source: str = "") -> dict[str, Any]:
-    """Translate a config's fields for `MRPConfig`: keep those of this package, and of other
-    configs only the fields that `MRPConfig` knows.
+    """Translate a config's fields for `MRPConfig`: keep those of this package, and of other configs
+    only the fields that `MRPConfig` knows.
 
     Raises:
-        ValueError: for an unsupported head, or kind of model, by its fields or the name of its
-            repository, `source`.
+        ValueError: for an unsupported head or kind of model, recognised by its fields or by the
+            name of its repository, `source`.
     """
     for name, supported in (("head_predicts", "residual"), ("num_mrp_heads", 1)):
         if (value := fields.get(name, supported)) != supported:
@@ -191,7 +191,7 @@ class MRPConfig(Qwen3Config):
     """A `Qwen3Config` plus fields of block diffusion and of the MRP head (SDAR, arXiv 2510.06303;
     MRP, arXiv 2605.18817).
 
-    Published configs load too, without their fields that have no meaning here. `ValueError` for
+    Published configs load too; their fields without a meaning here are dropped. `ValueError` for
     values that are out of range or not supported.
 
     Args:

@@ -54,8 +54,8 @@ def taken_from(hidden: Tensor, previous: Tensor) -> Tensor:
 
 
 def noise_of(ids: Tensor, valid: Tensor, training: bool) -> Tensor:
-    """Draw uniform noise [batch, 1 + length] float32, a text's level and then its tokens';
-    outside training, seed it from the text."""
+    """Draw uniform noise [batch, 1 + length] float32: one number for a text's noise level, then one
+    for each token. Outside training, the seed is derived from the text."""
     if training:
         return torch.rand(len(ids), 1 + ids.shape[1], device=ids.device)
     noise = torch.zeros(len(ids), 1 + ids.shape[1])

@@ -56,8 +56,8 @@ class MRPHead(nn.Module):
         nn.init.zeros_(self.norm.weight)
 
     def place_behind(self: Any, backbone: MRPConfig) -> None:
-        """Give the layers the cache indices that follow a backbone's layers, and its config, which
-        selects their attention."""
+        """Give the head's layers the cache indices after those of a backbone's layers, and the
+        backbone's config, which selects their attention."""
         for index, layer in enumerate(self.layers):
             layer.self_attn.layer_idx = backbone.num_hidden_layers + index
             layer.self_attn.config = backbone

@@ -1,4 +1,4 @@
-"""Layouts of checkpoints: names of a head's tensors, and the files of a folder or a repository."""
+"""Layouts of checkpoints: the tensor names of heads, and the files of a folder or a repository."""
 
 import json
 import os
@@ -37,12 +37,13 @@ def our_name(name: str) -> str:
 
 
 def hub_options(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Select the keyword arguments, other than None, that say how to fetch a file from the Hub."""
+    """Select the keyword arguments, other than None, that specify how to fetch a file from the
+    Hub."""
     return {name: kwargs[name] for name in HUB_OPTIONS if kwargs.get(name) is not None}
 
 
 def json_object(path: Path) -> dict[str, Any]:
-    """Read a JSON file and return its object; `ValueError` if the file holds none."""
+    """Read a JSON file and return its object; `ValueError` if the file holds no object."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
@@ -75,15 +76,15 @@ def stored_json(
 def read_gguf(
     source: str, gguf_file: str, dtype: Any, **hub: Any
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read a GGUF file of a folder or repository by transformers, which takes minutes; return the
-    config's fields and the tensors, those that were quantized in `dtype`."""
+    """Read a GGUF file of a folder or repository with transformers, which takes minutes. Return the
+    config's fields and the tensors; quantized tensors are converted to `dtype`."""
     model = AutoModelForCausalLM.from_pretrained(source, gguf_file=gguf_file, dtype=dtype, **hub)
     return model.config.to_dict(), model.state_dict()
 
 
 def weight_files(source: str, prefixes: tuple[str, ...] = ("",), **hub: Any) -> list[Path]:
-    """Find a checkpoint's safetensors files (of shards, those with tensors under `prefixes`);
-    `ValueError` if it has none."""
+    """Find a checkpoint's safetensors files; of a sharded one, only files with tensors under
+    `prefixes`. `ValueError` if it has none."""
     names = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
     file = None
     for name in names:  # the first one that exists
@@ -99,8 +100,8 @@ def weight_files(source: str, prefixes: tuple[str, ...] = ("",), **hub: Any) -> 
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """Read the file name of each tensor from a checkpoint's index; `ValueError` for one that leads
-    out of its folder."""
+    """Read from a checkpoint's index the file name of each tensor; `ValueError` for a file outside
+    of the checkpoint's folder."""
     fields = json_object(index)
     files = fields.get("weight_map")
     remedy = "save the checkpoint again, or download it again"
@@ -122,8 +123,8 @@ def weight_map(index: Path) -> dict[str, str]:
 
 
 def stored_names(source: str, **hub: Any) -> set[str]:
-    """List the names that a checkpoint's tensors have in this package; empty if it has no
-    safetensors under the usual names."""
+    """List the names that a checkpoint's tensors have in this package; empty if there are no
+    safetensors files under the usual names."""
     single, index = (
         cached_file(source, name, _raise_exceptions_for_missing_entries=False, **hub)
         for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
@@ -135,7 +136,7 @@ def stored_names(source: str, **hub: Any) -> set[str]:
 
 
 def check_depth(config: Any, names: Collection[str], source: str) -> None:
-    """Raise `ValueError` if a config has more layers than the tensors `names` of a checkpoint,
+    """Raise `ValueError` if a config has more layers than a checkpoint with the tensors `names`,
     before any layer is made."""
     for field, prefix in (
         ("num_hidden_layers", "model.layers."),
@@ -144,7 +145,7 @@ def check_depth(config: Any, names: Collection[str], source: str) -> None:
         layer_numbers = {
             name.removeprefix(prefix).partition(".")[0] for name in names if name.startswith(prefix)
         }
-        # a head repository has none of the backbone's
+        # a head repository has no layers of the backbone
         stored_here = bool(names) and (bool(layer_numbers) or field != "num_hidden_layers")
         if stored_here and (layers := getattr(config, field)) > len(layer_numbers):
             raise ValueError(
@@ -155,15 +156,15 @@ def check_depth(config: Any, names: Collection[str], source: str) -> None:
 
 
 def is_hub_id(name: str) -> bool:
-    """Tell if a name can be a repository's id on the Hub, `org/name`, rather than a path."""
+    """Tell if a name can be the id of a repository on the Hub, `org/name`, rather than a path."""
     return re.fullmatch(
         r"[A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*", name
     ) is not None and not re.search(r"\.\.|--", name)
 
 
 def backbone_location(name: str, source: str) -> str:
-    """Return the backbone `name` that a head repository's config gives; `ValueError` if `source`
-    may not name it."""
+    """Return the name of the backbone in a head repository's config; `ValueError` if the config of
+    `source` may not name that location."""
     is_repository = isinstance(name, str) and is_hub_id(name) and not os.path.exists(name)
     is_local = isinstance(name, str) and os.path.isdir(source) and os.path.isabs(name)
     if is_local and not os.path.isdir(name):

@@ -43,23 +43,24 @@ from .layouts import (
 try:
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
-    # while its context is open, from disk or another memory
+    # loads offloaded weights, from disk or another memory, while its context is open
     from accelerate.utils import align_module_device as weights_on_device
-except ImportError:  # then no model is spread over devices
+except ImportError:  # without accelerate, no model is spread over devices
     AlignDevicesHook = None
     add_hook_to_module = None
     weights_on_device = contextlib.nullcontext
 
 logger = transformers_logging.get_logger(__name__)
 
-_KEY_MAPPING = {f"^{re.escape(PUBLISHED_HEAD)}": HEAD}  # transformers renames by it while it loads
+# transformers renames tensors by this mapping while it loads
+_KEY_MAPPING = {f"^{re.escape(PUBLISHED_HEAD)}": HEAD}
 # By stock transformers model, while it is in use: the source of a head, and the MRP model that
 # shares its parameters.
 _SHARED_MODELS: "weakref.WeakKeyDictionary[nn.Module, tuple[Any, Any]]" = (
     weakref.WeakKeyDictionary()
 )
 _SHARED_MODELS_LOCK = threading.Lock()
-_WEIGHTS = (".safetensors", ".bin")  # of a checkpoint's files
+_WEIGHTS = (".safetensors", ".bin")  # suffixes of a checkpoint's files
 
 
 class MRPPreTrainedModel(PreTrainedModel):
@@ -74,7 +75,7 @@ class MRPPreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
     _supports_flex_attn = True  # for the packed pass of training; decoding is faster with SDPA
     # Source of the backbone, as a head saved alone names it: a repository's id and commit, or a
-    # folder's absolute path, None.
+    # folder's absolute path and None.
     backbone_source: tuple[str, str | None] | None = None
 
     def load_adapter(
@@ -84,16 +85,16 @@ class MRPPreTrainedModel(PreTrainedModel):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Load an adapter as transformers does; raise `ImportError` where the installed version
-        would leave out a part of it."""
+        """Load an adapter as transformers does; raise `ImportError` if the installed version would
+        leave out a part of it."""
         info = super().load_adapter(peft_model_id, adapter_name, *args, **kwargs)
         check_saved_modules(self, adapter_name or "default")
         return info
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        """Return True, to allow `experts_implementation`: transformers looks for experts in the
-        model's own file only."""
+        """Return True, to allow `experts_implementation`: transformers would look for experts only
+        in the file that defines the model."""
         return True
 
     @classmethod
@@ -101,16 +102,17 @@ class MRPPreTrainedModel(PreTrainedModel):
     def from_pretrained(
         cls, pretrained_model_name_or_path: Any, *args: Any, config: Any = None, **kwargs: Any
     ) -> Any:
-        """Load as transformers does: a full checkpoint of this package, one in the published
-        layouts, or a head repository.
+        """Load a checkpoint as transformers does: a full checkpoint of this package, one in a
+        published layout, or a head repository.
 
         A head repository's config names the backbone to load and its revision; `revision` and
-        `subfolder` are the head's. Only safetensors are read, and no code but this package's runs.
-        `ValueError` for another kind of model, for tensors that do not fit the config (all are
-        listed), or for a backbone that the config may not name (`backbone_location`).
+        `subfolder` are those of the head. Only safetensors files are read, and only this package's
+        code runs. `ValueError` for another kind of model, for tensors that do not fit the config
+        (all are listed), or for a backbone that the config may not name (`backbone_location`).
         """
         kwargs["key_mapping"] = {**_KEY_MAPPING, **(kwargs.get("key_mapping") or {})}
-        if pretrained_model_name_or_path is None:  # from a config and a state dict
+        # the model is made from a config and a state dict
+        if pretrained_model_name_or_path is None:
             return super().from_pretrained(None, *args, config=config, **kwargs)
         source = os.fspath(pretrained_model_name_or_path)
         fields, commit = stored_json(source, **hub_options(kwargs))
@@ -124,7 +126,7 @@ class MRPPreTrainedModel(PreTrainedModel):
             }
             adapter = backbone_kwargs.pop("adapter_kwargs", None) or {}
             adapter_name = backbone_kwargs.pop("adapter_name", None)
-            # AutoModel has put it there
+            # AutoModel has set it in the config
             if (attention := getattr(config, "_attn_implementation", None)) is not None:
                 backbone_kwargs.setdefault("attn_implementation", attention)
             model = loaded = cls.from_backbone(
@@ -138,7 +140,7 @@ class MRPPreTrainedModel(PreTrainedModel):
                 model.load_adapter(adapter_path, adapter_name=adapter_name, adapter_kwargs=adapter)
             return loaded
         if "generation_config" not in kwargs:
-            # transformers' own error says neither file nor field
+            # transformers' own error names neither file nor field
             cls._stored_generation_config(source, hub_options(kwargs))
         check_quantization(fields.get("quantization_config"))
         if not kwargs.get("variant") and len(kwargs["key_mapping"]) == len(_KEY_MAPPING):
@@ -147,10 +149,10 @@ class MRPPreTrainedModel(PreTrainedModel):
             else:
                 expected = MRPConfig.from_dict(dict(fields))
             check_depth(expected, stored_names(source, **hub_options(kwargs)), source)
-        # or custom_generate/ would replace generate
+        # otherwise custom_generate/ would replace generate
         kwargs |= {"use_safetensors": True, "trust_remote_code": False}
         with_info = kwargs.pop("output_loading_info", False)
-        # they are told below
+        # mismatches are reported below
         kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
         try:
             model, info = super().from_pretrained(source, *args, config=config, **kwargs)
@@ -186,16 +188,17 @@ class MRPPreTrainedModel(PreTrainedModel):
         """Load a backbone and a head from different places.
 
         Args:
-            backbone: A folder or id of a checkpoint with a backbone that `from_pretrained` takes,
-                or of an autoregressive one, given `block_size` and `mask_token_id`: Qwen2 and
-                Qwen2.5, whose hidden states predict the next token here, too (a shifted family), so
-                that `sequential` in small blocks writes text before any training; or Qwen3, whose
-                hidden states come to predict their own position by training alone.
+            backbone: A folder or id of a checkpoint with a backbone that `from_pretrained` takes;
+                or of an autoregressive checkpoint, together with `block_size` and `mask_token_id`.
+                That may be Qwen2 or Qwen2.5, which become a shifted family: their hidden states
+                still predict the next token, so that `sequential` in small blocks writes text
+                before any training. It may also be Qwen3, whose hidden states learn only by
+                training to predict their own position.
             head: A head as `attach_head` takes it, which replaces the checkpoint's own.
-            kwargs: As for `from_pretrained`; `revision` is the backbone's (for a head's, call
-                `attach_head`). `gguf_file` names a file of an autoregressive checkpoint to read
-                instead, by transformers and the package `gguf`; save the model, as that takes
-                minutes.
+            kwargs: As for `from_pretrained`; `revision` is that of the backbone (for a revision of
+                the head, call `attach_head`). `gguf_file` names a GGUF file of an autoregressive
+                checkpoint, which transformers reads with the package `gguf`; this takes minutes, so
+                save the model.
 
         Example:
             >>> from modeling_mrp import MRPForCausalLM
@@ -252,9 +255,9 @@ class MRPPreTrainedModel(PreTrainedModel):
         and leave the model as it is.
 
         Args:
-            head: A folder or repository id, in any layout, from which only the head is read; or an
-                `MRPHead`.
-            hub: `revision`, `token`, ... for an id.
+            head: A folder or repository id of a checkpoint in any layout, from which only the head
+                is read; or an `MRPHead`.
+            hub: Options of the Hub for a repository id, such as `revision` and `token`.
         """
         if unknown := sorted(hub.keys() - set(HUB_OPTIONS)):
             raise ValueError(
@@ -281,8 +284,8 @@ class MRPPreTrainedModel(PreTrainedModel):
         self.config.num_nextn_predict_layers = len(head.layers)
 
     def detach_head(self: Any) -> MRPHead | None:
-        """Remove and return the head, if there is one; if `generate` would use it by default, the
-        default becomes `static`."""
+        """Remove the head and return it, or None if there is none. If `generate` would use the head
+        by default, the default mode becomes `static`."""
         head = self.mrp_head
         self.mrp_head = None
         self.config.num_nextn_predict_layers = 0
@@ -292,15 +295,16 @@ class MRPPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_stock_model(cls: Any, stock: Any, repository: str, **download: Any) -> Any:
-        """Make an MRP model that shares a stock Qwen3 model's parameters and has a repository's
-        head, or reuse an earlier one."""
-        # concurrent threads share one, as their caches are of this very model
+        """Make an MRP model that shares the parameters of a stock Qwen3 model and has the head of a
+        repository; reuse an earlier such model if possible."""
+        # concurrent threads share one model, since their caches belong to it
         with _SHARED_MODELS_LOCK:
             return cls._shared_model(stock, repository, download)
 
     @classmethod
     def _shared_model(cls: Any, stock: Any, repository: str, download: dict[str, Any]) -> Any:
-        """Return the MRP model of the last call if its source is the same, or make another."""
+        """Return the MRP model of the last call if its source is the same; otherwise make a new
+        one."""
         parameters = dict(stock.named_parameters(remove_duplicate=False))
         lm_head_weight = parameters["lm_head.weight"]
         source = (
@@ -331,7 +335,7 @@ class MRPPreTrainedModel(PreTrainedModel):
                 f"this {type(stock).__name__} is no Qwen3 decoder that a head can be put on: load "
                 f"the checkpoint with MRPForCausalLM.from_backbone instead ({error})"
             ) from error
-        # no checkpoint holds its buffers
+        # no checkpoint holds the buffers of rotary_emb
         model.model.rotary_emb = type(model.model.rotary_emb)(config).to(lm_head_weight.device)
         model._take_head(repository, download, {})
         _SHARED_MODELS[stock] = (source, model)
@@ -346,19 +350,20 @@ class MRPPreTrainedModel(PreTrainedModel):
         head_only: bool = False,
         **kwargs: Any,
     ) -> None:
-        """Save weights, both configs and the remote code as transformers does; with `head_only`,
-        only the head's weights, and a config that names `backbone_source` as the backbone to load.
-        `ValueError` for a head that cannot be saved alone, and for a folder that holds another
-        checkpoint than a head's."""
+        """Save weights, both configs and the remote code as transformers does. With `head_only`,
+        save only the head's weights, and a config that names `backbone_source` as the backbone to
+        load. `ValueError` for a head that cannot be saved alone, and for a folder that holds a
+        checkpoint other than a head."""
         folder = Path(save_directory)
         if dynamically_quantized(self):
             raise ValueError(
                 "layers made by quantize_dynamic have no tensors to save: save the model, and "
                 "quantize it once loaded"
             )
-        # or our options would be dropped when it is read again
+        # otherwise this package's options would be dropped when the file is read again
         self.generation_config._from_model_config = False
-        self.generation_config.validate(strict=True)  # as it is when it is saved, behind the config
+        # as transformers does when it saves this config, which is after the model's config
+        self.generation_config.validate(strict=True)
         if head_only:
             if kwargs.get("push_to_hub"):
                 raise ValueError(
@@ -370,8 +375,8 @@ class MRPPreTrainedModel(PreTrainedModel):
                 check_head_folder(folder)
                 folder.mkdir(parents=True, exist_ok=True)
                 partial = folder / f".{SAFE_WEIGHTS_NAME}.partial"
-                # of the largest file first: where there is no room for it, an earlier head stays
-                # whole
+                # the largest file comes first: if there is no room for it, an earlier head stays
+                # complete
                 try:
                     save_file(head, partial, metadata={"format": "pt"})
                     config.save_pretrained(folder)
@@ -380,7 +385,7 @@ class MRPPreTrainedModel(PreTrainedModel):
                 finally:
                     partial.unlink(missing_ok=True)
         else:
-            # our names, also if the model came in a published layout
+            # this package's names, also if the model was loaded from a published layout
             kwargs["save_original_format"] = False
             check_other_variants(folder, kwargs.get("variant"))
             super().save_pretrained(folder, is_main_process, state_dict, **kwargs)
@@ -389,7 +394,7 @@ class MRPPreTrainedModel(PreTrainedModel):
             variant_of(SAFE_WEIGHTS_INDEX_NAME, kwargs.get("variant")),
         )
         weights = [path for path in map(folder.joinpath, names) if path.is_file()]
-        # transformers leaves those of an earlier save, and loads them first
+        # transformers keeps the weights of an earlier save, and would load those first
         if is_main_process and len(weights) == 2:
             min(weights, key=lambda path: path.stat().st_mtime_ns).unlink()
 
@@ -399,8 +404,8 @@ class MRPPreTrainedModel(PreTrainedModel):
             init.zeros_(module.weight)
 
     def _take_head(self: Any, head: Any, hub: dict[str, Any], kwargs: dict[str, Any]) -> None:
-        """Attach a head, and adopt its repository's generation config, if any, unless `kwargs` hold
-        one."""
+        """Attach a head, and adopt the generation config of its repository, if it has one, unless
+        `kwargs` contain one."""
         self.attach_head(head, **hub)
         if not isinstance(head, MRPHead) and "generation_config" not in kwargs:
             self.generation_config = (
@@ -446,8 +451,8 @@ class MRPPreTrainedModel(PreTrainedModel):
 
 
 def device_of(module: Any) -> torch.device:
-    """Find the device of a module's weight, or the one to which a hook brings an offloaded weight;
-    `ValueError` without a hook."""
+    """Find the device of a module's weight; for an offloaded weight, the device to which a hook
+    moves it. `ValueError` for an offloaded weight without a hook."""
     # packed by quantize_dynamic
     weight = module.weight() if callable(module.weight) else module.weight
     device = weight.device
@@ -463,8 +468,8 @@ def device_of(module: Any) -> torch.device:
 
 
 def variant_of(name: str, variant: str | None) -> str:
-    """Return the name that transformers gives to a weight file of a `variant`, which stands before
-    the last suffix."""
+    """Return the name that transformers gives to a weight file of a `variant`, which is inserted
+    before the last suffix."""
     stem, suffix = os.path.splitext(name)
     return f"{stem}.{variant}{suffix}" if variant else name
 
@@ -502,8 +507,8 @@ def check_head_folder(folder: Path) -> None:
 
 
 def check_quantization(fields: Any) -> None:
-    """Raise `ValueError` for a stored `quantization_config` that transformers would leave out with
-    a warning, or not read."""
+    """Raise `ValueError` for a stored `quantization_config` that transformers would ignore with a
+    warning, or could not read."""
     if fields is None:
         return
     method = fields.get("quant_method") if isinstance(fields, dict) else None
@@ -516,7 +521,7 @@ def check_quantization(fields: Any) -> None:
 
 
 def check_lm_head(lm_head: Any) -> None:
-    """Raise `ValueError` for an `lm_head` whose weight is no tensor with readable rows."""
+    """Raise `ValueError` for an `lm_head` whose weight is not a tensor with readable rows."""
     if not isinstance(lm_head.weight, Tensor):
         raise ValueError(
             f"the lm_head is a {type(lm_head).__module__}.{type(lm_head).__name__}, whose weight "
@@ -526,8 +531,8 @@ def check_lm_head(lm_head: Any) -> None:
 
 
 def dynamically_quantized(model: nn.Module) -> bool:
-    """Tell if torch's `quantize_dynamic` made any layer: one scale for the activations of all
-    tokens, and packed weights."""
+    """Tell if torch's `quantize_dynamic` made any of the layers; such a layer has one scale for the
+    activations of all tokens, and packed weights."""
     return any(
         type(module).__module__.startswith("torch.ao.nn.quantized.dynamic")
         for module in model.modules()
@@ -535,9 +540,9 @@ def dynamically_quantized(model: nn.Module) -> bool:
 
 
 def describe_token_mixing(quantization: Any, model: Any = None) -> str | None:
-    """Return a warning if a `quantization_config`, or a layer, lets a forward's tokens change each
-    other's results; or None."""
-    # of torchao
+    """Return a warning if a `quantization_config`, or a layer, lets the tokens of a forward change
+    each other's results; else None."""
+    # a scheme of torchao
     scales = getattr(scheme := getattr(quantization, "quant_type", None), "granularity", None)
     of_activations = scales[0] if isinstance(scales, list | tuple) else scales
     if getattr(quantization, "load_in_8bit", False) and quantization.llm_int8_threshold > 0:
@@ -561,8 +566,8 @@ def describe_token_mixing(quantization: Any, model: Any = None) -> str | None:
 def head_to_save(
     model: Any, state_dict: dict[str, Tensor] | None
 ) -> tuple[dict[str, Tensor], MRPConfig]:
-    """Return a head repository's tensors, by name, and its config; `ValueError` for a head that
-    cannot be saved alone."""
+    """Return the tensors of a head repository, by name, and its config; `ValueError` for a head
+    that cannot be saved alone."""
     if model.mrp_head is None:
         raise ValueError(
             "head_only=True: the model has no MRP head. Give it one with attach_head, or save it "

@@ -1,5 +1,5 @@
-"""The KV cache: committed blocks by absolute position and, beyond the longest text, the states
-being scored."""
+"""The KV cache: committed blocks by absolute position and, after the longest text, the states being
+scored."""
 
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
@@ -15,8 +15,8 @@ from ..model.loading import device_of
 from .inspection import PassingReference, weight_versions
 from .uploads import upload_all
 
-# Where shapes have to stay the same, attention reads the texts' slots rounded up to a power of two,
-# at least this one.
+# If shapes must stay the same, the number of slots that attention reads of the texts is rounded up
+# to a power of two, at least this one.
 LEAST_BUCKET = 256
 
 
@@ -34,32 +34,32 @@ class BlockCache(Cache):
     head_dim]`, written in place.
 
     A committed token lies in the slot of its absolute position, so padding takes no slots. The
-    states of a round are written behind the longest text, so that attention reads one slice; `move`
+    states of a round are written after the longest text, so that attention reads one slice; `move`
     copies keys and values of an accepted clean state to its row's text. A call of `generate`
-    overwrites the cache passed to it, behind the prefix that the cache shares with the new prompt
+    overwrites the cache passed to it, after the prefix that the cache shares with the new prompt
     (pass a `copy.deepcopy` to keep it).
 
     Args:
         model, rows: The model, and the number of rows of a batch.
         capacity: Committed slots per row, a multiple of the block size.
         scratch: Slots per row for tokens being scored.
-        with_head: Whether to hold the head's layers, behind the backbone's, and hidden states that
-            the head reads later.
-        fixed: Whether attention reads the texts' slots rounded up to a power of two, since CUDA
-            graphs need fixed shapes.
+        with_head: Whether the cache also has the head's layers, after the backbone's, and hidden
+            states that the head reads later.
+        fixed: Whether the number of slots that attention reads of the texts is rounded up to a
+            power of two, since CUDA graphs need fixed shapes.
 
     Attributes:
         hidden: [rows, slots, hidden_size], hidden states by position; if `shifted`, a slot holds
             that of the position before.
         ids: By row, the text whose tokens the slots hold.
-        held, head_held: By row, the number of its first tokens with keys and values in all layers
-            of the backbone; of the head.
-        hidden_held: By row, the number of its first tokens that the head has read or can still read
+        held, head_held: By row, the number of leading tokens with keys and values in all layers of
+            the backbone, and in all layers of the head.
+        hidden_held: By row, the number of leading tokens that the head has read or can still read
             from `hidden`.
-        owner, weights: A weak reference to the model that filled the cache, and `weight_versions`
-            of its parts then, by name.
+        owner, weights: A weak reference to the model that filled the cache, and the
+            `weight_versions` of its parts at that time, by name.
         first, active: The rows that take part in forwards: `active` of them, from `first` on.
-        begin, end: The target, the slots that the next forward writes.
+        begin, end: The range of the *target*, the slots that the next forward writes.
         written: By layer, keys and values of the target, [rows, heads, new, head_dim] each.
         read: By layer, the keys and values that attention reads, including the target, [rows,
             heads, seen, head_dim] each.
@@ -96,7 +96,7 @@ class BlockCache(Cache):
         for layer, device in enumerate(self.layer_devices):
             self._index.append(self.layer_devices[:layer].count(device))
         slots = scratch + (bucket(capacity) if fixed else capacity)
-        # attention multiplies what is masked by 0, and memory that was never written may be NaN
+        # attention multiplies masked values by 0, but memory that was never written may hold NaN
         self._buffers: dict[torch.device, Tensor] = {}
         for device, layers in Counter(self.layer_devices).items():
             shape = (rows, slots, layers, 2, heads, width)
@@ -119,9 +119,9 @@ class BlockCache(Cache):
         return sum(buffer.nbytes for buffer in (*self._buffers.values(), self.hidden))
 
     def target(self, used: int, width: int, prefill: bool = False) -> None:
-        """Set the slots that the next forward uses: it writes `width` slots per row from `used` on,
-        or from `bucket(used)` if `fixed` and not `prefill`, and reads all slots up to the last one
-        written."""
+        """Set the slots that the next forward uses. It writes `width` slots per row, from slot
+        `used` on, or from `bucket(used)` if `fixed` and not `prefill`; it reads all slots up to the
+        last one written."""
         self.begin = bucket(used) if self.fixed and not prefill else used
         self.end = self.begin + width
         self.written = self._views(self.begin)
@@ -129,7 +129,7 @@ class BlockCache(Cache):
 
     @contextmanager
     def of_rows(self, first: int, count: int) -> Iterator[None]:
-        """Let `count` rows from `first` on take part in forwards while the context is open."""
+        """Restrict forwards to `count` rows from `first` on while the context is open."""
         before = self.first, self.active
         self.first, self.active = first, count
         try:
@@ -166,8 +166,8 @@ class BlockCache(Cache):
         return self.read[layer_idx]
 
     def move(self, layers: range, moves: Sequence[tuple[int, int, int]], length: int) -> None:
-        """Copy `length` slots of a row, from `source` on to `target` on, in some layers, for each
-        `(row, source, target)`."""
+        """Copy `length` slots of a row, from slot `source` on to slot `target` on, in the given
+        layers, for each `(row, source, target)`."""
         row, source, target = np.array(moves, np.int64).T
         offsets = np.arange(length)
         for buffer in self._layer_views(layers):
@@ -187,13 +187,14 @@ class BlockCache(Cache):
             slots[targets] = slots[sources]
 
     def blank(self, layers: range, row: int, begin: int = 0, end: int | None = None) -> None:
-        """Zero slots of a row, all by default, in some layers: attention multiplies masked slots by
-        weight 0, but 0 times NaN is NaN."""
+        """Zero slots of a row, by default all, in the given layers: attention multiplies masked
+        slots by weight 0, but 0 times NaN is NaN."""
         for buffer in self._layer_views(layers):
             buffer[row, begin:end] = 0
 
     def swap(self, pairs: Sequence[tuple[int, int]], used: int) -> None:
-        """Exchange the first `used` slots of pairs of rows, with their kept hidden states."""
+        """Exchange the first `used` slots of pairs of rows, together with their stored hidden
+        states."""
         firsts, seconds = np.array(pairs, np.int64).T
         targets = np.concatenate([firsts, seconds])
         sources = np.concatenate([seconds, firsts])
@@ -203,8 +204,8 @@ class BlockCache(Cache):
 
     @contextmanager
     def exchanging(self) -> Iterator[None]:
-        """Record that the cache holds nothing while the context is open, and for good if an error
-        or interrupt leaves it."""
+        """Mark the cache as empty while the context is open, and permanently if an error or
+        interrupt ends the context."""
         contents = self.ids, self.held, self.head_held, self.hidden_held
         self.empty()
         yield
@@ -213,25 +214,25 @@ class BlockCache(Cache):
     def hold(
         self, ids: list[list[int]], held: list[int], head_held: list[int], hidden_held: list[int]
     ) -> None:
-        """Record what the cache holds, by row (see the attributes)."""
+        """Record the content of the cache, by row (see the attributes)."""
         self.ids, self.held, self.head_held, self.hidden_held = ids, held, head_held, hidden_held
         # a copy of the cache needs no copies of views
         self.written = []
         self.read = []
 
     def empty(self) -> None:
-        """Record that the cache holds nothing."""
+        """Mark the cache as empty."""
         nothing = [0] * self.rows
         self.hold([[] for _ in nothing], nothing, nothing, nothing)
 
     def cut(
         self, texts: list[list[int]], limits: Sequence[int], block_size: int, with_head: bool
     ) -> list[int]:
-        """Cut each row's held tokens to their common prefix with its text, in whole blocks, at most
-        `limits`; return its lengths.
+        """Cut the content of each row to the tokens that it shares with the row's text from the
+        beginning, in whole blocks and at most `limits`; return the numbers of tokens.
 
-        If `with_head`, only tokens count that the head has read or can still read. The slots behind
-        the prefix may be overwritten from here on, even by a call that fails.
+        If `with_head`, only tokens count that the head has read or can still read. The slots after
+        these tokens may be overwritten from now on, even by a call that fails.
         """
         lengths = []
         for row, (text, limit) in enumerate(zip(texts, limits, strict=True)):
@@ -273,8 +274,8 @@ class BlockCache(Cache):
             target.copy_(source.repeat_interleave(copies, 0))
 
     def detach(self) -> None:
-        """Copy the memory that this cache shares with another since `copy.copy`, so that it has its
-        own."""
+        """Copy the memory that this cache has shared with another one since `copy.copy`, so that it
+        has its own."""
         self._buffers = {device: buffer.clone() for device, buffer in self._buffers.items()}
         self.hidden = self.hidden.clone()
 
@@ -287,8 +288,8 @@ class BlockCache(Cache):
         return [*views, self.hidden[:, : used + self.shifted]]
 
     def _layer_views(self, layers: range) -> Iterator[Tensor]:
-        """Yield a view of the memory of some layers on each device, [rows, slots, layers, 2, heads,
-        head_dim]."""
+        """Yield, for each device, a view of the memory of the given layers, [rows, slots, layers,
+        2, heads, head_dim]."""
         for device, buffer in self._buffers.items():
             indices = [
                 self._index[layer] for layer in layers if self.layer_devices[layer] == device

@@ -1,14 +1,14 @@
-"""CUDA graphs: a network that runs again and again on the same cache is recorded once, and then
-replayed with one launch.
+"""CUDA graphs: a network that runs repeatedly on the same cache is recorded once, and then replayed
+with one launch.
 
-Each network has recordings by numbers of rows and states and by length bucket. Recordings are
-costly, so they outlive the call of `generate` that made them, together with the cache that they
+Each network has a recording for each number of rows, number of states and length bucket. Recordings
+are costly, so they outlive the call of `generate` that made them, together with the cache that they
 write to. A model has one such cache, until its weights move, `release_graphs` is called, or a call
 needs another size.
 
 A first, ordinary run on the side stream that will record warms up libraries and compilers; the
 second run is recorded. On a GPU the first replays are compared with ordinary runs; if they differ,
-nothing is recorded any more.
+no more graphs are recorded.
 """
 
 import copy
@@ -27,11 +27,11 @@ from ..kernels.dispatch import CHECKED_ON, check_close
 from .cache import BlockCache
 from .inspection import decide
 
-# PyTorch allows one capture at a time in a process, and begins it with a wait that is illegal while
-# another one goes on.
+# PyTorch allows one capture at a time in a process, and begins a capture with a wait that is
+# illegal while another capture runs.
 _RECORDING = threading.Lock()
-# Replays of a recording that are compared: the first with the inputs it was made from, the next
-# with others.
+# Number of compared replays of a recording: the first with the inputs that it was made from, the
+# next with others.
 _COMPARED = 2
 # Tokens of the smallest cache that is kept. Larger ones double that, repeatedly, so that growing
 # prompts seldom need another.
@@ -65,15 +65,15 @@ class CudaRecorder:
             graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"
         )
         try:
-            # The stream's context leads back to the caller's stream also where a recording fails to
-            # end.
+            # The stream's context restores the caller's stream also if a recording fails to end.
             with _RECORDING, torch.cuda.stream(self.stream), recording:
                 try:
                     output = step()
                 except Exception as error:
                     first_error = error
                     raise
-        except Exception as error:  # which may be that of ending the recording, and hide the first
+        # this error may come from the end of the recording, and hide the first one
+        except Exception as error:
             raise first_error or error from None
 
         def replay() -> Tensor:
@@ -88,17 +88,17 @@ RECORDERS: dict[str, Callable[[torch.device], Any]] = {"cuda": CudaRecorder}
 
 
 class Graphs:
-    """The recorded forwards of one model on one cache, which stays in place; `weights` is the
-    `fingerprint` they depend on.
+    """The recorded forwards of one model on one cache, which is never moved. `weights` is the
+    `fingerprint` of the model that the recordings depend on.
 
     Attributes:
-        inputs, recorded, compared: By key, the tensors a recording reads, its replay function, how
-            many replays were compared.
-        failed: Whether a forward could not be recorded or gave wrong results, so that no more are
-            tried.
-        busy: Whether a call is using them.
-        borrower: A weak reference to the cache that shares their memory: the last one that `lend`
-            returned.
+        inputs, recorded, compared: By key, the tensors that a recording reads, its replay function,
+            and the number of its replays that were compared.
+        failed: Whether a forward could not be recorded or gave wrong results; then no more
+            recordings are made.
+        busy: Whether a call is using the recordings.
+        borrower: A weak reference to the cache that `lend` returned last, which shares their
+            memory.
     """
 
     def __init__(self, cache: BlockCache, weights: Hashable) -> None:
@@ -112,13 +112,13 @@ class Graphs:
         self.replays = 0
         self.failed = False
         self.busy = False
-        # libraries keep a handle for each: one that ran nothing yet must not record
+        # libraries keep a handle for each thread: a thread that has run nothing yet must not record
         self._thread = threading.local()
         self.borrower: Callable[[], BlockCache | None] = lambda: None
 
     def lend(self, past: BlockCache | None) -> BlockCache:
-        """Return the cache, filled with the content of `past` if given; an earlier borrower first
-        gets a copy of its own."""
+        """Return the cache, filled with the content of `past` if given; the previous borrower first
+        gets its own copy."""
         cache = past
         if cache is None or cache.hidden is not self.cache.hidden:
             if (holder := self.borrower()) is not None:
@@ -130,9 +130,9 @@ class Graphs:
         return cache
 
     def call(self, key: Hashable, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """Return `function(*inputs)`, by a recording if there is one; no replay overwrites the
-        result. `function` must depend on nothing but the inputs (which may lie on the host), the
-        key and the cache."""
+        """Return `function(*inputs)`, from a recording if there is one; no later replay overwrites
+        the result. `function` must depend only on the inputs (which may be on the host), the key
+        and the cache."""
         key = key, tuple((tensor.shape, tensor.dtype) for tensor in inputs)
         static_inputs = self.inputs.get(key)
         replay = self.recorded.get(key)
@@ -158,7 +158,7 @@ class Graphs:
                 replay = self.recorded[key] = self.recorder.record(lambda: function(*static_inputs))
             output = replay()
             if self.device.type in CHECKED_ON and self.compared.get(key, 0) < _COMPARED:
-                # it writes what the replay has written
+                # the step writes the same slots as the replay
                 expected = self.recorder.first(lambda: function(*static_inputs))
                 check_close("a replay and the forward that it stands for differ", output, expected)
                 self.compared[key] = self.compared.get(key, 0) + 1
@@ -180,9 +180,9 @@ class Graphs:
 
 
 _KEPT: "weakref.WeakKeyDictionary[nn.Module, Graphs]" = weakref.WeakKeyDictionary()
-# caches that callers passed to calls which go on
+# caches that callers passed to calls that are still running
 _IN_USE: "weakref.WeakSet[BlockCache]" = weakref.WeakSet()
-_LOCK = threading.Lock()  # of both
+_LOCK = threading.Lock()  # guards `_KEPT` and `_IN_USE`
 
 
 def release_graphs(model: nn.Module) -> None:
@@ -192,8 +192,8 @@ def release_graphs(model: nn.Module) -> None:
 
 
 def recording_report(model: nn.Module) -> dict[str, int]:
-    """Count what is kept for a model: `recordings`, their `replays` so far, the cache's `bytes`,
-    whether recording `failed`."""
+    """Collect what is kept for a model: the numbers of `recordings` and of their `replays` so far,
+    the cache's `bytes`, and whether recording `failed`."""
     recordings = _KEPT.get(model)
     if recordings is None:
         return {"recordings": 0, "replays": 0, "bytes": 0, "failed": 0}
@@ -216,10 +216,10 @@ def cache_for(
     scratch: int,
     with_head: bool,
 ) -> Iterator[tuple[BlockCache, Graphs | None]]:
-    """Yield the cache of a call and the recordings of its forwards, or None: kept from earlier
-    calls, or new; `weights` is the model's `fingerprint`.
+    """Yield the cache of a call, and the recordings of its forwards or None; both may be kept from
+    earlier calls. `weights` is the model's `fingerprint`.
 
-    The cache continues `past`, if that is given and has the head's layers where needed. With
+    The cache continues `past`, if it is given and has the head's layers where they are needed. With
     `graphs` None, forwards are recorded if possible; with True, `ValueError` is raised if not; with
     False they are never recorded.
     """
@@ -288,10 +288,11 @@ def _lend(
     scratch: int,
     with_head: bool,
 ) -> tuple[BlockCache, Graphs] | None:
-    """Find or make the kept `Graphs` of a model, large enough for a call, and mark them busy.
+    """Find or make the `Graphs` that are kept for a model, large enough for a call, and mark them
+    busy.
 
-    Return their cache, with the content of `past`, and the `Graphs`; None if another call uses
-    them.
+    Return their cache, filled with the content of `past`, and the `Graphs`; None if another call
+    uses them.
     """
     with _LOCK:
         recordings = _KEPT.get(model)
@@ -303,7 +304,7 @@ def _lend(
             or not recordings.cache.fits(rows, capacity, scratch, with_head)
         ):
             recordings = None
-            _KEPT.pop(model, None)  # its memory goes before another is asked for
+            _KEPT.pop(model, None)  # free its memory before another cache is allocated
             block = model.config.block_size
             rounded = max(LEAST_CAPACITY, 1 << (capacity - 1).bit_length()) // block * block
             with torch.inference_mode(False), torch.no_grad():
@@ -317,8 +318,8 @@ def _lend(
 
 
 def _separate(model: Any, past: BlockCache) -> None:
-    """Give a cache memory of its own if it shares that of the kept `Graphs`, which another call may
-    be lent meanwhile."""
+    """Give a cache its own memory if it shares that of the kept `Graphs`, which may meanwhile be
+    lent to another call."""
     with _LOCK:
         recordings = _KEPT.get(model)
         if recordings is not None and not recordings.busy and recordings.borrower() is past:
@@ -328,8 +329,10 @@ def _separate(model: Any, past: BlockCache) -> None:
 
 def obstacle(model: Any, weights: Hashable = None) -> str | None:
     """Explain why forwards of this model cannot be recorded, with the remedy; None if they can.
-    With its `fingerprint`, `weights`, tensors are looked at only if that has changed."""
-    device = model.device  # before anything that reads all weights: elsewhere no call has to
+    With the model's fingerprint, `weights`, tensors are examined only if the fingerprint has
+    changed."""
+    # checked first: the rest reads all weights, which calls on other devices need not do
+    device = model.device
     if device.type not in RECORDERS:
         return f"the model is on {device}: move it to a CUDA device"
     look = partial(_obstacle_of_tensors, model)
@@ -343,7 +346,7 @@ def obstacle(model: Any, weights: Hashable = None) -> str | None:
 
 
 def _obstacle_of_tensors(model: Any) -> str | None:
-    """Explain why forwards of a model with such tensors cannot be recorded; None if they can."""
+    """Explain why forwards of a model with these tensors cannot be recorded; None if they can."""
     tensors = (*model.parameters(), *model.buffers())
     if kinds := {type(tensor).__name__ for tensor in tensors} - {"Tensor", "Parameter", "Buffer"}:
         return (

@@ -1,8 +1,8 @@
-"""What a call of `generate` has to know of a model's modules and weights.
+"""Inspection of a model's modules and weights, for a call of `generate`.
 
 A model may change between two calls: adapters are switched, hooks added, modules replaced, weights
-moved or written to. `fingerprint` reads in one pass all that decisions about a model depend on, and
-`decide` repeats a decision only if that has changed.
+moved or written to. `fingerprint` collects in one pass everything that decisions about a model
+depend on, and `decide` repeats a decision only if the fingerprint has changed.
 """
 
 import weakref
@@ -17,21 +17,21 @@ from ..model.loading import check_lm_head, device_of
 
 Decision = TypeVar("Decision")
 
-# Attributes that every module has; what counts of these is read by name.
+# Attributes that every module has; those of them that count are read by name.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
-# By all names of a module's attributes, a reader of those that are not of every module.
+# By the names of all attributes of a module, a function that reads those that not every module has.
 _SETTINGS_READERS: dict[tuple[str, ...], Callable[[dict[str, Any]], Any]] = {}
 _PLAIN_VALUES = frozenset({bool, int, float, str, type(None)})
 _PLAIN_TENSORS = frozenset({Tensor, nn.Parameter, nn.Buffer})
-# By model, the fingerprint for which decisions were made, and these by name.
+# By model, the fingerprint for which decisions were made, and the decisions by name.
 _DECISIONS: "weakref.WeakKeyDictionary[nn.Module, tuple[Hashable, dict[Hashable, Any]]]" = (
     weakref.WeakKeyDictionary()
 )
 
 
 class PassingReference(weakref.ref[Any]):
-    """A weak reference that can be copied and pickled; two are equal if they refer to one object
-    that is alive."""
+    """A weak reference that can be copied and pickled; two references are equal if they refer to
+    the same live object."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # nothing else refers to this set, so an unpickled reference is dead
@@ -47,8 +47,8 @@ class PassingReference(weakref.ref[Any]):
 def decide(
     model: nn.Module, model_key: Hashable, name: Hashable, compute: Callable[[], Decision]
 ) -> Decision:
-    """Return `compute()`, or what it returned before for the same model, `model_key` (its
-    `fingerprint`) and name; it must depend on nothing else, and its result hold no tensors."""
+    """Return `compute()`, or its earlier result for the same model, `model_key` (the model's
+    `fingerprint`) and name. The result must depend on nothing else, and hold no tensors."""
     fingerprint_of_decisions, decisions = _DECISIONS.get(model, (None, {}))
     if fingerprint_of_decisions != model_key:
         decisions = {}
@@ -60,8 +60,8 @@ def decide(
 
 
 def fingerprint(model: Any) -> Hashable:
-    """Collect all that recordings of a model and decisions about it depend on: addresses of
-    weights, modules' classes, settings and hooks, the attention."""
+    """Collect everything that recordings of a model and decisions about it depend on: addresses of
+    weights, modules' classes, settings and hooks, and the attention."""
     weights: list[Hashable] = []
     settings: list[Hashable] = []
     classes: dict[type, Any] = {}
@@ -83,7 +83,8 @@ def fingerprint(model: Any) -> Hashable:
 
 
 def _place_of(tensor: Tensor) -> Hashable:
-    """Return what tells where a weight lies; for an offloaded one only that it does not."""
+    """Return a value that identifies the memory of a weight; for an offloaded weight, only that it
+    is offloaded."""
     if tensor.is_meta:
         return tensor.device
     address = tensor.data_ptr() if type(tensor) in _PLAIN_TENSORS else id(tensor)
@@ -91,8 +92,8 @@ def _place_of(tensor: Tensor) -> Hashable:
 
 
 def walk(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield a module and all modules in it, a shared one as often as it is met; many times faster
-    than `modules`."""
+    """Yield a module and all modules in it, shared modules once for each occurrence; many times
+    faster than `modules`."""
     pending = [module]
     while pending:
         module = pending.pop()
@@ -103,7 +104,7 @@ def walk(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _settings_of(module: nn.Module) -> Hashable:
-    """Collect a module's class, names of attributes, plain values among them and hooks."""
+    """Collect a module's class, the names of its attributes, its plain values and its hooks."""
     attributes = module.__dict__
     names = tuple(attributes)
     read = _SETTINGS_READERS.get(names)
@@ -121,8 +122,8 @@ def _settings_of(module: nn.Module) -> Hashable:
 
 
 def _plain_values(attributes: dict[str, Any]) -> Iterator[Hashable]:
-    """Yield a module's own plain values, by which adapters are switched, and texts of lists and of
-    dicts of such."""
+    """Yield a module's own plain values, which switch adapters, and the texts of its lists and
+    dicts of such values."""
     for name, value in attributes.items():
         if name in _OF_EVERY_MODULE:
             continue
@@ -135,19 +136,20 @@ def _plain_values(attributes: dict[str, Any]) -> Iterator[Hashable]:
 
 
 def _hook_key(item: tuple[int, Any]) -> Hashable:
-    """Return what tells a hook from others: the number under which it was registered; of the hooks
-    that peft registers for each call with `adapter_names`, these."""
+    """Return a key that identifies a hook: the number under which it was registered. For the hooks
+    that peft registers in each call with `adapter_names`, return these names."""
     number, hook = item
     adapter_names = getattr(hook, "keywords", {}).get("adapter_names")
     return number if adapter_names is None else tuple(adapter_names)
 
 
 def weight_versions(module: nn.Module, model_key: Hashable = None) -> list[Any]:
-    """Record a module's parameters and active adapters; a later record is equal if none was
+    """Record a module's parameters and active adapters. A later record is equal if no parameter was
     replaced, moved or written to since (except through `.data`, whose writes autograd does not
     count).
 
-    With a `fingerprint`, `model_key`, references to parameters are made only if that has changed.
+    With a `fingerprint`, `model_key`, references to the parameters are made only if the fingerprint
+    has changed.
     """
     weights: list[Tensor] = []
     # adapters of peft
@@ -156,7 +158,7 @@ def weight_versions(module: nn.Module, model_key: Hashable = None) -> list[Any]:
     for layer in walk(module):
         for weight in layer._parameters.values():
             if weight is not None and not weight.is_meta:
-                weights.append(weight)  # offloaded ones are loaded anew each time
+                weights.append(weight)  # offloaded weights are loaded again each time, and left out
         if not hasattr(layer, "merged_adapters"):
             continue
         scaling = dict(getattr(layer, "scaling", {}))
@@ -180,15 +182,15 @@ def weight_versions(module: nn.Module, model_key: Hashable = None) -> list[Any]:
 
 
 def _version_of(weight: Any) -> tuple[int, int]:
-    """Return a weight's address, and the number of writes to it."""
+    """Return a weight's address, and the number of times it was written to."""
     address = weight.data_ptr() if type(weight) in _PLAIN_TENSORS else 0
     # the version counter has no public name
     return address, 0 if weight.is_inference() else weight._version
 
 
 def adapters_of_rows(module: nn.Module) -> list[str] | None:
-    """Return peft's `adapter_names`, one per row of a batch, or None; from the newest hooks, as
-    failed calls leave theirs."""
+    """Return peft's `adapter_names`, one per row of a batch, or None. They are read from the newest
+    hooks, as failed calls leave hooks behind."""
     for submodule in walk(module):
         hooks = submodule._forward_pre_hooks
         for hook in reversed(hooks.values()) if hooks else ():
@@ -199,8 +201,9 @@ def adapters_of_rows(module: nn.Module) -> list[str] | None:
 
 
 def prompt_adapter(model: Any) -> Any:
-    """Return the config of peft's active adapter if it is one that learns prompts; else None."""
-    # a peft model puts its own there
+    """Return the config of peft's active adapter if it is an adapter that learns prompts; else
+    None."""
+    # a peft model replaces this method by its own
     wrapper: Any = getattr(model.prepare_inputs_for_generation, "__self__", None)
     config: Any = getattr(wrapper, "active_peft_config", None)
     return config if getattr(config, "is_prompt_learning", False) else None
@@ -209,7 +212,7 @@ def prompt_adapter(model: Any) -> Any:
 def check_weights(model: Any) -> None:
     """Raise `ValueError` for an active adapter that does more than change weights of layers, and
     for an `lm_head` whose weight cannot be read directly: divided among processes, packed, adapted,
-    or on no device."""
+    or without a device."""
     of_rows = adapters_of_rows(model) or ()
     layers = [
         one
@@ -256,7 +259,8 @@ def check_weights(model: Any) -> None:
             f"has an adapter ({', '.join(lm_head.active_adapters)}): merge_and_unload() it, or "
             "leave it out of target_modules"
         )
-    elif of_rows and hasattr(lm_head, "original_module"):  # peft's copy or rows of an adapter's own
+    # peft's copy of the weight, or an adapter's own rows
+    elif of_rows and hasattr(lm_head, "original_module"):
         reason = (
             "differs from adapter to adapter (modules_to_save or trainable_token_indices): decode "
             "the rows of one adapter at a time, after set_adapter and without adapter_names"

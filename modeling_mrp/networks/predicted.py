@@ -1,7 +1,7 @@
-"""The costs of a round's forwards as they are predicted from a model's shape and its device.
+"""Prediction of the costs of a round's forwards from a model's shape and its device.
 
-A forward takes the time of its weights' bytes or of its operations, whichever is longer, and a
-share for each layer's launches. Keys and values of the text are left out.
+A forward takes the time to read its weights or the time of its operations, whichever is longer,
+plus a time per layer for launches. Keys and values of the text are left out.
 """
 
 from dataclasses import dataclass
@@ -18,18 +18,18 @@ STATES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256, 512)
 HOST = 20e-6
 # Dense bf16 FLOPs of a multiprocessor's tensor cores per clock, by compute capability.
 TENSOR_FLOPS = {(8, 0): 2048, (9, 0): 4096, (10, 0): 8192, (10, 3): 8192}
-SMALL_TENSOR_FLOPS = 512  # of other capabilities: consumer cards
+SMALL_TENSOR_FLOPS = 512  # for other capabilities, such as consumer cards
 PLAIN_FLOPS = 256  # in float32, without tensor cores
 REACHED = 0.6  # share of its peak that a large product reaches
 # FLOPs and bytes of a CPU's thread a second, and bytes of all threads together.
 CPU_FLOPS, CPU_THREAD_BYTES, CPU_BYTES = 6e10, 1e10, 8e10
-# Seconds of a layer's launches: run by CUDA graphs, and one by one.
+# Seconds for the launches of a layer: with CUDA graphs, on a CPU, and on other devices.
 GRAPH_LAYER, CPU_LAYER, OTHER_LAYER = 5e-6, 250e-6, 200e-6
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device does in a second, and the seconds that it takes beyond that for a layer."""
+    """The rates of a device per second, and the additional seconds that it takes for each layer."""
 
     bytes: float
     flops: float
@@ -37,7 +37,7 @@ class Rates:
 
 
 def rates_of(device: torch.device, dtype: torch.dtype) -> Rates:
-    """Look up a device's rates for a dtype, from what it says of itself."""
+    """Look up a device's rates for a dtype, by the properties that the device reports."""
     if device.type == "cpu":
         threads = torch.get_num_threads()
         flops = threads * CPU_FLOPS / (2 if dtype == torch.float64 else 1)
@@ -60,16 +60,16 @@ def predicted_costs(config: Any, weight: Tensor, shortlist: int = 0) -> RoundCos
 
     Args:
         config: The model's sizes, named as in config.json.
-        weight: [vocab, hidden_size], that of `lm_head`; it tells device and dtype.
-        shortlist: Tokens that a head pass chooses among at each position; 0: all.
+        weight: [vocab, hidden_size], the weight of `lm_head`, whose device and dtype count.
+        shortlist: Number of tokens that a head pass chooses among at each position; 0: all.
     """
     rates = rates_of(weight.device, weight.dtype)
     return costs_at(config, rates, weight.element_size(), shortlist)
 
 
 def costs_at(config: Any, rates: Rates, item_bytes: float, shortlist: int = 0) -> RoundCosts:
-    """Predict the costs of a model's forwards, in seconds, at given rates; its weights take
-    `item_bytes` a number."""
+    """Predict the costs of a model's forwards, in seconds, at given rates, with `item_bytes` bytes
+    for each number of its weights."""
     hidden_size = config.hidden_size
     heads = config.num_attention_heads
     key_heads = getattr(config, "num_key_value_heads", None) or heads

@@ -1,4 +1,4 @@
-"""What a round asks of whatever runs the networks."""
+"""The interface through which a round runs the networks."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -9,8 +9,8 @@ from .sampler import Hidden, Sampler
 
 
 class Runner(Protocol):
-    """Runs backbone and head for the rounds of a batch: `Networks` here, and that of a serving
-    engine's plugin there.
+    """Runs backbone and head for the rounds of a batch: `Networks` in this package,
+    `EngineNetworks` in the plugin of a serving engine.
 
     Attributes:
         sampler: Picks tokens from hidden states.
@@ -28,9 +28,10 @@ class Runner(Protocol):
         asked: Sequence[Sequence[tuple[State, Hidden]]],
         residual: bool = False,
     ) -> list[list[Hidden]]:
-        """Run one head pass over states of each row, each with the hidden states h_A that it starts
-        from; return h_A + h_C at each state, or h_C alone if `residual`, by row."""
+        """Run one head pass over states of each row, each paired with the hidden states h_A that it
+        starts from. Return, by row, h_A + h_C at each state, or h_C alone if `residual`."""
 
     def commit(self, rows: Sequence[Row], clean: Sequence[Sequence[int]]) -> None:
-        """Keep what attention and the head need of accepted clean states: by row, their indices
-        among the row's nodes of the last `score`, in order; at least one."""
+        """Keep the keys, values and hidden states of accepted clean states, which attention and the
+        head need later. `clean` has, by row, their indices among the row's nodes of the last
+        `score`, in order; at least one."""

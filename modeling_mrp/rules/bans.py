@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class Bans:
     """Token sequences that a text must not contain.
 
-    Tokens are revealed in any order, so a ban looks at the known tokens on both sides of a
+    Tokens are revealed in any order, so a ban considers the known tokens on both sides of a
     position: a token that would complete a banned sequence is barred there. If tokens revealed in
     one step would together complete a sequence, the most confident ones are revealed and the others
     stay masked.

@@ -1,4 +1,4 @@
-"""What a text must keep to (`Constraint`): which tokens a state's masked columns may take, so that
+"""Constraints on a text (`Constraint`): the tokens that a state's masked columns may take, so that
 the text can still be completed."""
 
 from abc import ABC, abstractmethod
@@ -7,10 +7,10 @@ from typing import Any, Protocol
 
 
 class TokenSet(Protocol):
-    """A set of token ids, of which no two objects in use are equal.
+    """A set of token ids; two objects in use never hold the same ids.
 
     Attributes:
-        only: The id of a set that has one alone; else None.
+        only: The id of a set with a single id; else None.
     """
 
     only: int | None
@@ -20,26 +20,27 @@ class TokenSet(Protocol):
 
 
 class Constraint(ABC):
-    """Decides what one row may reveal; a function of a state and of an *origin*, what is known at
-    the start of its block. So it holds in drafted states as in others, in any order of reveals.
+    """Decides which tokens one row may reveal. It is a function of a state and an *origin*: the
+    knowledge at the start of the state's block. So it applies to drafted states as to others, in
+    any order of reveals.
 
-    An origin is a value that can be hashed; `first` is that of a text without tokens. Blocks are
-    given by their position `start` and their ids, masks included.
+    An origin is a hashable value; `first` is the origin of a text without tokens. Blocks are given
+    by their position `start` and their ids, masks included.
     """
 
     first: Any
 
     @abstractmethod
     def advance(self, origin: Any, start: int, ids: Sequence[int]) -> Any:
-        """Return the origin of the next block; None if this one has masks, or cannot be part of a
+        """Return the origin of the next block; None if this block has masks, or cannot be part of a
         text."""
 
     @abstractmethod
     def allowed(
         self, origin: Any, start: int, ids: tuple[int, ...], columns: Sequence[int]
     ) -> list[TokenSet | None]:
-        """List the tokens that masked columns of a state may take, each alone; None: all of
-        them."""
+        """List the tokens that each masked column of a state may take, considered alone; None: all
+        of them."""
 
     @abstractmethod
     def is_possible(self, origin: Any, start: int, ids: tuple[int, ...]) -> bool:
@@ -48,7 +49,7 @@ class Constraint(ABC):
     def forced(
         self, origin: Any, start: int, ids: tuple[int, ...], columns: Sequence[int]
     ) -> dict[int, int]:
-        """Find the masked columns that may take one token alone, and these tokens."""
+        """Find the masked columns that can take only one token, and return these tokens."""
         tokens = {}
         allowed = self.allowed(origin, start, ids, columns)
         for column, token_set in zip(columns, allowed, strict=True):
@@ -64,8 +65,8 @@ class Constraint(ABC):
         token: Sequence[int],
         log_odds: Sequence[float],
     ) -> tuple[int, ...]:
-        """Select columns of a reveal by falling confidence, each if the text can still be completed
-        with it.
+        """Select columns of a reveal by falling confidence, keeping a column if the text can still
+        be completed.
 
         Args:
             origin, key: The state before the reveal.

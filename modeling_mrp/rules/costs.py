@@ -1,5 +1,5 @@
-"""What the forwards of a round cost by the number of states in them: a table, measured by `mrp
-doctor` (`round_costs` of the generation config) or predicted (`predicted_costs`). Only ratios
+"""The costs of a round's forwards by their number of states: a table that `mrp doctor` measures
+(`round_costs` of the generation config), or a predicted one (`predicted_costs`). Only ratios
 matter."""
 
 from bisect import bisect_left
@@ -11,7 +11,7 @@ from typing import Any
 WIDTHS = (1, 2, 3, 4, 6, 8)
 
 
-# What a table of costs is.
+# The form of a table of costs, for error messages.
 TABLE = (
     "give a dict with increasing numbers of `states`, for each of them the cost of a `backbone` "
     "forward and, with a head, of a `head` pass, all above 0, and `host`, the cost of drafting a "
@@ -25,8 +25,8 @@ class RoundCosts:
     row).
 
     Attributes:
-        states: Numbers of states, increasing. Between two of them costs are interpolated, beyond
-            the last one they grow in proportion.
+        states: Increasing numbers of states. Costs are interpolated between two of them, and grow
+            in proportion after the last one.
         backbone: Cost of a backbone forward with picks, for each of `states`.
         head: Cost of a head pass with picks; empty for a model without a head.
         host: Cost of drafting a state on the host.
@@ -42,7 +42,7 @@ class RoundCosts:
 
     @classmethod
     def from_dict(cls, table: Mapping[str, Any]) -> "RoundCosts":
-        """Make costs from their JSON form; raise `ValueError` for a table that has none."""
+        """Make costs from their JSON form; raise `ValueError` for a malformed table."""
         unknown = {*table} - {"states", "backbone", "head", "host"}
         states, backbone = (tuple(table.get(name) or ()) for name in ("states", "backbone"))
         head = tuple(table.get("head") or ())
@@ -80,8 +80,8 @@ class RoundCosts:
 
 
 def interpolated(points: Sequence[int], values: Sequence[float], point: int) -> float:
-    """Interpolate values between points; before the first it is the first value, and beyond the
-    last one the last value grows in proportion."""
+    """Interpolate values between points. Before the first point the value is constant, and after
+    the last one it grows in proportion."""
     index = bisect_left(points, point)
     if index == len(points):
         return values[-1] * point / points[-1]

@@ -1,10 +1,10 @@
-"""How much a round drafts: a fixed amount, or the one with the largest expected gain.
+"""The amount of drafting in a round: a fixed amount, or the one with the largest expected gain.
 
-The search for a draft gives each state the chance that the row's path reaches it. Corrected by what
-came of earlier drafts at its depth, it is the number of denoising steps that the state is worth.
-What states cost is a table (`RoundCosts`). A round has as many states as make the most expected
-steps for their cost, and a head pass if that makes more. No clock decides: the amount depends on
-the call and the table alone.
+The search for a draft gives each state the chance that the row's path reaches it. Corrected by the
+acceptance of earlier drafts at the same depth, this chance is the number of denoising steps that
+the state is expected to make. A table has the costs of states (`RoundCosts`). A round submits the
+number of states with the most expected steps per cost, and adds a head pass if that makes more. No
+clock is involved: the amount depends only on the call and the table.
 """
 
 from bisect import bisect_left
@@ -23,8 +23,8 @@ class Amount:
     """An amount of drafting in one round.
 
     Attributes:
-        states: States that a row submits, at most, its own included.
-        passes: Head passes of the round; 0: drafts come from stale logits.
+        states: The most states that a row submits, its own included.
+        passes: Number of head passes of the round; 0: drafts come from stale logits.
     """
 
     states: int
@@ -35,7 +35,7 @@ class DraftAmount(Protocol):
     """Decides how much each round drafts.
 
     Attributes:
-        outline: States of the drafts, made without the head, that `plan` looks at.
+        outline: Number of states in the drafts that `plan` reads, which are made without the head.
     """
 
     @property
@@ -43,14 +43,14 @@ class DraftAmount(Protocol):
         """See `Attributes`."""
 
     def plan(self, drafts: Drafts) -> Amount:
-        """Choose the round's amount from drafts of `outline` states."""
+        """Choose the amount of a round from drafts of `outline` states."""
 
     def cut(self, amount: Amount, drafts: Drafts) -> int:
-        """Choose how many states to submit, at most `amount.states`, once the head has read
-        drafts."""
+        """Choose the number of states to submit, at most `amount.states`, after the head has read
+        the drafts."""
 
     def learn(self, amount: Amount, outlines: Drafts, drafts: Drafts) -> None:
-        """Learn which nodes of the submitted drafts were accepted (`Node.accepted`)."""
+        """Record which nodes of the submitted drafts were accepted (`Node.accepted`)."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ class Fixed:
     """The same amount in every round.
 
     Attributes:
-        states: K; 1: nothing is drafted, and a row that ends a block also submits the first state
-            of the next.
-        passes: Head passes, fewer than `states`.
+        states: K; 1: no drafts, except that a row that ends a block also submits the first state of
+            the next block.
+        passes: Number of head passes, less than `states`.
     """
 
     states: int = 1
@@ -68,7 +68,7 @@ class Fixed:
 
     @property
     def outline(self) -> int:
-        """See `DraftAmount`: what the first head pass reads, or all."""
+        """See `DraftAmount`: the number of states that the first head pass reads, or all states."""
         return draft_sizes(self.states, self.passes)[0] if self.passes else self.states
 
     def plan(self, drafts: Drafts) -> Amount:
@@ -83,17 +83,17 @@ class Fixed:
         return amount.states
 
     def learn(self, amount: Amount, outlines: Drafts, drafts: Drafts) -> None:
-        """Learn nothing."""
+        """See `DraftAmount`; record nothing."""
 
 
 class Calibration:
-    """By depth, the factor between the chances of drafts and how often they are accepted.
+    """By depth, the factor between the chances of drafts and their acceptance.
 
-    A depth of which little is known takes the factor of the depth before it, times `decay`.
+    A depth with few observations takes the factor of the previous depth, times `decay`.
     """
 
-    WEIGHT = 3.0  # expected acceptances that the assumed factor counts for
-    FADE = 0.99  # of what is known, with each round
+    WEIGHT = 3.0  # weight of the assumed factor, in expected acceptances
+    FADE = 0.99  # factor by which observations decay in each round
 
     def __init__(self, decay: float) -> None:
         self.decay = decay
@@ -113,7 +113,8 @@ class Calibration:
         return factors
 
     def learn(self, predicted: Drafts, drafts: Drafts) -> None:
-        """Learn from the chances of `predicted`, and how many nodes of `drafts` were accepted."""
+        """Update the factors from the chances of `predicted`, and the number of accepted nodes of
+        `drafts`."""
         for index in range(len(self.predicted)):
             self.predicted[index] *= self.FADE
             self.accepted[index] *= self.FADE
@@ -134,18 +135,19 @@ class ExpectedGain:
     """The amount of drafting with the most expected denoising steps for its cost.
 
     Args:
-        states: The most states of a row.
-        passes: Head passes of a round in which the head drafts; 0: it never does.
-        costs: What states cost.
+        states: The most states that a row submits.
+        passes: Number of head passes of a round in which the head drafts; 0: the head never drafts.
+        costs: The costs of states.
     """
 
-    # How the acceptance of drafts falls with depth, as long as nothing is known: of stale drafts,
-    # and of the head's by its own chances and by those of the stale drafts that it starts from.
+    # Initial factors by which acceptance falls with each depth: for stale drafts, for the head's
+    # drafts by the head's own chances, and for the head's drafts by the chances of the stale drafts
+    # from which it starts.
     STALE_DECAY = 0.75
     HEAD_DECAY = 0.9
     UNREAD_DECAY = 0.95
-    # What the head has to make more than stale drafts: both are estimates, and the larger one is
-    # more often too large.
+    # The head must make this many times the steps of stale drafts: both are estimates, and the
+    # larger estimate is more often too large.
     HEAD_MARGIN = 1.03
 
     def __init__(self, states: int, passes: int, costs: RoundCosts) -> None:
@@ -154,8 +156,8 @@ class ExpectedGain:
         self.passes = passes
         self.costs = costs
         self.stale = Calibration(self.STALE_DECAY)
-        # of the head's drafts by the chances that the head gives them, and by those of the stale
-        # drafts that it starts from
+        # calibrations of the head's drafts: by the chances that the head gives them, and by the
+        # chances of the stale drafts from which it starts
         self.read = Calibration(self.HEAD_DECAY)
         self.unread = Calibration(self.UNREAD_DECAY)
 
@@ -199,8 +201,8 @@ class ExpectedGain:
 
 
 def expected_steps(drafts: Drafts, calibration: Calibration, widths: Sequence[int]) -> list[float]:
-    """Compute for each number of states the denoising steps that the first so many nodes of all
-    rows are expected to make."""
+    """Compute for each n in `widths` the total number of denoising steps that the first n nodes of
+    each row are expected to make."""
     totals = [0.0] * widths[-1]
     factors = calibration.factors(widths[-1])
     for nodes in drafts:

@@ -1,5 +1,5 @@
-"""Prompt lookup: what followed the last time that the same few tokens were in the text (Saxena,
-2023, prompt-lookup-decoding)."""
+"""Prompt lookup: a draft of the tokens that followed the last occurrence of the same n-gram in the
+text (Saxena, 2023, prompt-lookup-decoding)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,13 +15,15 @@ PRIOR, FADE = 0.25, 0.95
 
 @dataclass
 class NgramIndex:
-    """The n-grams of a row's final text, and how often a lookup would have been right so far.
+    """The n-grams of a row's final text, and the accuracy of lookups in it so far.
 
     Attributes:
         length: Number of tokens that were read.
-        next_position: By n-gram, the position behind its last occurrence, where a token follows.
-        trials, hits: By the length of the longest match, how many generated tokens a lookup would
-            have proposed, and how many of them it would have got right; both fade.
+        next_position: By n-gram, the position after its last occurrence that is followed by a
+            token.
+        trials, hits: By the length of the longest match, the number of generated tokens for which a
+            lookup would have proposed a token, and the number of these proposals that would have
+            been right. Both decay over time.
     """
 
     length: int = 0
@@ -34,13 +36,13 @@ class NgramIndex:
         return (self.hits.get(size, 0.0) + PRIOR) / (self.trials.get(size, 0.0) + 1.0)
 
     def read(self, text: Sequence[int], final: int, prompt: int, max_size: int) -> None:
-        """Read the first `final` tokens of a text, from where the last call ended.
+        """Read the first `final` tokens of a text, continuing where the last call ended.
 
         Args:
             text: The text.
-            final: Number of its tokens that change no more.
-            prompt: Number of its tokens that were given; they are no trials.
-            max_size: Tokens of an n-gram, at most.
+            final: Number of leading tokens that are final.
+            prompt: Number of given tokens, which do not count as trials.
+            max_size: The most tokens of an n-gram.
         """
         for position in range(max(1, self.length), final):
             ngrams = []
@@ -61,17 +63,17 @@ class NgramIndex:
 
 @dataclass(eq=False)
 class PromptLookup:
-    """Proposes the tokens behind the last earlier occurrence, in prompt and text, of the tokens
-    before a state's first mask. It knows tokens, not the order of reveals.
+    """Proposes the tokens that followed the last earlier occurrence, in prompt and text, of the
+    tokens before a state's first mask. It proposes tokens only, and no order of reveals.
 
     Attributes:
-        num_tokens: Tokens proposed at a state, at most.
-        max_ngram_size: Tokens that have to be the same, at most; the longest match counts.
+        num_tokens: The most tokens proposed at a state.
+        max_ngram_size: The most tokens that are compared; the longest match counts.
     """
 
     num_tokens: int
     max_ngram_size: int = 2
-    # by row, so that another call's rows are read from their beginning
+    # by row, so that the rows of another call are read from their beginning
     _indices: WeakKeyDictionary[Row, NgramIndex] = field(
         default_factory=WeakKeyDictionary, repr=False
     )
@@ -104,8 +106,8 @@ class PromptLookup:
     def _aligned(
         tokens: Sequence[int], state: State, chance: float, mask_id: int
     ) -> Candidates | None:
-        """Lay tokens over a state's columns from its first mask on, as far as they agree with the
-        tokens that are revealed there."""
+        """Assign tokens to a state's columns from its first mask on, as long as they agree with the
+        tokens revealed there."""
         proposed = {}
         columns = range(state.free[0], len(state.ids))
         for column, token in zip(columns, tokens, strict=False):

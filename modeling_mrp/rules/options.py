@@ -1,7 +1,7 @@
-"""Options of `generate`: what one is, and the kinds of values that options take.
+"""Options of `generate`: the class `Option`, and the kinds of values that options take.
 
-A reveal rule declares its options in its class (`RevealRule.options`), `DecodingOptions` all
-others.
+A reveal rule declares its options in its class (`RevealRule.options`); `DecodingOptions` declares
+all others.
 """
 
 from collections.abc import Callable
@@ -14,8 +14,8 @@ class Values:
     """A kind of values.
 
     Attributes:
-        kind: Their type, as `isinstance` takes it; a bool is no number. `object`: `holds` decides
-            alone.
+        kind: The type of the values, as `isinstance` takes it; a bool does not count as a number.
+            `object`: only `holds` decides.
         holds: Tells if a value of that type is in range, given the model's block size.
         remedy: The end of the error message for other values; `{block_size}` stands for the
             model's.
@@ -46,10 +46,11 @@ class Option:
     Attributes:
         name, default: The keyword argument, and its value where neither the call nor a config sets
             it.
-        values: What it takes.
+        values: The values that it takes.
         help: Its meaning, a line of Markdown.
-        modes: The values of `decoding`, or of `target` in a mode that drafts, with which it has an
-            effect; of a rule's option those are the modes of the rules that have it.
+        modes: The values of `decoding`, or of `target` in a mode that drafts, under which the
+            option has an effect. For an option of a rule, these are the modes of the rules that
+            declare it.
     """
 
     name: str
@@ -60,12 +61,13 @@ class Option:
 
     @property
     def remedy(self) -> str:
-        """What to do about a wrong value (`Values.remedy`)."""
+        """The advice for an invalid value (`Values.remedy`)."""
         return self.values.remedy
 
     def check(self, value: Any, block_size: int | None, acts: bool = True) -> None:
-        """Raise `ValueError` for a value of another type or, if it acts, out of range; `block_size`
-        None bounds nothing. None and the default always pass."""
+        """Raise `ValueError` for a value of another type or, if the option has an effect (`acts`),
+        for a value out of range; a `block_size` of None does not limit the range. None and the
+        default always pass."""
         values = self.values
         if value is None or value is self.default:
             return

@@ -1,10 +1,11 @@
 """Reveal rules from papers, with the papers' numbers; docs/rules.md lists them and says where a
 rule differs from its paper.
 
-Many papers decode a whole text at once. Here blocks are decoded, so the block's length stands in
-for the text's. A rule that would reveal nothing reveals the most confident column. The last five
-rules remember earlier steps of the block: their memo is a tuple that begins with `State.start`; of
-distributions it holds only numbers of the picked tokens. Thresholds are log-odds.
+Many papers decode a whole text at once. Here blocks are decoded, so the block's length replaces the
+text's length. A rule that would reveal nothing reveals the most confident column. The last five
+rules remember earlier steps of the block: their memo is a tuple that begins with `State.start`;
+instead of distributions it holds only numbers about the picked tokens, such as log-odds. Thresholds
+are log-odds.
 """
 
 import math
@@ -113,7 +114,7 @@ class EBSampler(EntropyBound, name="eb_sampler"):
     """
 
     def leading(self, entropies: Sequence[float]) -> int:
-        """See `EntropyBound`: sums leave out the last entropy, which is the largest in rising
+        """See `EntropyBound`; each sum leaves out the last entropy, which is the largest in rising
         order."""
         return 1 + sum([total <= self.bound for total in accumulate(entropies[:-1])])
 
@@ -348,7 +349,7 @@ class BoundedAdaptive(Dynamic, name="bacd"):
     to [`low`, `threshold`].
 
     BACD of TDAR (arXiv 2602.09555), with bounds 0.6 and 0.9. In a block's first step, the mean is
-    the confidence of the most confident column. Drafts suppose that it is `threshold`.
+    the confidence of the most confident column. Drafts assume that it is `threshold`.
 
     Attributes:
         low: The lower threshold, in log-odds like `threshold`.
@@ -383,13 +384,14 @@ class BoundedAdaptive(Dynamic, name="bacd"):
 @dataclass(frozen=True)
 class SlowFast(Dynamic, name="slow_fast"):
     """Explore from the left until the end of a confident span is stable, reveal the rest of that
-    span, and repeat behind it.
+    span, and repeat after the span.
 
     SlowFast sampling (arXiv 2506.10848). Each step of exploration estimates the end of the span:
     one past the last column that reaches `low` (0.3). Once two successive estimates differ by less
     than two columns, the later one is the end; after `explores` steps, the mean of the last two is.
     Each step reveals the columns that reach `threshold` (0.9), at least one: while exploring,
-    anywhere from the span's begin on; then only within the span, until no mask is left in it.
+    anywhere from the beginning of the span on; then only within the span, until no mask is left in
+    it.
 
     Attributes:
         low: The lower threshold, in log-odds like `threshold`.
@@ -406,12 +408,12 @@ class SlowFast(Dynamic, name="slow_fast"):
         return cls(*thresholds_of(options, 0.3))
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """See `RevealRule`: the memo holds the span's begin and end (0 while exploring), its steps
-        and the last estimate."""
+        """See `RevealRule`: the memo holds the span's beginning and end (0 while exploring), the
+        number of its steps, and the last estimate."""
         begin, end, steps, last = recalled(memo, state, (0, 0, 0, 0))
         free = state.free
         log_odds = scores.odds
-        if end and not any(begin <= column < end for column in free):  # it is clean
+        if end and not any(begin <= column < end for column in free):  # the span is clean
             begin = end
             end = 0
             steps = 0
@@ -501,7 +503,7 @@ class Credit(Dynamic, name="credit"):
         return at_least(state.free, log_odds, self.threshold), (state.start, tuple(new_credits))
 
     def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: as `Dynamic`, supposing at each column the credit of a confident token
+        """See `RevealRule`: as `Dynamic`, assuming at each column the credit of a confident token
         that has never changed."""
         credit = (1 - self.beta ** (state.step + 1)) / (1 - self.beta)
         return likely_over(
@@ -554,7 +556,7 @@ class Klass(Dynamic, name="klass"):
         )
 
     def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: the most confident column in a block's first steps, then as
+        """See `RevealRule`: guess the most confident column in a block's first steps, then as
         `Dynamic`."""
         return likely_over(
             state.free, log_odds, self.threshold if state.step >= self.steps else math.inf, count

@@ -4,13 +4,13 @@ guess them for drafts.
 A rule is a function of **one scored state and a memo**: a small immutable value that is carried
 along the accepted path, from None at the first state of a text. Acceptance walks that path state by
 state, so a drafted state reveals exactly what it would have revealed without drafts: drafts are
-lossless for every rule, also for one with a memory.
+lossless for every rule, also for a rule with a memo.
 
 Each rule also guesses, from estimates in place of scores, what it is `likely` to reveal. Guesses
-decide what is drafted, never what the text is.
+decide what is drafted, but never change the text.
 
-A rule is one class. With a name, `class Nearest(RevealRule, name="nearest")`, it is an option of
-`generate`, by `decoding` and `target`, and so are the options that it declares; tables, flags,
+A rule is one class. With a name, `class Nearest(RevealRule, name="nearest")`, it becomes a value of
+`decoding` and `target`, and its declared options become options of `generate`; tables, flags,
 documents and tests take both from `RULES`.
 """
 
@@ -39,7 +39,7 @@ THRESHOLD_SHARPNESS = 2.0
 # The factor on the chance of a guess for each column more or less than the likeliest number
 # (`likely_first`).
 EACH_MORE = 0.35
-# The entropy assumed among all tokens of a position but the likeliest one, in nats.
+# The assumed entropy, in nats, of a position's tokens other than the likeliest one.
 TAIL_NATS = 2.0
 # Log-odds are clipped to this magnitude, which is as good as certainty, so that their sums stay
 # finite.
@@ -57,7 +57,7 @@ ENTROPY_THRESHOLD = Option(
     "bound in nats on the summed entropy of a step's reveals (`eb_sampler`: less the largest)",
 )
 
-# The rules that have a name, by it, in the order of their definitions.
+# The rules by name, in the order of their definitions; rules without a name are left out.
 RULES: "dict[str, type[RevealRule]]" = {}
 
 
@@ -66,8 +66,8 @@ class RevealRule(ABC):
     parameters.
 
     Args:
-        name: Of a subclass: the value of `decoding` and `target` that selects it; "": only an
-            object of it does.
+        name: A class argument of subclasses: the value of `decoding` and `target` that selects the
+            rule; "": the rule is selected by passing an object of it.
 
     Attributes:
         options: The options of `generate` from which the rule is made.
@@ -100,10 +100,10 @@ class RevealRule(ABC):
         """Choose the columns of `state.free` (not empty) to reveal, at least one; return them and
         the memo after the reveal.
 
-        The memo covers all columns chosen here, also those that a ban or the head puts back to
-        masks later. Drafting, too, calls this for remembered states, with the memo of the row's
-        accepted path so far, and uses only the columns. So a rule must accept any memo (None, or
-        its own of another state) with any state.
+        The memo covers all columns chosen here, also those that a ban or the head later turns into
+        masks again. Drafting also calls this method for remembered states, with the memo of the
+        row's accepted path so far, and uses only the columns. So a rule must accept any memo (None,
+        or its own of another state) with any state.
         """
 
     def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
@@ -120,13 +120,13 @@ class RevealRule(ABC):
 
 @dataclass(frozen=True)
 class CheckedRule(RevealRule):
-    """A caller's rule, what it returns being checked.
+    """A caller's rule whose results are checked.
 
     Attributes:
         rule: The caller's rule.
 
     Raises:
-        ValueError: for a rule that has no hash; from its methods for columns that cannot be
+        ValueError: for a rule that is not hashable; from the methods, for columns that cannot be
             revealed.
     """
 
@@ -148,8 +148,8 @@ class CheckedRule(RevealRule):
         return self.rule.left_to_right
 
     def checked(self, method: str, state: State, columns: Any) -> Columns:
-        """Return columns as a tuple if each is a column of `state.free`, once, and there is at
-        least one."""
+        """Return columns as a tuple; `ValueError` unless there is at least one, and each is a
+        column of `state.free` that occurs once."""
         kept = tuple(columns) if isinstance(columns, list | tuple) else ()
         if not kept or len({*kept}) < len(kept) or not {*state.free}.issuperset(kept):
             raise ValueError(
@@ -170,12 +170,12 @@ class CheckedRule(RevealRule):
 
 
 def surest(columns: Sequence[int], log_odds: Sequence[float]) -> int:
-    """Return the column with the largest odds, the leftmost if several are equal."""
+    """Return the column with the largest log-odds, the leftmost if several are equal."""
     return max(columns, key=log_odds.__getitem__)
 
 
 def by_odds(columns: Columns, log_odds: Sequence[float]) -> list[int]:
-    """Sort columns by odds, the largest first; equal ones from left to right."""
+    """Sort columns by log-odds, the largest first; equal ones from left to right."""
     return sorted(columns, key=log_odds.__getitem__, reverse=True)
 
 
@@ -253,10 +253,10 @@ def likely_first(
     count: int,
 ) -> Guesses:
     """Guess reveals of the most confident columns, about as many as `room_of` returns for columns
-    in that order and all odds.
+    in that order and all log-odds.
 
-    If it returns 1, no guess can have fewer columns: other columns alone take the place of smaller
-    guesses, since it is uncertain which one is the most confident. `room_of` gets finite odds.
+    If it returns 1, no guess can have fewer columns. Then other single columns are guessed instead,
+    since it is uncertain which one is the most confident. `room_of` gets finite log-odds.
     """
     log_odds = [bounded(value, MOST_ODDS) for value in log_odds]
     ordered = by_odds(columns, log_odds)
@@ -343,8 +343,8 @@ class Static(RevealRule, name="static"):
         return self.first(state, scores.odds), memo
 
     def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: guesses differ in the least confident of their n columns; the others
-        are taken as certain."""
+        """See `RevealRule`: guesses differ in the least confident of their n columns; the other
+        columns are taken as certain."""
         quota = self.quota(state)
         if count == 1 or len(state.free) < quota:
             return [(self.first(state, log_odds), 1.0)]

@@ -1,11 +1,12 @@
-"""Draft sources: what may stand at a masked column, and when it is likely to be revealed.
+"""Draft sources: the tokens that may stand at masked columns, and the order in which columns are
+likely to be revealed.
 
-Scores tell both: a token for each column, and log-odds that say how soon the rule will reveal it.
-They are the backbone's, of the last accepted state or of a remembered one, or the head's estimate
-of them. Another source, such as `PromptLookup`, may know tokens alone. It is heard where a rule
-reveals from left to right, and where there are no scores, as in a block that has just been opened.
-Elsewhere a column is revealed because its scored token is nearly sure, and other tokens only make
-drafts worse (`benchmarks/NOTES.md`, Prompt lookup).
+Scores provide both: a token for each column, and log-odds that tell how soon the rule will reveal
+it. They are the backbone's scores of the last accepted state or of a remembered one, or the head's
+estimate of them. Another source, such as `PromptLookup`, may provide tokens only. It is used if the
+rule reveals from left to right, and where there are no scores, as in a block that has just been
+opened. Elsewhere a column is revealed because its scored token is nearly certain, and other tokens
+only make drafts worse (`benchmarks/NOTES.md`, Prompt lookup).
 
 A draft never changes the text, so a source may propose anything.
 """
@@ -26,13 +27,14 @@ UNKNOWN = -1  # in place of a token
 
 @dataclass(frozen=True)
 class Candidates:
-    """What a source proposes at one state.
+    """The proposal of a source at one state.
 
     Attributes:
         tokens: By masked column (an index in the block), tokens that may stand there, each with its
-            probability, from 0 to 1. A column that the source knows nothing of is left out.
-        log_odds: By column of the block, how soon it is likely to be revealed, as the log-odds that
-            a rule compares; None if the source does not know. Read only where there are no scores.
+            probability, from 0 to 1. A column about which the source knows nothing is left out.
+        log_odds: By column of the block, an estimate of the log-odds by which a rule chooses
+            columns, so that larger ones are revealed sooner; None if the source has no estimate.
+            Read only where there are no scores.
     """
 
     tokens: Mapping[int, Sequence[tuple[int, float]]]
@@ -40,14 +42,14 @@ class Candidates:
 
 
 class DraftSource(Protocol):
-    """Proposes tokens for drafts, `generate(draft_sources=[...])`; any class with this method is
-    one."""
+    """Proposes tokens for drafts. Any object with this method can be passed in
+    `generate(draft_sources=[...])`."""
 
     def propose(self, row: Row, state: State, parent: State | None) -> Candidates | None:
-        """Propose tokens at the masked columns of a state; None if there is nothing to say.
+        """Propose tokens at the masked columns of a state; None for no proposal.
 
         Args:
-            row: The row that drafts; its `text` before `row.state.start` changes no more.
+            row: The row that drafts; its `text` before `row.state.start` is final.
             state: A drafted state: its `ids` with masks, and the columns `free` that may be
                 revealed, at least one.
             parent: The drafted block without masks before the state's, which `row.text` does not
@@ -57,11 +59,12 @@ class DraftSource(Protocol):
 
 @dataclass(frozen=True)
 class CheckedSource:
-    """A source of a user's own, whose proposals are checked.
+    """A user's source whose proposals are checked.
 
     Attributes:
         source: The user's source.
-        vocab_size, mask_id: Of the model; the mask is no token.
+        vocab_size, mask_id: Vocabulary size and mask id of the model; the mask id must not be
+            proposed.
     """
 
     source: DraftSource
@@ -69,7 +72,7 @@ class CheckedSource:
     mask_id: int
 
     def propose(self, row: Row, state: State, parent: State | None) -> Candidates | None:
-        """See `DraftSource`; `ValueError` for a proposal that no state could hold."""
+        """See `DraftSource`; `ValueError` for an invalid proposal."""
         candidates = self.source.propose(row, state, parent)
         if candidates is None:
             return None
@@ -99,13 +102,13 @@ class CheckedSource:
 
 @dataclass(slots=True)
 class Guess:
-    """What is likely to be revealed at a state, from all sources together.
+    """A guess of the reveals at a state, combined from all sources.
 
     Attributes:
         token: By column, the likeliest token.
-        log_odds: By column, how soon it is likely to be revealed.
-        rivals: By column with several tokens, their chances, which add up to 1; the first is that
-            of `token`.
+        log_odds: By column, log-odds that are larger if the column is likely to be revealed sooner.
+        rivals: By column with several tokens, the chances of these tokens, which add up to 1; the
+            first is the chance of `token`.
     """
 
     token: Sequence[int]
@@ -119,12 +122,13 @@ def combined(
     candidates: Sequence[Candidates],
     left_to_right: bool,
 ) -> Guess | None:
-    """Combine what all sources propose at a state; None if nobody knows the order of reveals.
+    """Combine the proposals of all sources at a state; None if no source knows the order of
+    reveals.
 
     Args:
         state: The state.
         scored: Token and log-odds by column, from scores; None if there are none.
-        candidates: What other sources propose, at least one of them.
+        candidates: The proposals of other sources, at least one.
         left_to_right: Whether the rule reveals from left to right, whatever the log-odds are.
     """
     if scored is not None:

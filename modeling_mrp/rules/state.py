@@ -20,7 +20,7 @@ class State:
         key: `(start, ids)`: the block's absolute position, and its tokens with masks.
         free: Columns that may be revealed: masked ones before the first eos that was generated in
             the block.
-        end: The column of the first generated eos; the block's size if there is none.
+        end: The column of the first generated eos; the block size if there is none.
         masks: Number of masked columns, those after the eos included.
         step: Denoising steps since the block was opened.
     """
@@ -59,8 +59,8 @@ class Scores:
 
     Attributes:
         token: By column, the picked token; arbitrary where the state has no mask.
-        odds: By column, the picked token's log-odds, which order columns as its probabilities do,
-            but stay precise where these round to 1. NaN: no token had a finite score.
+        odds: By column, the picked token's log-odds. They order columns as probabilities do, but
+            stay precise where probabilities round to 1. NaN: no token had a finite score.
         entropy: By column, in nats; None unless the rule needs it.
         likeliest: Ids [block, m] and log-odds [block, m] of the likeliest tokens, as numpy arrays,
             if tokens are sampled and drafts are made; else None.
@@ -89,9 +89,9 @@ class Frontier:
         where: Revealed columns.
         memo: The rule's memo after the reveal.
         successor: The state that the reveal makes.
-        drawn: By column that the head revealed, the state and the hidden states (as
+        drawn: By column that the head revealed, the state and the hidden states (in the form of
             `Scores.hidden`) from which its token was picked; or None.
-        remasked: Columns that the step revealed and the head put back to masks.
+        remasked: Columns that the step revealed and the head turned into masks again.
     """
 
     state: State
@@ -107,7 +107,7 @@ class Counts:
     """Counts of a row's forwards and drafts (`MRPGenerateStats` explains each)."""
 
     def __init__(self, width: int, drafts: bool) -> None:
-        # a path goes on through what the round before scored
+        # a path continues through states that the previous round scored
         depths = 2 * width - 1 if drafts else 0
         self.forwards = self.head_forwards = 0
         self.drafted = self.accepted = self.revoked = 0
@@ -118,8 +118,8 @@ class Counts:
 
 @dataclass(eq=False)
 class Row:
-    """One sequence of the batch: its text so far, its next state, and what is known about that
-    state.
+    """One sequence of the batch: its text so far, its next state, and the scores from which drafts
+    of it start.
 
     Attributes:
         place: Index of the row in the call.
@@ -132,31 +132,31 @@ class Row:
         given_end: One past the last given token, of the prompt or of a template to fill in.
         limit: One past the last position to generate.
         open_end: One past the last position before `limit` that is not given.
-        no_eos_before: Positions before this one take no eos.
+        no_eos_before: Positions before this one must not take an eos.
         seed: Seed of the noise.
         bans: Banned sequences; or None.
-        constraint: What the new tokens must keep to; or None.
-        fills: Whether tokens that the constraint leaves no choice about are revealed with what
-            leads to them, so that they need no forward.
+        constraint: The constraint on the new tokens; or None.
+        fills: Whether tokens about which the constraint leaves no choice are revealed together with
+            the tokens that determine them, so that they need no forward.
         state: The next state, made by the last reveal; at first that of the block with the first
             mask.
         source: Scores of the last accepted state, from which drafts start; None after a clean
             block.
         memo: The rule's memo at `state`.
         memory: By key, the states with masks that the last round with drafts scored, and their
-            scores: a later path may reach a state that it missed then. First states of next blocks,
+            scores, since a later path may still reach such a state. First states of next blocks,
             scored after a clean state, are not kept.
-        preview: Key of the next block's first state and its scores behind an unfinished block,
-            from which drafts of it start.
-        held, head_held: Number of first tokens with cached keys and values in the backbone's
+        preview: Key of the next block's first state, and its scores after an unfinished block, from
+            which drafts of that block start.
+        held, head_held: Number of leading tokens with cached keys and values in the backbone's
             layers, and in the head's.
         logprob, step: By position after the prompt, a token's log-confidence and the denoising step
             that revealed it; 0 and -1 where nothing was revealed.
         steps: Denoising steps so far.
-        stop: One past the last token once the text is whole, else None.
+        stop: One past the last token once the text is complete, else None.
         counts: Counts of forwards and drafts.
         written: Reveals written so far, if the caller wants them; else None.
-        origins: By block start, what the constraint knows there.
+        origins: By block start, the constraint's origin.
         filled_in: Positions of tokens that the constraint filled in.
     """
 
@@ -202,14 +202,14 @@ class Row:
         self.write_filled()
 
     def forget(self) -> None:
-        """Let go of scores, which hold on to tensors of whole rounds; for a row that has ended."""
+        """Drop the scores of an ended row, as they hold tensors of whole rounds."""
         self.source = None
         self.memory = {}
         self.preview = (None, None)
 
     def rewound(self, start: int) -> "Row":
-        """Make the row as it was when the block at `start` was opened: tokens revealed at `start`
-        or later are masks again."""
+        """Make a copy of the row as it was when the block at `start` was opened: tokens revealed at
+        `start` or later are masks again."""
         steps = [-1] * self.prompt + self.step
         text = self.text[: len(steps)]
         for position in range(start, len(text)):
@@ -218,17 +218,17 @@ class Row:
         return replace(self, text=text)
 
     def text_at(self, state: State, parent: State | None = None) -> list[int]:
-        """Return the text as of a state, up to the last given token; `parent` is an unwritten clean
-        state before it, if any."""
+        """Return the text as of a state, up to the last given token; `parent` is the unwritten
+        clean state before it, if any."""
         ids = self.text[: state.start]
         if parent is not None:
             ids[parent.start :] = parent.ids
         return [*ids, *state.ids, *self.text[state.start + self.block_size : self.given_end]]
 
     def opened(self, start: int, parent: State | None = None) -> State:
-        """Make the first state of the block at `start`: masks, given tokens and those that the
-        constraint fills in; a given eos does not end the text. `parent` is an unwritten clean state
-        before it, if any."""
+        """Make the first state of the block at `start`, from masks, given tokens and tokens that
+        the constraint fills in; a given eos does not end the text. `parent` is the unwritten clean
+        state before it, if any."""
         ids = tuple(self.text[start : start + self.block_size])
         ids += (self.mask_id,) * (self.block_size - len(ids))
         free = tuple([column for column, token in enumerate(ids) if token == self.mask_id])
@@ -242,7 +242,7 @@ class Row:
         parent: State | None = None,
     ) -> State:
         """Make the state that results from revealing `token[column]` at the columns `columns`;
-        `parent` is an unwritten clean state before it, if any."""
+        `parent` is the unwritten clean state before it, if any."""
         start, old_ids = state.key
         ids = list(old_ids)
         end = state.end
@@ -260,8 +260,8 @@ class Row:
         )
 
     def origin(self, start: int, parent: State | None = None) -> Any:
-        """Return what the constraint knows at the block at `start`, behind `parent`, if that is
-        given, or the text; None where the text is not known."""
+        """Return the constraint's origin for the block at `start`, which follows `parent` if that
+        is given, else the text; None where the text is not known."""
         constraint = self.constraint
         if constraint is None:
             return None
@@ -282,16 +282,16 @@ class Row:
         return origin
 
     def allowed(self, state: State, parent: State | None = None) -> list[TokenSet | None] | None:
-        """List the tokens that the constraint allows at a state's free columns (None: all of them);
-        None if it allows all everywhere."""
+        """List the tokens that the constraint allows at each free column of a state (None: all
+        tokens); None if it allows all tokens at all columns."""
         if self.constraint is None:
             return None
         origin = self.origin(state.start, parent)
         return None if origin is None else self.constraint.allowed(origin, *state.key, state.free)
 
     def filled(self, state: State, parent: State | None = None) -> State:
-        """Reveal the tokens that the constraint leaves no choice about, up to an eos; that takes no
-        step."""
+        """Reveal the tokens about which the constraint leaves no choice, up to an eos; this takes
+        no denoising step."""
         if self.constraint is None or not self.fills or not state.free:
             return state
         origin = self.origin(state.start, parent)
@@ -308,8 +308,8 @@ class Row:
         return State(key, free, end, state.masks - len(columns), state.step)
 
     def write_filled(self) -> None:
-        """Write the tokens of the row's state that the constraint has filled in, as of the present
-        step, with probability 1."""
+        """Write the tokens of the row's state that the constraint has filled in, with the present
+        step and probability 1."""
         if self.constraint is None:
             return
         for position, token in enumerate(self.state.ids, self.state.start):
@@ -319,8 +319,8 @@ class Row:
                 self.filled_in.append(position)
 
     def ends(self, state: State) -> bool:
-        """Return whether the text is complete at a state: it ends in the state's block, and no mask
-        before its end is left to reveal."""
+        """Return whether the text is complete at a state: the text ends in the state's block, and
+        no mask is left before the end."""
         room = self.open_end - state.key[0]
         if state.end == self.block_size < room:
             return False

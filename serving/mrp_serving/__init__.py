@@ -42,9 +42,9 @@ def register() -> None:
     """Register algorithm, model and hooks with the engine, which calls this in each of its
     processes.
 
-    The engine skips a plugin that raises, so this never raises: if the engine's version is
-    unsupported or lacks an interface, the algorithm's name gets a class that refuses to start
-    (`refusing`), and servers of other models start as usual.
+    The engine skips a plugin that raises an error, so this function never raises one: if the
+    engine's version is unsupported or lacks an interface, the algorithm's name gets a class that
+    refuses to start (`refusing`), and servers of other models start as usual.
     """
     from sglang.srt.dllm.algorithm import algo_name_to_cls
 

@@ -1,7 +1,7 @@
-"""Decisions of several processes that share a model: all of them use a graph, or none does.
+"""Agreement of several processes that share a model: all of them use a CUDA graph, or none does.
 
-Under tensor parallelism each forward is a collective operation. If one process replayed a graph
-and another ran the same step without it, they would wait for each other.
+Under tensor parallelism each forward is a collective operation. If one process replayed a graph and
+another ran the same step without it, they would wait for each other.
 """
 
 from collections import Counter
@@ -14,19 +14,20 @@ from torch import Tensor
 
 from modeling_mrp.kernels.dispatch import CHECKED_ON, check_close
 
-# Called by every process; tells each whether the answer is True in all of them.
+# A function that every process calls; it returns to each whether the answer is True in all of them.
 Agree = Callable[[bool], bool]
 
-COMPARED = 2  # replays of each graph
+COMPARED = 2  # number of compared replays of each graph
 
 
 def alone(answer: bool) -> bool:
-    """Agree with no other process."""
+    """Return a decision unchanged, as a process that shares the model with no other."""
     return answer
 
 
 def agree_in(group: Any) -> Agree:
-    """Make the agreement of a group's processes, by way of the host; `alone` if it has one."""
+    """Make the agreement function of a group's processes, which exchange decisions through their
+    hosts; `alone` for a group of one process."""
     if dist.get_world_size(group) == 1:
         return alone
 
@@ -39,15 +40,17 @@ def agree_in(group: Any) -> Agree:
 
 
 class CheckedReplays:
-    """Replays of graphs, the first of each compared with the step that it stands for.
+    """Replays CUDA graphs; the first replays of each graph are compared with the step that the
+    graph replaces.
 
     Args:
-        agree: The agreement of all processes.
-        give_up: Called with a failure in words and its error, when graphs are used no more.
+        agree: The agreement function of all processes.
+        give_up: Called with a description of a failure and its error, after which graphs are not
+            used any more.
 
     Attributes:
-        given_up: Whether graphs are used no more, in any process.
-        compared: By graph, how many replays were compared.
+        given_up: Whether all processes have stopped using graphs.
+        compared: By graph, the number of replays that were compared.
     """
 
     def __init__(self, agree: Agree, give_up: Callable[[str, Exception], None]) -> None:
@@ -59,11 +62,11 @@ class CheckedReplays:
     def run(
         self, replay: Callable[[], tuple[Hashable, Tensor]], eagerly: Callable[[], Tensor]
     ) -> Tensor:
-        """Return the output of `replay`, which also names the graph, or of `eagerly`, the same step
-        without graphs.
+        """Return the output of `replay`, which also identifies the graph, or of `eagerly`, the same
+        step without graphs.
 
         Raises:
-            Exception: that of a replay, if other processes wait within theirs.
+            Exception: the error of a replay, if other processes wait within their replays.
         """
         if self.given_up:
             return eagerly()

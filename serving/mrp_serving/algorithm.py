@@ -104,7 +104,7 @@ def rows_of(server_args: Any) -> int:
 
 
 def abort(req: Any, message: str) -> None:
-    """End a request with an error message once its block is done."""
+    """End a request with an error message once its current block is done."""
     req.to_finish = FINISH_ABORT(message, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError")
 
 

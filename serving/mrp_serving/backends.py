@@ -1,18 +1,19 @@
-"""The engine's attention backends: under which of them the algorithm runs."""
+"""The engine's attention backends, and the check that the algorithm runs under them."""
 
 from collections.abc import Mapping
 
-# Those that write a layer's keys and values to the pool and then read all of them from there.
+# Backends that write a layer's keys and values to the pool before they read any from it.
 WRITES_FIRST = ("torch_native", "triton", "fa3", "fa4")
-# Those that the engine leaves as they are. Where CUDA graphs are recorded it takes flashinfer in
-# place of all others, as it does for its own algorithms: fa3, its choice on Hopper, and fa4 have no
-# metadata for recorded steps of a diffusion model, and the server would end while it starts.
+# Backends that the engine uses as they are. If CUDA graphs are recorded, flashinfer replaces all
+# others, as for the engine's own algorithms: fa3, its choice on Hopper, and fa4 have no metadata
+# for recorded steps of a diffusion model, and the server would end while it starts.
 SUPPORTED = ("torch_native", "triton", "flashinfer")
 
 
 def backend_obstacle(backends: Mapping[str, str | None], records: bool) -> str | None:
-    """Explain why steps cannot be recorded as CUDA graphs under attention backends, given by the
-    name of their argument, with the remedy; return None if they can, or if none are (`records`)."""
+    """Explain, with the remedy, why steps cannot be recorded as CUDA graphs under the given
+    attention backends (by the name of their argument). Return None if steps can be recorded, or if
+    no graphs are recorded (`records`)."""
     if not records:
         return None
     for name, backend in backends.items():

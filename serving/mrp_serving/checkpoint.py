@@ -1,5 +1,5 @@
-"""Checkpoints that the plugin serves: this package's, whole or a head alone, and those in the
-published layout with a head."""
+"""Checkpoints that the plugin serves: this package's own, as full models or heads alone, and those
+in the published layout with a head."""
 
 import os
 from collections.abc import Iterator
@@ -114,8 +114,8 @@ def head_weight(name: str) -> str | None:
 
 
 def backbone_weights(config: Any, source: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and tensors of the backbone that the head repository `source` names; nothing if
-    its config names none."""
+    """Yield the names and tensors of the backbone that the head repository `source` names; yield
+    nothing if its config names no backbone."""
     if (backbone := named_backbone(config, source)) is None:
         return
     for file in weight_files(backbone.location, revision=backbone.revision):

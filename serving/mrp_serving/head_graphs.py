@@ -1,9 +1,9 @@
-"""CUDA graphs of the head, recorded and replayed by the engine's own runner, with attention
-metadata apart from the backbone's.
+"""CUDA graphs of the head, recorded and replayed by the engine's own runner. Their attention
+metadata are separate from the backbone's.
 
 This has never run on a GPU, so the first replays of each graph are compared with the head's result
-without a graph: if they differ in any process, or recording fails in one, one warning is logged,
-and the head runs without graphs from then on, in all of them.
+without a graph. If they differ in any process, or recording fails in one, one warning is logged,
+and from then on the head runs without graphs in all processes.
 """
 
 import logging
@@ -19,8 +19,8 @@ log = logging.getLogger(__name__)
 
 
 class HeadGraphs(DecodeCudaGraphRunner):
-    """The engine's CUDA graph runner, with the head in place of the model: a graph for each number
-    of rows, each row a block.
+    """The engine's CUDA graph runner, with the head in place of the model. There is a graph for
+    each number of rows, and each row is a block.
 
     The backbone's graphs read metadata from their attention backend, which keeps one set for each
     number of rows. The head's graphs are recorded on a second backend of the same kind, so that
@@ -28,10 +28,10 @@ class HeadGraphs(DecodeCudaGraphRunner):
 
     Args:
         engine: The engine's `ModelRunner`, which has already recorded the backbone's graphs.
-        agree: The agreement of all processes.
+        agree: The agreement function of all processes.
 
     Attributes:
-        checked: Decides between replays and the head itself.
+        checked: Decides between replays and runs of the head without graphs.
     """
 
     def __init__(self, engine: Any, agree: Agree) -> None:
@@ -62,8 +62,8 @@ class HeadGraphs(DecodeCudaGraphRunner):
 
 
 def record_head(engine: Any, agree: Agree) -> HeadGraphs | None:
-    """Record CUDA graphs of the head if the engine has some of the backbone; return None if it has
-    none, or recording fails in any process."""
+    """Record CUDA graphs of the head if the engine has graphs of the backbone. Return None if it
+    has none, or if recording fails in any process."""
     if type(engine.decode_cuda_graph_runner) is not DecodeCudaGraphRunner:
         return None
     graphs: HeadGraphs | None = None
@@ -79,7 +79,7 @@ def record_head(engine: Any, agree: Agree) -> HeadGraphs | None:
 
 
 def give_up(failure: str, error: Exception) -> None:
-    """Warn that the head runs without CUDA graphs, and why."""
+    """Log a warning that the head runs without CUDA graphs, with the reason."""
     log.warning(
         "The head %s as CUDA graphs (%s): it runs without them. --disable-cuda-graph records none",
         failure,

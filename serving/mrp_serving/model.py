@@ -1,4 +1,4 @@
-"""SDAR with an MRP head, made of the engine's own layers: what it adds to the engine's
+"""SDAR with an MRP head, made of the engine's own layers: the additions to the engine's
 `SDARForCausalLM`."""
 
 from collections.abc import Iterable, Iterator
@@ -30,7 +30,7 @@ _STACKED |= {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1)}
 
 
 class HeadLayer(nn.Module):
-    """A decoder layer of the head, with a layer of its own in the engine's KV pool."""
+    """A decoder layer of the head, with its own layer in the engine's KV pool."""
 
     def __init__(self, config: Any, layer_id: int, quant_config: Any, prefix: str) -> None:
         super().__init__()
@@ -100,8 +100,8 @@ class MRPForCausalLM(SDARForCausalLM):
         input_embeds: Any = None,
         pp_proxy_tensors: Any = None,
     ) -> Any:
-        """Compute logits, or final hidden states [tokens, hidden_size] for the algorithm `MRP`,
-        which unembeds only a few."""
+        """Compute logits or, for the algorithm `MRP`, which unembeds only a few positions, the
+        final hidden states [tokens, hidden_size]."""
         if not self.hands_out_hidden:
             return super().forward(
                 input_ids, positions, forward_batch, input_embeds, pp_proxy_tensors

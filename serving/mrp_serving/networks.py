@@ -2,9 +2,9 @@
 package's own cache.
 
 States that share a prefix and do not attend to each other become rows of one engine batch that
-share the prefix's slots, so attention needs no mask. If a state attends to a clean block (one
-without masks) of its round, that block's slots are mapped after the prefix: every layer writes all
-keys and values before it reads them.
+share the prefix's slots, so attention needs no mask. If a state attends to a clean block (a block
+without masks) of the same round, that block's slots are mapped after the prefix: every layer writes
+all keys and values before it reads any.
 
 The host assigns slots to states. A forward is one copy to the device, one gather of slots, one
 indexed write to the map of positions to slots, the network, and one copy of the chosen tokens to
@@ -34,8 +34,8 @@ class RequestRows:
     """The rows of an engine batch that take part in a round.
 
     Attributes:
-        indices: Their indices in the batch.
-        rows: Their rows in the pool that maps positions to slots.
+        indices: The rows' indices in the batch.
+        rows: For each, its row in the pool that maps positions to slots.
         starts: The absolute position of each row's current block.
     """
 
@@ -50,12 +50,12 @@ class SlotPool:
     Args:
         slots: [batch, block] long, the slots of each batch row's current block.
         request_rows: The batch rows that take part.
-        loan: Rows and slots that are borrowed.
+        loan: The borrowed rows and slots.
 
     Attributes:
         blocks: [batch + borrowed, block] long: `slots`, then the borrowed slots.
-        rows: For each row that takes part, its own row of the pool and then its borrowed ones.
-        slot_blocks: For each row that takes part, its own block and then its borrowed ones, as
+        rows: For each row that takes part, its own row of the pool, then its borrowed rows.
+        slot_blocks: For each row that takes part, its own block, then its borrowed blocks, as
             indices in `blocks`.
     """
 
@@ -125,7 +125,7 @@ def assign_states(
     ):
         pool_rows = slot_pool.rows[row_index]
         slot_blocks = slot_pool.slot_blocks[row_index]
-        # whether the engine's current block is clean and committed
+        # True if the engine's current block is clean and committed
         own_block_done = cached_lengths[row_index] > start
         for state_index, (state, parent) in enumerate(row_states):
             block_index = state_index
@@ -220,7 +220,7 @@ class EngineNetworks:
 
     The head's keys and values lie in the same slots as the backbone's, in layers of their own, and
     are written as soon as a block is committed: a request that shares a prefix through the engine's
-    cache shares the head's part of it, too.
+    cache also shares the head's keys and values of the prefix.
 
     Args:
         engine: The engine's `ModelRunner`.
@@ -254,13 +254,14 @@ class EngineNetworks:
         self.graph_ran = False
         self._scored: Tensor | None = None
         self._first_states: list[int] = []  # by row, the index of its first state in `_scored`
-        # borrowed blocks that rows now keep, as `PackedStates.map_entries`
+        # borrowed blocks that rows now keep, in the form of `PackedStates.map_entries`
         self._kept_entries: list[tuple[int, int, int]] = []
-        # the last result; its free columns, on host and device
+        # the last result, and its free columns on host and device
         self._last_result: tuple[Tensor, np.ndarray, Tensor] | None = None
 
     def borrow(self, loan: BorrowedSlots) -> None:
-        """Take the rows and slots that are borrowed for the round; before its first forward."""
+        """Borrow the rows and slots of the round from the engine's pools, before the first
+        forward."""
         slots = self.batch.out_cache_loc_virtual
         if slots is None:
             slots = self.batch.out_cache_loc
@@ -398,7 +399,7 @@ class EngineNetworks:
         asked: Sequence[Sequence[tuple[State, Hidden]]],
         residual: bool = False,
     ) -> list[list[Hidden]]:
-        """See `Runner`; here the head has read every committed block already."""
+        """See `Runner`; in this runner, the head has already read every committed block."""
         packed = []
         hidden: list[Hidden] = []
         for states in asked:
@@ -439,7 +440,8 @@ class EngineNetworks:
             row.held += self.block * bool(slots)
 
     def _at_columns(self, columns: np.ndarray, *several: Sequence[Hidden]) -> list[Tensor]:
-        """See `Gather`; columns that the last forward copied to the device are not copied again."""
+        """See `Gather`; columns that are already on the device since the last forward are not
+        copied again."""
         last_output, last_columns, last_index = self._last_result or (None, None, None)
         is_last = last_columns is not None and np.array_equal(columns, last_columns)
         vectors = {}

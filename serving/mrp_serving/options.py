@@ -24,8 +24,8 @@ _NOT_SERVED = {
     "draft_next_block": "the engine drafts within a block and the first state of the next",
 }
 SERVED = tuple(option.name for option in OPTIONS if option.name not in _NOT_SERVED)
-# Options that a request may set. Others change how a text is computed, not the text, and are the
-# server's alone; a new one is refused in requests until it is named here.
+# Options that a request may set. The others change how a text is computed, not the text, and only
+# the server sets them; a new option is refused in requests until it is named here.
 OF_REQUEST = (
     "decoding",
     "target",
@@ -66,15 +66,15 @@ class Settings:
     def config_of(
         self, custom_params: Mapping[str, Any], eos: Collection[int]
     ) -> MRPGenerationConfig:
-        """Return the checked options of a request: the server's options, some of them overridden by
-        the request.
+        """Return the checked options of a request: the server's options, overridden by those of the
+        request.
 
         Args:
             custom_params: The request's `custom_params`, which override the server's options.
             eos: Ids that end the request's text.
 
         Raises:
-            ValueError: if an option is unknown or cannot be honoured; the message gives its value
+            ValueError: if an option is unknown, invalid or unsupported; the message gives its value
                 and the remedy.
         """
         if not isinstance(custom_params, Mapping):
@@ -155,8 +155,8 @@ def settings_of(
         devices: Number of devices among which the vocabulary is divided.
 
     Raises:
-        ValueError: if an option is unknown, a value cannot be honoured, or the mode needs a head
-            and there is none.
+        ValueError: if an option is unknown, a value is invalid or unsupported, or the mode needs a
+            head and there is none.
     """
     check_names(file_options)
     if file_options.get("block_size", block_size) != block_size:

@@ -30,7 +30,8 @@ from .usage import META_KEY, report_of
 
 
 class PublishedConfig(MRPConfig):
-    """The config of published SDAR checkpoints, so that their own code need not be trusted."""
+    """The config of published SDAR checkpoints, used so that the code in these repositories need
+    not be trusted."""
 
     model_type = "sdar"
 
@@ -71,8 +72,8 @@ def dllm_config(
     config.
 
     Raises:
-        ValueError: for a checkpoint that the algorithm does not serve, a damaged one, or options
-            that cannot be honoured.
+        ValueError: for a checkpoint that is damaged or that the algorithm does not serve, and for
+            invalid options.
     """
     args = resolving_view(server_args)
     if args.dllm_algorithm is None:
@@ -171,8 +172,8 @@ def record_graphs(original: Callable[..., None], engine: Any, *args: Any, **more
 def hold_batch(
     original: Callable[..., Any], worker: Any, forward_batch: Any, batch: Any = None
 ) -> Any:
-    """Give the algorithm the scheduler's batch while a round runs: the requests, and the cache of
-    prefixes."""
+    """Give the algorithm access to the scheduler's batch while a round runs: the requests, and the
+    cache of prefixes."""
     if not isinstance(worker.dllm_algorithm, MRP):
         return original(worker, forward_batch, batch)
     worker.dllm_algorithm.batch = batch
@@ -197,8 +198,8 @@ async def reject_retract(
 def check_body(
     original: Callable[..., None], manager: Any, request: Any, prompt: Sequence[int] | None
 ) -> None:
-    """Raise a `ValueError`, which becomes a response 400, for a request that the engine would
-    wrongly accept."""
+    """Raise a `ValueError`, which becomes a response 400, for an invalid request that the engine
+    would accept."""
     original(manager, request, prompt)
     if get_exec().dllm.dllm_algorithm == ALGORITHM and (
         reason := refusal_of_body(request, prompt or ())
@@ -209,7 +210,7 @@ def check_body(
 def stream_reports(
     original: Callable[..., dict[str, list[Any]]], streamer: Any, reqs: Sequence[Any]
 ) -> dict[str, list[Any]]:
-    """Add the costs and traces of requests to what the engine streams."""
+    """Add the costs and traces of requests to the results that the engine streams."""
     # the engine counts a token as sent by an empty answer, and would omit that token's
     # log-probability
     for req in reqs:

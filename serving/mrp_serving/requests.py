@@ -1,5 +1,5 @@
-"""Requests of the engine: whether each can be served, how its text is decoded and where it ends,
-and its progress."""
+"""Requests of the engine: checks whether each can be served, the options and end of its text, and
+its progress."""
 
 import hashlib
 import re
@@ -25,14 +25,14 @@ class RequestOptions:
     """The options by which a request's text is decoded.
 
     Attributes:
-        mode: The decoding mode: what is revealed, refined and drafted.
+        mode: The decoding mode: reveal rule, refinement and drafting.
         sampling: How tokens are picked.
         seed: Seed of the noise.
         eos: Ids that end the text; empty if it is decoded as by the engine's own algorithms, which
             do not stop at an eos.
         min_new_tokens: Minimum number of generated tokens, within which no eos is picked.
-        reveal_step: Whether the answer has the step that revealed each token.
-        provisional: Whether the answer shows the block that is being decoded.
+        reveal_step: Whether the answer contains the step that revealed each token.
+        provisional: Whether the answer contains the block that is being decoded.
     """
 
     mode: Mode
@@ -68,7 +68,7 @@ class Progress:
         options: How the request's text is decoded.
         counts: Counts of forwards and drafts.
         logprob, step: Log-confidence and denoising step of each token in finished blocks.
-        block: The ids of the block that is being decoded, from the first generated one on.
+        block: The ids of the block that is being decoded, from the first generated id on.
         single_state: Whether a round scores only one state of the request.
     """
 
@@ -101,7 +101,8 @@ def parse_options(req: Any, settings: Settings) -> RequestOptions:
     settings.
 
     Raises:
-        ValueError: if its `custom_params` cannot be honoured; the message gives value and remedy.
+        ValueError: if its `custom_params` are invalid or unsupported; the message gives value and
+            remedy.
     """
     params = req.sampling_params
     custom_params = req.sampling_params.custom_params or {}
@@ -146,7 +147,7 @@ def parse_options(req: Any, settings: Settings) -> RequestOptions:
 
 
 def seed_of(rid: str) -> int:
-    """Derive a seed for a request without one from the request's id, so that it is the same on all
+    """Derive a seed from the id of a request without a seed, so that the seed is the same on all
     devices."""
     return int.from_bytes(hashlib.blake2b(rid.encode(), digest_size=8).digest()) >> 2
 
@@ -166,7 +167,7 @@ def refusal(req: Any) -> str | None:
 
 
 def _unserved(req: Any) -> dict[str, Any]:
-    """Map each feature that is not served to whether a request asks for it."""
+    """Map each feature that is not served to whether the request uses it."""
     params = req.sampling_params
     counts = {name: getattr(params, name) for name in ("max_new_tokens", "min_new_tokens", "top_k")}
     return {
@@ -202,8 +203,8 @@ def _unserved(req: Any) -> dict[str, Any]:
 
 
 def refusal_of_body(body: Any, prompt: Sequence[int]) -> str | None:
-    """Explain why a request that the engine would wrongly accept is refused; return None if it is
-    served.
+    """Explain why a request that the engine would accept by mistake is refused; return None if it
+    is served.
 
     Args:
         body: The engine's `GenerateReqInput` of one request.

@@ -1,9 +1,9 @@
-"""Admission: a request begins only when its whole text has room, so that the pool of slots never
-runs out.
+"""Admission control: a request begins only when there is room for its whole text, so that the pool
+of slots never runs out.
 
-The engine's own estimate counts the limits of some running requests only. When the pool runs out,
-the engine cuts blocks short, which a diffusion model cannot decode, and it cannot retract a request
-without losing that request's progress.
+The engine's own estimate counts the limits of only some of the running requests. When the pool runs
+out, the engine cuts blocks short, which a diffusion model cannot decode, and it cannot retract a
+request without losing the progress of that request.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,8 +16,8 @@ from .requests import end_of_text
 def count_fitting(
     waiting: Iterable[Any], running: Iterable[Any], slots: int, block: int, context_length: int
 ) -> int:
-    """Count the first waiting requests whose whole texts fit into the pool beside those of the
-    running requests.
+    """Count how many of the first waiting requests fit with their whole texts into the pool, beside
+    the running requests.
 
     Args:
         waiting: Requests, in the order in which they are to begin.
@@ -37,11 +37,11 @@ def count_fitting(
 
 
 def fetch_fitting(original: Callable[[Any], None], scheduler: Any) -> None:
-    """Let the engine take only as many waiting requests into its rounds as have room.
+    """Limit the waiting requests that the engine takes into its rounds to those with room.
 
-    The first request's limit is cut to what the pool holds, so that it has room when nothing runs.
-    Three blocks stay free, since the engine counts a request's next block and a page twice, and
-    would otherwise wait forever.
+    The first request's limit of length is cut to the size of the pool, so that the request has room
+    when no other one runs. Three blocks stay free, since the engine counts a request's next block
+    and a page twice, and would otherwise wait forever.
     """
     if scheduler.dllm_config.algorithm != ALGORITHM:
         return original(scheduler)
@@ -63,8 +63,8 @@ def fetch_fitting(original: Callable[[Any], None], scheduler: Any) -> None:
 
 
 def schedule_block(original: Callable[..., int], adder: Any, req: Any = None) -> int:
-    """Let the engine always schedule a row's whole block, whatever the engine estimates: admission
-    has ensured the room."""
+    """Make the engine always schedule a row's whole block, whatever the engine estimates: admission
+    control has ensured the room."""
     if adder.dllm_config.algorithm != ALGORITHM:
         return original(adder, req)
     return int(min(adder.rem_dllm_tokens, adder.dllm_config.block_size))

@@ -34,11 +34,11 @@ UNSCORED = (
 
 
 class Name(NamedTuple):
-    """The name of a request's row: the row of the engine's pool, how often the pool has lent it,
-    and where its block starts.
+    """The name of a request's row: the row of the engine's pool, the number of times that the pool
+    has lent it, and the start of its block.
 
     A row of the pool gets a new name whenever it is lent, so a new request never finds the state of
-    an ended one.
+    an ended request.
     """
 
     row: int
@@ -91,7 +91,7 @@ class EngineDecoder(RoundDecoder):
         drafts: Sequence[Sequence[Node]],
         estimates: Sequence[dict[Key, Scores]],
     ) -> None:
-        """See `RoundDecoder.read`; only for rows whose drafts use the head."""
+        """See `RoundDecoder.read`; only rows whose drafts use the head are read."""
         head_drafts: list[Sequence[Node]] = []
         for row, nodes in zip(rows, drafts, strict=True):
             drafting = row.options.mode.drafting
@@ -235,7 +235,7 @@ class Rounds:
         current = row.text[name.start : end]
         following = row.text[end : end + self.block]
         final_ids = text_of_block(req, row.options, current, name.start, self.mask_id)
-        if row.held <= name.start:  # not committed
+        if row.held <= name.start:  # the block is not committed
             grown = self.block if final_ids else 0
             name = name._replace(start=name.start + grown)
             self.rows[name.row] = name, row
@@ -315,7 +315,7 @@ class Rounds:
         evict: Callable[[int], Any],
         sees_new: bool,
     ) -> bool:
-        """Draft as many states as pay and have room, verify, accept and commit; return whether a
+        """Draft the states that pay and have room, then verify, accept and commit; return whether a
         CUDA graph ran."""
         mode = self.settings.mode
         drafting = self.settings.mode.drafting
@@ -359,9 +359,10 @@ class Rounds:
 
 def unembed_in_place(engine: Any, batch: Any, hidden: Tensor) -> Tensor:
     """Compute logits [n, vocab] of hidden states [n, hidden_size], in the buffer for logits that
-    the engine keeps beside its CUDA graphs, if they fit: no graph of ours writes to it.
+    the engine keeps beside its CUDA graphs, if they fit there: no graph of this plugin writes to
+    that buffer.
 
-    The next call overwrites them.
+    The next call overwrites the logits.
     """
     shared = engine.graph_shared_output
     if shared is not None and len(hidden) <= shared.max_rows:

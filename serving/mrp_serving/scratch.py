@@ -45,8 +45,8 @@ class BorrowedSlots:
 def borrow_slots(
     pool: Any, allocator: Any, evict: Callable[[int], Any], batch: int, width: int, block: int
 ) -> Iterator[BorrowedSlots]:
-    """Borrow rows and slots for up to `width` more states per row, as far as they are free; give
-    them back after the round.
+    """Borrow rows and slots for up to `width` more states per row, as far as they are free; return
+    them to the pools after the round.
 
     If none are free, a round scores one state per row on the row's own slots, so drafts are
     verified one after the other.

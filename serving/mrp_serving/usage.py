@@ -1,5 +1,5 @@
-"""Costs and traces: of each request in its response's metadata, of all requests on the metrics
-endpoint."""
+"""Costs and traces of requests: of each request in the metadata of its response, of all requests on
+the metrics endpoint."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,13 +19,13 @@ _ROUNDS = "Rounds, one for each request that took part: the engine's spec_verify
 
 
 class Report:
-    """Counters of the metrics endpoint; counts nothing before `count_in`."""
+    """Counters of the metrics endpoint; they count nothing before `count_in` is called."""
 
     def __init__(self) -> None:
         self.counters: dict[str, Any] = {}
 
     def count_in(self, make: Any) -> None:
-        """Create the counters, each by `make(name, documentation)`, and count from now on."""
+        """Create the counters, each with `make(name, documentation)`, and start counting."""
         documentation = {
             **_COUNTED,
             "rounds": _ROUNDS,
@@ -36,7 +36,7 @@ class Report:
         }
 
     def count(self, **numbers: int) -> None:
-        """Add each number to the counter of its name."""
+        """Add each number to the counter with its name."""
         if not self.counters:
             return
         for name, number in numbers.items():
@@ -65,7 +65,7 @@ def report_of(req: Any) -> dict[str, Any] | None:
     report["revoked"] = counts.revoked
     report["tokens_per_forward"] = len(text) / max(1, counts.forwards)
     report["acceptance"] = counts.accepted / max(1, counts.drafted)
-    # under the engine's own names for speculation, too
+    # also under the engine's own names for speculative decoding
     rounds = sum(counts.lengths)
     report["spec_verify_ct"] = rounds
     report["spec_accept_length"] = len(text) / max(1, rounds)

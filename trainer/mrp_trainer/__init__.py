@@ -20,7 +20,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import an exported name when it is used: torch and transformers take seconds, and `mrp
+    """Import an exported name on first use: torch and transformers take seconds to import, and `mrp
     --help` needs neither."""
     from importlib import import_module
 

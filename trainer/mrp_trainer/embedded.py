@@ -1,4 +1,4 @@
-"""The small checkpoint that comes with the package: in its wheel, in a Space's folder, and in a
+"""The small checkpoint that is part of the package: in its wheel, in a Space's folder, and in a
 clone of the project."""
 
 import os
@@ -19,8 +19,8 @@ TINY = str(
 
 
 def embedded_checkpoint() -> str:
-    """Return the folder of the small checkpoint that comes with the package, which `AutoModel` and
-    `AutoTokenizer` load.
+    """Return the folder of the small checkpoint that is part of the package; `AutoModel` and
+    `AutoTokenizer` can load it.
 
     Raises:
         FileNotFoundError: if the package was copied without it.

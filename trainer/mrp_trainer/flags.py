@@ -22,7 +22,7 @@ from typer.core import TyperGroup
 
 
 class _Yaml(yaml.SafeLoader):
-    """A loader with the scalars of YAML 1.2: 1e-3 is a number, and `no` a text, which
+    """A YAML loader with the scalars of YAML 1.2: 1e-3 is a number, and `no` is a text, as
     `save_strategy` may be."""
 
     yaml_implicit_resolvers = {
@@ -40,25 +40,26 @@ _Yaml.add_implicit_resolver(
 
 
 _INTERRUPTED = 130  # the exit status of a program that Ctrl-C ended
-# What stands for a flag's value in help, by its type.
+# The placeholder for a flag's value in help, by type.
 _METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
 class Help(str):
-    """The help of a dataclass's field, which carries what else is declared of it: tools that read
-    dataclasses, such as `HfArgumentParser`, pass other metadata on to argparse."""
+    """The help text of a dataclass field, which also carries the field's other declarations. They
+    are attached to the text because tools that read dataclasses, such as `HfArgumentParser`, pass
+    other metadata on to argparse."""
 
     declared: Mapping[str, Any]
 
     def __new__(cls, text: str, **declared: Any) -> "Help":
-        """Make a help of a text and declarations by name."""
+        """Make a help text with declarations by name."""
         made = super().__new__(cls, text)
         made.declared = MappingProxyType(declared)
         return made
 
 
 def declared_of(option: Field[Any]) -> Mapping[str, Any]:
-    """Return what is declared of a field beside its help."""
+    """Return the declarations of a field other than its help."""
     return getattr(option.metadata.get("help"), "declared", {})
 
 
@@ -80,13 +81,13 @@ def flag(
         help: The flag's help.
         default: The field's default, copied if it is a list; without one the field is required.
         panel: The heading of the flag in help.
-        shown: The default in words, if its value says little.
-        name: The flag, if it is not named like the field: "--x/--no-x" for a switch that can be
-            off, "--x --y" for two names.
-        kind: The flag's type, if narrower than the field's, such as a literal of its choices.
+        shown: The default as help shows it, if its value explains little.
+        name: The name of the flag, if it differs from the field's: "--x/--no-x" for a switch that
+            can be turned off, "--x --y" for two names.
+        kind: The flag's type, if narrower than the field's, such as a `Literal` of its choices.
         only: The only command that has the flag; None for all.
         positional: Whether it is a positional argument.
-        more: For `typer.Option`: `metavar`, `min`, `max`.
+        more: Arguments of `typer.Option`: `metavar`, `min`, `max`.
     """
     declared = {
         "help": help,
@@ -106,8 +107,8 @@ def takes_flags(
     *groups: type, only: str | None = None, required: Sequence[str] = ()
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a decorator that turns a function of keyword arguments into a typer command whose
-    flags are fields of dataclasses: those of all commands, and those of `only` this one. Fields in
-    `required` must be given, even if they have a default.
+    flags are fields of dataclasses: the fields for all commands, and those for `only` this command.
+    Fields in `required` must be given, even if they have a default.
 
     The function gets an argument for each flag that was given; choices are plain strings.
     """
@@ -185,7 +186,7 @@ def _parameter(option: Field[Any], hint: Any, required: bool) -> inspect.Paramet
 
 
 def shown_default(option: Field[Any]) -> str | None:
-    """Return the default that help shows for an option; None to show none."""
+    """Return the default of an option as help shows it; None to show none."""
     declared = declared_of(option)["flag"]
     default = option.default if option.default_factory is MISSING else option.default_factory()
     if declared["shown"] is not None or default in (None, MISSING, []):
@@ -198,7 +199,7 @@ def shown_default(option: Field[Any]) -> str | None:
 
 
 def for_typer(kind: Any) -> Any:
-    """Convert a type for typer, which takes lists of enums, but not of literals."""
+    """Convert a type for typer, which accepts lists of enums, but not lists of literals."""
     inner = get_args(kind)
     if get_origin(kind) is list and get_origin(inner[0]) is Literal:
         return list[  # type: ignore[misc]
@@ -211,12 +212,13 @@ class Commands(TyperGroup):
     """A group of commands that suggests flags in place of an unknown one."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run a command; extend the error for a flag that the command does not have."""
+        """Run a command; for an unknown flag, extend the error message with suggestions."""
         try:
             return super().invoke(ctx)
         except Exception as error:
             unknown: Any = error
-            if hasattr(error, "option_name") and hasattr(error, "possibilities"):  # no such option
+            # the option does not exist
+            if hasattr(error, "option_name") and hasattr(error, "possibilities"):
                 similar = suggest_flags(unknown.option_name, unknown.ctx.command.params)
                 hint = f" Did you mean {' or '.join(similar)}?" if similar else ""
                 unknown.message = f"{unknown.message.rstrip('.')}.{hint}"
@@ -225,8 +227,9 @@ class Commands(TyperGroup):
 
 
 def suggest_flags(unknown: str, parameters: Sequence[Any]) -> list[str]:
-    """Suggest flags in place of an unknown one: its field's other name, those with its initials or
-    beginning, and similar ones; or if there is none, `--set` if the command has it."""
+    """Suggest flags in place of an unknown one: the field's other name, flags with the same
+    initials or beginning, and similar flags. If there are none, suggest `--set` if the command has
+    it."""
     words = unknown.lstrip("-").replace("_", "-")
     flags = {}
     for parameter in parameters:
@@ -244,8 +247,8 @@ def suggest_flags(unknown: str, parameters: Sequence[Any]) -> list[str]:
 
 @contextmanager
 def reported_errors() -> Iterator[None]:
-    """Turn errors that name a value and the remedy into one red line and exit code 1, and an
-    interrupt with a message into that and exit code 130, without a traceback."""
+    """Report errors without a traceback: an error that names a value and the remedy becomes one red
+    line and exit code 1, an interrupt with a message becomes that message and exit code 130."""
     try:
         yield
     except (ValueError, ImportError, OSError, FloatingPointError) as error:
@@ -271,8 +274,8 @@ def reported_errors() -> Iterator[None]:
 
 
 def _is_network_error(error: Exception) -> bool:
-    """Return whether an error comes from the HTTP library that huggingface_hub calls, whose errors
-    are not `OSError`s."""
+    """Return whether an error is raised by the HTTP library of huggingface_hub, whose errors are
+    not subclasses of `OSError`."""
     from huggingface_hub.errors import HfHubHTTPError
 
     return isinstance(error, HfHubHTTPError.__bases__)
@@ -288,7 +291,7 @@ def parse_assignments(
 
     Raises:
         ValueError: for an assignment without a name or value, a name that is given twice, one that
-            has a flag (`flags`), or one that the command decides on (`fixed`).
+            has a flag (`flags`), or one that the command sets itself (`fixed`).
     """
     values: dict[str, Any] = {}
     for assignment in assignments:
@@ -306,7 +309,7 @@ def parse_assignments(
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """Parse YAML; raise a `ValueError` that begins with `source` if it is malformed."""
+    """Parse YAML; raise a `ValueError` that begins with `source` if the text is malformed."""
     try:
         return yaml.load(text, _Yaml)
     except (yaml.YAMLError, ValueError, RecursionError) as error:

@@ -16,8 +16,8 @@ _PUBLISHED_STD = 0.2  # in the published recipe
 
 
 def with_new_head(model: Any, layers: int = 3, how: str | None = None) -> Any:
-    """Give a model a new head, in place of its own if any, and return the model; arguments and
-    errors as in `new_head`."""
+    """Give a model a new head, which replaces its head if it has one, and return the model;
+    arguments and errors as in `new_head`."""
     model.attach_head(new_head(model, layers, how))
     return model
 
@@ -30,12 +30,12 @@ def new_head(model: Any, layers: int = 3, how: str | None = None) -> MRPHead:
     Args:
         model: The model.
         layers: Decoder layers of the head (published: 3).
-        how: `identity`: matrices from a normal distribution with the backbone's std, under a last
-            norm of weight zero, so that the head adds nothing. `backbone`: the layers are copies of
-            the backbone's last ones and read the hidden states h_A through an identity, under the
-            same norm. `published`: as in the published recipe, with std 0.2 and norms one; such a
-            head adds noise until it is trained. None: `backbone`, or `identity` if the backbone's
-            layers cannot be copied.
+        how: `identity`: matrices are drawn from a normal distribution with the backbone's std, and
+            the last norm has weight zero, so that the head adds nothing. `backbone`: the layers are
+            copies of the backbone's last layers, they read the hidden states h_A through an
+            identity, and the last norm is the same. `published`: as in the published recipe, with
+            std 0.2 and norms one; such a head adds noise until it is trained. None: `backbone`, or
+            `identity` if the backbone's layers cannot be copied.
 
     Raises:
         ValueError: if `layers` is not a positive int, `how` is something else, or `backbone` cannot
@@ -68,8 +68,8 @@ def new_head(model: Any, layers: int = 3, how: str | None = None) -> MRPHead:
 
 
 def _copying_problem(head: MRPHead, layers: list[nn.Module]) -> str | None:
-    """Say why a head cannot have copies of a backbone's last layers, and the remedy; None if it
-    can."""
+    """Explain why a head cannot have copies of a backbone's last layers, with the remedy; None if
+    it can."""
     depth = len(head.layers)
     if depth > len(layers):
         return f"the head has {depth} layers and the backbone {len(layers)}: use fewer head_layers"
@@ -90,7 +90,7 @@ def _copying_problem(head: MRPHead, layers: list[nn.Module]) -> str | None:
 
 
 def _copy_last_layers(head: MRPHead, layers: list[nn.Module]) -> None:
-    """Make a head read h_A through an identity, by copies of a backbone's last layers."""
+    """Copy a backbone's last layers into a head, and make the head read h_A through an identity."""
     hidden = head.eh_proj.out_features
     head.eh_proj.weight.zero_()
     head.eh_proj.weight[:, hidden:].fill_diagonal_(1.0)

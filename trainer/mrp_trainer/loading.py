@@ -1,4 +1,4 @@
-"""Loading of models and tokenizers for the commands, without running any code of a repository."""
+"""Loading of models and tokenizers for the commands, without running any code from a repository."""
 
 import os
 from contextlib import suppress
@@ -23,13 +23,14 @@ def load_tokenizer(
     """Load the tokenizer of a folder, or of a Hub id and its revision; `ValueError` if it cannot be
     loaded."""
     source = resolve_source(source)
-    config = MRPConfig()  # else transformers would read the checkpoint's, which it may not know
+    # otherwise transformers would read the checkpoint's config, whose type it may not know
+    config = MRPConfig()
     hub_options: dict[str, Any] = {"revision": revision, "local_files_only": local_files_only}
     try:
         return AutoTokenizer.from_pretrained(
             source, config=config, trust_remote_code=False, **hub_options
         )
-    except Exception as error:  # libraries that check little raise anything for damaged files
+    except Exception as error:  # libraries that check little may raise any error for damaged files
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         remedy = "check the name, save one in the folder, or name another with --tokenizer"
         raise ValueError(
@@ -44,7 +45,8 @@ def tokenizer_of(options: Any) -> PreTrainedTokenizerBase:
         options: An object with the attributes `model`, `tokenizer` and `revision`.
 
     Raises:
-        OSError: if there is no such model, which else would be told as a fault of its tokenizer.
+        OSError: if the model does not exist; otherwise the error would be reported as one of its
+            tokenizer.
         ValueError: if the tokenizer cannot be loaded.
     """
     base, revision, _ = _base_and_adapter(options.model, options.revision)
@@ -58,7 +60,7 @@ def load_config(source: str, revision: str | None = None) -> MRPConfig:
     """Load only the config of the model that `load_model` loads from `source`; errors are those of
     `load_model`."""
     base, revision, _ = _base_and_adapter(source, revision)
-    stored_json(base, revision=revision)  # transformers' own error does not say what it looked for
+    stored_json(base, revision=revision)  # transformers' own error does not name the missing file
     return MRPConfig.from_pretrained(base, revision=revision or "main")
 
 
@@ -81,19 +83,19 @@ def load_model(
     """Load an `MRPForCausalLM` in evaluation mode.
 
     Args:
-        source: A folder or a Hub id, of any kind that `MRPForCausalLM.from_pretrained` takes, or of
-            a peft adapter, which is loaded with its base.
+        source: A folder or a Hub id of any checkpoint that `MRPForCausalLM.from_pretrained` takes,
+            or of a peft adapter, which is loaded with its base.
         dtype: Dtype of the weights; that of the checkpoint if None.
-        device: None stands for the first GPU of any maker, or the CPU.
+        device: The device; None selects the first GPU of any maker, or else the CPU.
         revision: Commit, branch or tag of a Hub id.
         backbone: A folder or a Hub id of the backbone, in place of the one that a head or an
             adapter names.
 
     Raises:
-        ValueError: if checkpoint or adapter is damaged or of another kind, an adapter on the Hub
-            has its base elsewhere, or there is no such device, or the dtype is float64 on an Apple
-            GPU, which has none.
-        OSError: if there is no such folder or repository.
+        ValueError: if the checkpoint or the adapter is damaged or of another kind, if the base of
+            an adapter on the Hub is not on the Hub, if the device does not exist, or if the dtype
+            is float64 on an Apple GPU, which does not support it.
+        OSError: if the folder or repository does not exist.
     """
     if (
         dtype == "float64"
@@ -130,13 +132,14 @@ def default_device() -> torch.device:
 
 
 def checked_device(name: str | None) -> torch.device:
-    """Return a device that exists: for None the first GPU of any maker, or the CPU; `ValueError`
-    for one that is not here."""
+    """Return a device after checking that it exists; None selects the first GPU of any maker, or
+    else the CPU. `ValueError` for a device that does not exist."""
     if name is None:
         return default_device()
     try:
         device = torch.device(name)
-        torch.zeros(1, device=device).item()  # from the device meta nothing is read
+        # nothing can be read from the device meta, so it fails here
+        torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
@@ -148,13 +151,13 @@ def checked_device(name: str | None) -> torch.device:
 def _base_and_adapter(
     source: str, revision: str | None = None, backbone: str | None = None
 ) -> tuple[str, str | None, str | None]:
-    """Return the source of the model, its revision, and the source of the adapter on it or None. A
-    folder that holds both is loaded as a model; `backbone` replaces the model that an adapter
-    names."""
+    """Return the source of the model, its revision, and the source of the adapter on the model or
+    None. A folder that holds both is loaded as a model; `backbone` replaces the model that an
+    adapter names."""
     source = resolve_source(source)
     adapter_config = None
     if not (Path(source) / "config.json").is_file():
-        # the error is raised when the model's config is not found either
+        # if the model's config is missing too, loading it raises the error
         with suppress(OSError, ValueError):
             adapter_config = find_adapter_config_file(source, revision=revision)
     if adapter_config is None:

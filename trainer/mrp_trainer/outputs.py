@@ -1,8 +1,8 @@
-"""Outputs of commands: nothing is overwritten or removed that the command did not write itself.
+"""Outputs of commands. A command overwrites and removes only what it has written itself.
 
-A file is written whole or not at all, in place of nothing, of the same content, or of what is
-recognised as an earlier output. A folder is written to if it was empty or missing, or carries a
-*listing*: a file that names what was written there, and so what may be removed again.
+A file is written completely or not at all. It may replace a file of the same content, or one that
+is recognised as an earlier output. A folder is written to if it was empty or missing, or has a
+*listing*: a file that names what was written there, and therefore what may be removed again.
 """
 
 import errno
@@ -16,9 +16,7 @@ from safetensors import SafetensorError
 
 LISTING = ".mrp-files"
 _HEADING = "# What mrp wrote into this folder, and may remove from it."
-_SAVING = (
-    ".saving"  # in a folder, where results are written before they take the places of earlier ones
-)
+_SAVING = ".saving"  # a folder in which results are written before they replace earlier ones
 _WRITABLE = 0o222
 # Messages for a full disk in errors of safetensors and torch.save, which are not OSErrors.
 _FULL_DISK_SIGNS = (
@@ -30,8 +28,8 @@ _FULL_DISK_SIGNS = (
 
 
 def check_output(path: Path | str) -> None:
-    """Raise `ValueError` if no file can be written at `path`: a folder or a read-only file is
-    there, or no folder above."""
+    """Raise `ValueError` if no file can be written at `path`: the path is a folder or a read-only
+    file, or its nearest existing parent is a file or a read-only folder."""
     path = Path(path)
     if path.is_dir():
         raise ValueError(f"{path} is a folder: name a file")
@@ -47,18 +45,19 @@ def write_output(
     overwrite: bool = False,
     is_own: Callable[[bytes], bool] = lambda _: False,
 ) -> None:
-    """Write a command's output file, and the folders above it; a symbolic link is followed.
+    """Write a command's output file, creating the folders above it; a symbolic link is followed.
 
     Args:
         path: The file.
-        content: All of it; a text is written in UTF-8.
-        overwrite: Whether any file there is replaced.
-        is_own: Tells by its content if a file is an output of the command that nobody has changed
-            since, and so is replaced.
+        content: The complete content; a text is written in UTF-8.
+        overwrite: Whether any existing file is replaced.
+        is_own: Tells from the content of an existing file if it is an unchanged output of the
+            command, which is then replaced.
 
     Raises:
-        ValueError: if `check_output` does, or another file is there; that file is left as it is.
-        OSError: if it cannot be written, such as on a full disk; what was there is left as it was.
+        ValueError: as from `check_output`, or if another file exists; that file is left unchanged.
+        OSError: if the file cannot be written, such as on a full disk; an existing file is left
+            unchanged.
     """
     check_output(path)
     path = Path(path)
@@ -82,7 +81,7 @@ def write_output(
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file of this content, whole: if that fails, what was there stays."""
+    """Write a file with this content, completely: if writing fails, the existing file stays."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with partial.open("wb") as file:
@@ -105,13 +104,12 @@ class OwnFolder:
 
     @property
     def claimed(self) -> bool:
-        """Whether the folder carries a listing."""
+        """Whether the folder has a listing."""
         return self.listing.is_file()
 
     def check(self) -> None:
-        """Raise `ValueError` if the folder may not be written to: it holds something and has no
-        listing, it is read-only, a file is in its place or above it, or a symbolic link leads
-        nowhere."""
+        """Raise `ValueError` if the folder may not be written to: it has content but no listing, it
+        is read-only, its path or a parent is a file, or a symbolic link leads nowhere."""
         if not self.path.is_dir():
             if self.path.exists() or self.path.is_symlink():
                 raise ValueError(
@@ -134,7 +132,8 @@ class OwnFolder:
             raise ValueError(f"{self.path} is read-only: name another folder")
 
     def names(self) -> list[str]:
-        """Read the paths in the listing, relative to the folder; skip lines that lead out of it."""
+        """Read the paths in the listing, relative to the folder; skip lines that lead out of the
+        folder."""
         if not self.claimed:
             return []
         names = []
@@ -157,8 +156,8 @@ class OwnFolder:
             )
 
     def claim(self, *names: str) -> None:
-        """Make the folder if it is missing, and add paths to its listing, before they are written;
-        `ValueError` as `check`."""
+        """Create the folder if it is missing, and add paths to its listing before they are written;
+        `ValueError` as from `check`."""
         self.check()
         self.path.mkdir(parents=True, exist_ok=True)
         listed = self.names()
@@ -166,8 +165,8 @@ class OwnFolder:
             self._list([*listed, *names])
 
     def remove(self, *names: str) -> None:
-        """Remove listed files and folders; others are left as they are. Of a symbolic link only the
-        link is removed."""
+        """Remove listed files and folders; leave others unchanged. Of a symbolic link, remove only
+        the link."""
         listed = self.names()
         for name in set(names) & set(listed):
             path = self.path / name
@@ -179,7 +178,7 @@ class OwnFolder:
             self._list([name for name in listed if name not in names])
 
     def give_up(self) -> None:
-        """Remove all that is listed, the listing, and the folder if it is empty then."""
+        """Remove everything that is listed, the listing, and then the folder if it is empty."""
         self.remove(*self.names())
         self.listing.unlink(missing_ok=True)
         if not any(self.path.iterdir()):
@@ -187,8 +186,8 @@ class OwnFolder:
 
     @contextmanager
     def saving(self) -> Iterator[Path]:
-        """Yield a folder for results, which replace those of earlier runs when the context ends; at
-        an error, none does."""
+        """Yield a folder for results. When the context ends, they replace the results of earlier
+        runs; after an error, nothing is replaced."""
         partial = self.path / _SAVING
         self.claim(_SAVING)
         shutil.rmtree(partial, ignore_errors=True)
@@ -221,8 +220,8 @@ class OwnFolder:
 
 
 def _check_above(path: Path) -> None:
-    """Raise `ValueError` if a file, or a folder that is read-only, is where the folder of a path
-    should be."""
+    """Raise `ValueError` if the nearest existing parent of a path is a file or a read-only
+    folder."""
     above = next(parent for parent in Path(os.path.abspath(path)).parents if parent.exists())
     if not above.is_dir():
         raise ValueError(f"{path}: {above} is a file, and not a folder: name another")

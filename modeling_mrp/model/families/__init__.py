@@ -1,2 +1,2 @@
-"""Families of backbones, a file each: how published configs are read, which layers are used, how
+"""Families of backbones, one file each: how published configs are read, which layers are used, how
 tensors are converted."""

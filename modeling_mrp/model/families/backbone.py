@@ -1,5 +1,5 @@
 """The base class of backbones with other layers than Qwen3's; each family is a subclass that sets
-what differs."""
+the differences."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -21,8 +21,8 @@ class FamilyBackbone(MRPBackbone):
     `head_dim` to the cache.
 
     Attributes:
-        unsaid: Fields that its published configs leave out, with their values.
-        renamed: Names of fields in its published configs, mapped to their names here.
+        unsaid: Fields that published configs of the family leave out, with their values.
+        renamed: Names of fields in published configs of the family, mapped to their names here.
         conversions: transformers' conversions of published tensors into the model's.
     """
 
@@ -35,10 +35,10 @@ class FamilyBackbone(MRPBackbone):
     conversions: ClassVar[Sequence[Any]] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Register the family, and tell transformers its tensor conversions, unsplittable modules
+        """Register the family, and give transformers its tensor conversions, unsplittable modules
         and recordable outputs."""
         super().__init_subclass__(**kwargs)
-        if "family" not in vars(cls):  # such as the class that FSDP makes of a family's
+        if "family" not in vars(cls):  # such as the subclass that FSDP makes
             return
         FAMILIES[cls.family] = cls
         cls.published = {"model_type": cls.family, **vars(cls).get("published", {})}
@@ -75,8 +75,8 @@ class FamilyBackbone(MRPBackbone):
         self.post_init()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run `MRPBackbone.forward`; in float64 loop over experts, since torch's grouped products
-        lack that dtype."""
+        """Run `MRPBackbone.forward`; in float64, loop over the experts, since torch's grouped
+        products do not support that dtype."""
         if (
             "num_experts" in self.fields
             and self.dtype == torch.float64
@@ -87,7 +87,7 @@ class FamilyBackbone(MRPBackbone):
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        # which are no layers of torch
+        # which are not layers of torch
         if "Experts" in type(module).__name__ or "Router" in type(module).__name__:
             for weight in module.parameters(recurse=False):
                 init.normal_(weight, mean=0.0, std=self.config.initializer_range)

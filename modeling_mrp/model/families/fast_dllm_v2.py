@@ -2,8 +2,8 @@
 autoregressive models.
 
 The hidden state at position i predicts the token at i + 1. So a block's first token is predicted by
-the last hidden state of the block before, once that block is clean, which does not see the token's
-own block.
+the last hidden state of the previous block, once that block is clean; this hidden state does not
+see the token's own block.
 """
 
 from transformers.models.qwen2.modeling_qwen2 import (

@@ -2,8 +2,8 @@
 other names.
 
 256 experts, chosen among the best groups of experts by a sigmoid router with a correction bias; one
-shared expert; rotary embedding of a part of each head. Checkpoints hold queries', keys' and values'
-projections in one matrix, but each expert apart.
+shared expert; rotary embedding of a part of each head. Checkpoints hold the projections of queries,
+keys and values in one matrix, but each expert's matrices separately.
 """
 
 import re
@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from .backbone import FamilyBackbone
 
-# Fields of published configs that choose between variants of a part, with the one value supported
+# Fields of published configs that choose between variants of a part, with the only value supported
 # here.
 _FIXED = {
     "use_bias": False,
@@ -28,7 +28,7 @@ _FIXED = {
     "moe_router_enable_expert_bias": True,
     "use_sliding_window": False,
 }
-# Published names of modules, and those of transformers' layers.
+# Published names of modules, with the names in transformers' layers.
 _NAMES = {
     "word_embeddings": "embed_tokens",
     "attention.query_layernorm": "self_attn.q_norm",

@@ -1,5 +1,5 @@
-"""SDAR's backbone (`sdar`): Qwen3 under a mask that callers pass; the base class of all families,
-and their registry."""
+"""SDAR's backbone (`sdar`): Qwen3 under a mask that callers pass. It is the base class of all
+families, and holds their registry."""
 
 from importlib import import_module
 from pathlib import Path
@@ -15,8 +15,8 @@ FAMILIES: dict[str, Any] = {}  # classes of backbones, which register themselves
 
 
 class MRPBackbone(Qwen3Model):
-    """The backbone of dense SDAR: transformers' `Qwen3Model`, but callers must pass the mask, as
-    the default one is causal.
+    """The backbone of dense SDAR: transformers' `Qwen3Model`, except that callers must pass the
+    mask, as the default mask is causal.
 
     Attributes:
         family: The family's name, the value of `MRPConfig.family`.
@@ -49,9 +49,9 @@ class MRPBackbone(Qwen3Model):
 
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
         """Move or cast as torch does (`to`, `half`, ...), but keep the dtype of the rotary
-        frequencies, as loading does: rounded to bfloat16 they turn queries of late positions by
-        wrong angles. Where `to_empty` gives memory to a model of the meta device, they are computed
-        anew, since no checkpoint holds them."""
+        frequencies, as loading does: rounded to bfloat16, they would turn queries of late positions
+        by wrong angles. When `to_empty` moves a model off the meta device, the frequencies are
+        computed again, since no checkpoint holds them."""
         rotary: Any = self.rotary_emb
         originals = dict(rotary.named_buffers())
         super()._apply(fn, *args, **kwargs)
@@ -67,7 +67,7 @@ class MRPBackbone(Qwen3Model):
         return self
 
     def forward(self, *args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
-        """Run `Qwen3Model.forward`; `ValueError` if the mask is no dictionary, as when a trainer
+        """Run `Qwen3Model.forward`; `ValueError` if the mask is not a dictionary, as when a trainer
         computes a next-token loss."""
         if not isinstance(attention_mask, dict):
             raise ValueError(
@@ -83,18 +83,18 @@ FAMILIES[DENSE] = MRPBackbone
 
 
 def untie(parent: Any, name: str, layer: Any) -> None:
-    """Untie an `lm_head` or `embed_tokens` that peft replaces by an adapter: give it a copy of the
-    shared weight.
+    """Untie an `lm_head` or `embed_tokens` module to which peft adds an adapter: give the module a
+    copy of the shared weight.
 
-    Merged into the weight that both share, an adapter of the one would change the other. Until
-    then the copy changes no result. Where peft gives both the same rows or the same copy
+    An adapter of one module, merged into the shared weight, would change the other module. The copy
+    itself changes no result. If peft gives both modules the same rows or the same copy
     (`ensure_weight_tying`), they stay tied.
     """
     config: Any = getattr(parent, "config", None)
     if name not in ("lm_head", "embed_tokens"):
         return
     rows = getattr(layer, "token_adapter", None)
-    # peft ties lm_head's to the embedding's
+    # peft ties the adapter of lm_head to that of the embedding
     if rows is not None and (name == "embed_tokens" or rows.tied_adapter is not None):
         return
     if name == "lm_head" and (copies := getattr(layer, "modules_to_save", None)) is not None:
@@ -121,7 +121,7 @@ def families() -> dict[str, Any]:
 
 
 def backbone_of(name: str) -> Any:
-    """Find the backbone class of a family; `ValueError` if there is none of that name."""
+    """Find the backbone class of a family; `ValueError` for an unknown name."""
     if not isinstance(name, str) or (name not in FAMILIES and name not in families()):
         raise ValueError(
             f"family is {name!r}: the families here are {', '.join(sorted(FAMILIES))}. The code of "

@@ -1,5 +1,5 @@
 """SDAR-30B-A3B (`sdar_moe`): Qwen3-MoE layers (SDAR, arXiv 2510.06303). Checkpoints hold each
-expert's matrices apart."""
+expert's matrices separately."""
 
 from typing import Any, ClassVar
 

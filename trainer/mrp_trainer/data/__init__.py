@@ -1,2 +1,2 @@
-"""Training data: users' records, synthetic problems, and the samples of token ids that are made of
-them."""
+"""Training data: users' records, synthetic problems, and the samples of token ids that are made
+from them."""

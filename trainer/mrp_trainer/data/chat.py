@@ -1,5 +1,5 @@
-"""Encoding of records, such as chats, as training samples: token ids, and which of them are learned
-(have a loss)."""
+"""Encoding of records, such as chats, as training samples: token ids, and a mark for each *learned*
+token (a token with a loss)."""
 
 import inspect
 import re
@@ -20,7 +20,7 @@ logger = logging.get_logger(__name__)
 
 Segment = tuple[str, bool]  # part of a text, and whether its tokens are learned
 Span = tuple[int, int]  # begin and end of a part of a text
-# What a template writes within is the assistant's.
+# Marks the text of the assistant in a template.
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _RENDER_OPTIONS = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
 
@@ -30,18 +30,18 @@ class RecordEncoder:
     """An encoder of records into training samples of whole blocks.
 
     In a chat the learned tokens are those of all assistant turns that the record does not exclude,
-    each with the token that ends it. A template that marks what the assistant writes by
-    `{% generation %}` says which these are. Most published ones do not, so a turn is found by
-    rendering the conversation up to it: this works with any chat template that renders earlier
-    turns the same whatever follows.
+    each with the token that ends it. Some templates mark these turns by `{% generation %}`. Most
+    published templates do not, so a turn is found by rendering the conversation up to the turn:
+    this works with any chat template that renders earlier turns independently of later ones.
 
     Args:
         max_length: The most tokens of a sample; longer ones are cut to whole blocks. `ValueError`
             if it is less than a block.
         mask_token_id: Id of the model's mask token, which clean text must not hold.
-        end_token_ids: Ids that end a turn; the first is appended to a text without one at its end.
-            By default the tokenizer's eos token; better, a model's
-            `generation_config.eos_token_id`. `ValueError` without an end token or a pad token.
+        end_token_ids: Ids that end a turn; the first is appended to a text that does not end with
+            one of them. The default is the tokenizer's eos token; a model's
+            `generation_config.eos_token_id` is better. `ValueError` without an end token or a pad
+            token.
         vocab_size: Number of ids that a trajectory may hold; the tokenizer's size if None.
         last_turn_only: Whether only the last learned turn of a chat is learned.
         digest: Digest (`train.inputs.digest`) of the backbone in training, compared with that of
@@ -97,9 +97,8 @@ class RecordEncoder:
         """Make the sample of a record, with index 0; return None if no learned token lies within
         `max_length`.
 
-        The sample of a text that was cut has `length` None. `FieldError` if the record is malformed
-        or holds the mask token, or if assistant turns cannot be found in what the chat template
-        renders.
+        The sample of a shortened text has `length` None. `FieldError` if the record is malformed or
+        holds the mask token, or if assistant turns cannot be found in the rendered chat.
         """
         record = parse(row)
         ended = True
@@ -120,7 +119,7 @@ class RecordEncoder:
 
     @cached_property
     def _end_tokens(self) -> list[str]:
-        """List the texts of those end tokens that are added tokens, which a tokenizer encodes alike
+        """List the texts of the end tokens that are added tokens, which a tokenizer encodes alike
         in every context."""
         added = self.tokenizer.added_tokens_decoder
         return [added[token].content for token in self.end_token_ids if token in added]
@@ -187,8 +186,8 @@ class RecordEncoder:
         return ids, learned
 
     def _segments(self, record: Chat) -> list[Segment]:
-        """Cut a chat's text into learned turns and what lies between; each is tokenized alone, as a
-        prompt is in decoding."""
+        """Cut a chat's text into learned turns and the parts between them; each is tokenized alone,
+        as a prompt is in decoding."""
         for index in record.learned:
             for token in self._end_tokens:
                 if token in (record.messages[index].get("content") or ""):
@@ -208,14 +207,14 @@ class RecordEncoder:
         return segments
 
     def _learned_spans(self, record: Chat, text: str) -> list[Span]:
-        """Find what is learned of a chat's text, in order: as the template marks it, else by turns;
-        `FieldError` where turns cannot be told apart."""
+        """Find the learned spans of a chat's text, in order: those that the template marks,
+        otherwise the turns; `FieldError` if turns cannot be told apart."""
         turns = []
         for index, message in enumerate(record.messages):
             if message["role"] == "assistant":
                 turns.append(index)
         marked = self._marked_spans(record, text)
-        if len(marked) == len(turns):  # else a turn has several, or none
+        if len(marked) == len(turns):  # otherwise some turn has several marked spans, or none
             by_turn = dict(zip(turns, marked, strict=True))
             return [by_turn[index] for index in record.learned]
         if marked and len(record.learned) == len(turns):
@@ -234,8 +233,8 @@ class RecordEncoder:
         return spans
 
     def _marked_spans(self, record: Chat, text: str) -> list[Span]:
-        """List what the template marks as the assistant's, each with an end token that follows;
-        nothing without such marks."""
+        """List the spans that the template marks as the assistant's, each with an end token that
+        follows it; empty without such marks."""
         template = self.tokenizer.get_chat_template(tools=record.tools)
         if not _GENERATION.search(template):
             return []
@@ -257,8 +256,8 @@ class RecordEncoder:
         return spans
 
     def _span(self, record: Chat, index: int, text: str) -> Span | None:
-        """Find an assistant turn in the whole text; return its begin and its end behind the end
-        token, or None if not found."""
+        """Find an assistant turn in the whole text; return the positions of its beginning and of
+        its end, after the end token, or None if it is not found."""
         prefix = self._render(record, index, add_generation_prompt=True)
         rendered = text
         if index < len(record.messages) - 1:
@@ -279,7 +278,7 @@ class RecordEncoder:
         return (begin, len(rendered)) if text.startswith(rendered) else None
 
     def _render(self, record: Chat, count: int, **options: Any) -> str:
-        """Render the first `count` messages of a chat by the tokenizer's template."""
+        """Render the first `count` messages of a chat with the tokenizer's template."""
         if reserved := sorted(_RENDER_OPTIONS & record.variables.keys()):
             raise FieldError(
                 "chat_template_kwargs",
@@ -298,7 +297,7 @@ class RecordEncoder:
 
 
 def _names(entries: Sequence[Mapping[str, Any]] | None) -> Iterator[str]:
-    """Yield the names of tools or of calls of them, in OpenAI's form or without `function`."""
+    """Yield the names of tools or tool calls, given in OpenAI's form or without `function`."""
     for entry in entries or ():
         function = entry.get("function", entry)
         name = function.get("name") if isinstance(function, Mapping) else None
@@ -307,7 +306,8 @@ def _names(entries: Sequence[Mapping[str, Any]] | None) -> Iterator[str]:
 
 
 def _check_rendered(field_name: str, names: Iterator[str], text: str) -> None:
-    """Raise `FieldError` for a name that a text lacks: some templates leave tools out."""
+    """Raise `FieldError` for the name of a tool that is missing in a rendered text: some templates
+    leave tools out."""
     for name in names:
         if name not in text:
             raise FieldError(

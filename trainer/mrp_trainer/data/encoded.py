@@ -1,7 +1,7 @@
 """Samples of large data, encoded by several processes and kept in the cache of `datasets`.
 
-The cache is read from disk as it is needed, by all processes of a machine, and again by a later run
-with the same data, tokenizer and options. Small data are encoded in memory, without it.
+All processes of a machine read the cache from disk as needed, and so does a later run with the same
+data, tokenizer and options. Small data are encoded in memory, without the cache.
 """
 
 import hashlib
@@ -22,14 +22,14 @@ from .fields import FieldError
 from .samples import Sample
 from .sources import JsonFile, Problems, Source, TableRows, outcomes
 
-_LARGE_BYTES, _LARGE_ROWS = 8 << 20, 20_000  # of a file, and of a table
+_LARGE_BYTES, _LARGE_ROWS = 8 << 20, 20_000  # from these sizes on, a file or a table is large
 _SHARD_BYTES, _SHARD_ROWS = 4 << 20, 10_000
 _MAX_PROCESSES = 16
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A part of a table: its rows, the number of the first one, and how often each is taken."""
+    """A part of a table: its rows, the number of the first row, and how often each row is used."""
 
     name: str
     rows: Any
@@ -38,14 +38,14 @@ class Shard:
 
 
 class EncodedSamples(Sequence[Sample]):
-    """Samples in a table of `datasets`; each is read when it is asked for.
+    """Samples in a table of `datasets`; each is read from disk when it is needed.
 
     Attributes:
-        tokens: [n] int, the tokens of each sample.
-        learned: [n] int, those that are learned.
-        blocks: [n] int, the blocks with learned tokens.
-        uncut: [n] bool, whether a sample has its end.
-        prompted: [n] bool, whether it begins with a prompt.
+        tokens: [n] int, the number of tokens of each sample.
+        learned: [n] int, the number of its learned tokens.
+        blocks: [n] int, the number of its blocks with learned tokens.
+        uncut: [n] bool, whether the end of its text was kept.
+        prompted: [n] bool, whether the sample begins with a prompt.
     """
 
     def __init__(self, table: Any) -> None:
@@ -56,7 +56,8 @@ class EncodedSamples(Sequence[Sample]):
             for name in ("tokens", "learned", "blocks", "cut", "prompted")
         )
         self.uncut = ~cut
-        self._table = table.with_format("arrow")  # numpy's costs ten times as much a sample
+        # the format numpy costs ten times as much per sample
+        self._table = table.with_format("arrow")
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -79,12 +80,12 @@ class EncodedSamples(Sequence[Sample]):
 def encode_large(
     source: Source, encoder: RecordEncoder, processes: int | None, skip: bool
 ) -> tuple[EncodedSamples, int] | None:
-    """Encode a source through the cache of `datasets`, by up to `processes` (by default all CPUs,
-    up to 16); return the samples, and the number of well-formed records. None for a small source,
-    for records in memory, and without `datasets`.
+    """Encode a source through the cache of `datasets`, with up to `processes` processes (by default
+    one per CPU, up to 16). Return the samples, and the number of well-formed records; None for a
+    small source, for records in memory, and without `datasets`.
 
     Raises:
-        RecordError: as `checked` does.
+        RecordError: as from `checked`.
     """
     if not _is_large(source) or find_spec("datasets") is None:
         return None
@@ -126,7 +127,8 @@ def encode_large(
 
 
 def _is_large(source: Source) -> bool:
-    """Return whether some table is large, and all are files or tables that can be read again."""
+    """Return whether at least one table is large, and all tables are files or tables that can be
+    read again."""
     large = False
     for rows in source.tables.values():
         if isinstance(rows, JsonFile):
@@ -139,8 +141,8 @@ def _is_large(source: Source) -> bool:
 
 
 def _fingerprint(source: Source, encoder: RecordEncoder) -> str | None:
-    """Digest all that decides the samples: data, tokenizer, options and code; None for a tokenizer
-    without a backend that says what it is."""
+    """Compute a digest of everything that determines the samples: data, tokenizer, options and
+    code. None for a tokenizer without a backend that describes it."""
     tokenizer: Any = encoder.tokenizer
     if not hasattr(tokenizer, "backend_tokenizer"):
         return None
@@ -164,7 +166,7 @@ def _fingerprint(source: Source, encoder: RecordEncoder) -> str | None:
 
 @cache
 def _code_digest() -> str:
-    """Digest the code of this folder, which decides how records are read."""
+    """Compute a digest of the code in this folder, which determines how records are read."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
@@ -172,7 +174,7 @@ def _code_digest() -> str:
 
 
 def _shards_of(source: Source, name: str) -> list[Shard]:
-    """Divide a table for several processes: lines by bytes, and rows by number."""
+    """Divide a table among several processes: lines by bytes, and rows by number."""
     rows: Any = source.tables[name]
     weight = source.weights.get(name, 1.0)
     if isinstance(rows, JsonFile):
@@ -186,7 +188,7 @@ def _shards_of(source: Source, name: str) -> list[Shard]:
 
 
 def _encoded_rows(shards: list[Shard], encoder: RecordEncoder) -> Iterator[dict[str, Any]]:
-    """Yield a row for each record of some shards: its sample, or what is wrong with it."""
+    """Yield a row for each record of the given shards: its sample, or its error."""
     for shard in shards:
         for outcome in outcomes(shard.name, shard.rows, shard.first, shard.weight, encoder.sample):
             if isinstance(outcome.parsed, FieldError):

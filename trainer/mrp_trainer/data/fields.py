@@ -27,7 +27,7 @@ class RecordError(ValueError):
 
 
 def string(name: str, value: Any) -> str:
-    """Return a value that is a text; `FieldError` for any other."""
+    """Return a value that is a text; `FieldError` for any other value."""
     if not isinstance(value, str):
         raise FieldError(name, f"found {format_value(value)}: a string is needed")
     check_utf8(value, name)
@@ -35,12 +35,12 @@ def string(name: str, value: Any) -> str:
 
 
 def are_mappings(value: Any) -> bool:
-    """Return whether a value is a list of objects."""
+    """Return whether a value is a list of mappings."""
     return isinstance(value, list) and all(isinstance(item, Mapping) for item in value)
 
 
 def check_utf8(text: str, name: str | None = None) -> None:
-    """Raise `FieldError` for a text that UTF-8 cannot hold, as tokenizers cannot read it."""
+    """Raise `FieldError` for a text that UTF-8 cannot encode, since tokenizers cannot read it."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,5 +1,5 @@
-"""Layouts of records as people publish them, translated to the few that are parsed: a chat in
-`messages` and `tools`, `prompt` and `completion`, `text`, or what `mrp decode` writes.
+"""Published layouts of records, translated into the few layouts that are parsed: a chat in
+`messages` and `tools`, `prompt` and `completion`, `text`, or the output of `mrp decode`.
 
 - ShareGPT's `conversations` of `from` and `value`, and Alpaca's `instruction`, `input`, `output`
   and `history`, are `messages`; so are `question` or `query` and `answer` or `response`, `prompt`
@@ -23,7 +23,8 @@ HINT = (
 )
 _OURS = {"messages", "completion", "reveal_step"}
 _ANSWERS = ("output", "response", "answer")
-# Questions, and their answers; a `prompt` with an `answer` is judged by it, and is no chat.
+# Fields of questions and of their answers. A `prompt` with an `answer` is a problem to be judged,
+# and not a chat.
 _PAIRS = {
     "question": _ANSWERS,
     "query": _ANSWERS,
@@ -31,7 +32,7 @@ _PAIRS = {
     "input": ("output",),
 }
 _KEYS = {"from": "role", "value": "content"}
-# Names of roles in any case, and ours.
+# Names of roles, in lower case, with the names used here.
 _ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "model", "ai", "bot", "assistant"), "assistant"),
@@ -41,8 +42,8 @@ _CALL_ROLE = "function_call"  # an assistant's turn whose content is a call, as 
 
 
 def record_fields(row: Any, answered: bool = True) -> dict[str, Any]:
-    """Collect a row's fields that are not null, in a layout that is parsed; `FieldError` for values
-    that cannot be translated. Unless `answered`, the answer of a question is left out."""
+    """Collect the fields of a row that are not null, in a layout that is parsed; `FieldError` for
+    values that cannot be translated. Unless `answered`, the answer to a question is left out."""
     if not isinstance(row, Mapping):
         raise FieldError(None, f"found {format_value(row)}: a record is an object; {HINT}")
     fields = {str(name): value for name, value in row.items() if value is not None}
@@ -73,8 +74,8 @@ def record_fields(row: Any, answered: bool = True) -> dict[str, Any]:
 
 
 def _translated_messages(fields: dict[str, Any], answered: bool) -> list[Any] | None:
-    """Make the messages of a row in another layout, and drop the fields that they stand for; None
-    if the row is in no such layout."""
+    """Make the messages of a row in another layout, and remove the fields that the messages
+    replace; None if the row has no such layout."""
     answers = [name for name in _ANSWERS if name in fields]
     if "instruction" in fields and (answers or "text" not in fields):
         fields.pop("text", None)  # it repeats the other fields
@@ -92,8 +93,8 @@ def _translated_messages(fields: dict[str, Any], answered: bool) -> list[Any] | 
 
 
 def _pair(fields: dict[str, Any], question: str, answers: list[str], answered: bool) -> list[Any]:
-    """Make the messages of a question and its answer: earlier pairs (`history`), the question, for
-    an instruction with its `input`, and the answer, if there is one and it is asked for."""
+    """Make the messages of a question and its answer: earlier pairs (`history`), the question, with
+    the `input` of an instruction, and the answer, if there is one and it is wanted."""
     if len(answers) > 1:
         raise FieldError(
             None, f"found the fields {', '.join(answers)}, each an answer: leave one of them"
@@ -122,8 +123,8 @@ def _pair(fields: dict[str, Any], question: str, answers: list[str], answered: b
 
 
 def _message(message: Any, location: str) -> Any:
-    """Translate the names, roles, content and calls of a message; leave what is no object as it
-    is."""
+    """Translate the names, roles, content and calls of a message; return anything but an object
+    unchanged."""
     if not isinstance(message, Mapping):
         return message
     translated = {}
@@ -149,7 +150,7 @@ def _message(message: Any, location: str) -> Any:
 
 
 def _text_of(parts: list[Any], location: str) -> str:
-    """Join the parts of a content, which must be texts."""
+    """Join the parts of a message's content, which must be texts."""
     texts = []
     for number, part in enumerate(parts):
         if isinstance(part, Mapping) and part.get("type", "text") != "text":
@@ -163,8 +164,8 @@ def _text_of(parts: list[Any], location: str) -> str:
 
 
 def _call(call: Any) -> Any:
-    """Put a call into OpenAI's form, its arguments as an object if they are one in JSON: templates
-    would print a text in quotes."""
+    """Convert a tool call into OpenAI's form. Arguments that are the JSON of an object are parsed,
+    since templates would print a text in quotes."""
     if not isinstance(call, Mapping):
         return call
     function = call.get("function", call)
@@ -187,7 +188,7 @@ def _call(call: Any) -> Any:
 
 
 def _tools(tools: Any) -> Any:
-    """Read tools that are a text, or a list of texts."""
+    """Parse tools that are given as a text or a list of texts."""
     tools = _parsed("tools", tools)
     if isinstance(tools, list):
         return [_parsed(f"tools[{number}]", tool) for number, tool in enumerate(tools)]
@@ -195,7 +196,7 @@ def _tools(tools: Any) -> Any:
 
 
 def _parsed(location: str, value: Any) -> Any:
-    """Parse a value that is a text as JSON; `FieldError` if it is not JSON."""
+    """Parse as JSON a value that is a text; `FieldError` if it is not JSON."""
     if not isinstance(value, str):
         return value
     if not value.strip():

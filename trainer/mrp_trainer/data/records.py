@@ -1,8 +1,8 @@
-"""Records that users train on: their layouts, and errors that name what is wrong and where.
+"""Records that users train on: their layouts, and errors that give the reason and the place.
 
 A record is an object of one of four layouts: `messages`, a chat; `prompt` and `completion`, both
-texts or both lists of messages; `text`, which is learned as a whole; and what `mrp decode` writes,
-a text that a model wrote itself:
+texts or both lists of messages; `text`, which is learned as a whole; and the output of `mrp
+decode`, a text that a model wrote itself:
 
     {"ids": [5, 8, 2, 9, 1], "response_start": 2, "reveal_step": [1, 0, 2], "decoded_by": {"model":
     "org/name", ...}}
@@ -39,7 +39,7 @@ __all__ = [
     "parse_prompt",
 ]
 ROLES = ("system", "developer", "user", "assistant", "tool")
-_MAX_STEP = 2**31 - 1  # of a step, which samples hold in 32 bits
+_MAX_STEP = 2**31 - 1  # the largest step, since samples hold steps in 32 bits
 _FIELDS: tuple[set[str], ...] = ({"messages"}, {"prompt", "completion"}, {"text"}, {"reveal_step"})
 
 
@@ -71,8 +71,8 @@ class Text:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """A text that a model decoded, and the step that revealed each token; the fields are those that
-    `mrp decode` writes."""
+    """A text that a model decoded, with the step that revealed each token; the fields are those
+    that `mrp decode` writes."""
 
     ids: list[int]
     response_start: int
@@ -133,7 +133,8 @@ def parse_prompt(row: Any) -> Chat | Text:
 def _chat(
     messages: list[dict[str, Any]], learned: tuple[int, ...], fields: Mapping[str, Any]
 ) -> Chat:
-    """Make a chat of its checked messages, and of the tools and variables among a row's fields."""
+    """Make a chat from its checked messages, and from the tools and variables among a row's
+    fields."""
     tools = fields.get("tools")
     if tools is not None and not are_mappings(tools):
         raise FieldError(
@@ -149,7 +150,7 @@ def _chat(
 
 
 def _trajectory(fields: Mapping[str, Any]) -> Trajectory:
-    """Make a trajectory of a row's fields; `FieldError` unless each id of the response has a
+    """Make a trajectory from a row's fields; `FieldError` unless each id of the response has a
     step."""
     ids: Any = fields.get("ids")
     start: Any = fields.get("response_start")
@@ -184,8 +185,8 @@ def _is_int_list(value: Any) -> bool:
 
 
 def _messages(messages: Any) -> tuple[list[dict[str, Any]], list[bool]]:
-    """Check the messages of a conversation, prompt and completion joined; return them without
-    fields that are null and without marks, and whether each may be learned by its marks."""
+    """Check the messages of a conversation (prompt and completion joined). Return them without null
+    fields and without marks, and for each message whether its marks allow learning it."""
     if not isinstance(messages, list) or not messages:
         raise FieldError(
             "messages", f"found {format_value(messages)}: a list of messages is needed"
@@ -222,13 +223,13 @@ def _messages(messages: Any) -> tuple[list[dict[str, Any]], list[bool]]:
     for number, message in enumerate(checked):
         if message["role"] in ("user", "tool"):
             break
-        trains[number] = False  # it answers nothing
+        trains[number] = False  # a turn before the first user or tool message answers nothing
     return checked, trains
 
 
 def _take_marks(message: dict[str, Any], location: str) -> bool:
-    """Remove a message's marks of what is learned; return whether it may be, by them.
-    `FieldError` for a mark that cannot be honoured."""
+    """Remove from a message the marks that exclude it from learning; return whether they allow
+    learning it. `FieldError` for an unsupported mark."""
     is_learned = True
     for name, needed in (("weight", "0 or 1"), ("train", "true or false")):
         if name not in message:

@@ -1,4 +1,4 @@
-"""Training rows of one or several samples, in an order that depends on seed and epoch alone."""
+"""Training rows of one or several samples, in an order that depends only on seed and epoch."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -17,7 +17,8 @@ logger = logging.get_logger(__name__)
 
 _ORDER = 2 << 32  # keeps these draws apart from those of the noise, which use the same seed
 _WINDOW = 4096  # number of samples among which rows are packed
-_FIT_ROWS, _FIT_LENGTH = 256, 2048  # a fitted epoch has so many rows, unless rows would be longer
+# with `fit`, the least rows of an epoch, and the most tokens of a row of short samples
+_FIT_ROWS, _FIT_LENGTH = 256, 2048
 
 
 class RecordRows(Dataset[list[Sample]]):
@@ -25,22 +26,22 @@ class RecordRows(Dataset[list[Sample]]):
     several with at most the encoder's capacity of tokens.
 
     Every record is checked and encoded once; its ids stay in memory, five bytes a token, or for
-    large files and tables in the cache of `datasets` (`encode_large`). All epochs
-    have the same rows, and item i is a row of epoch `i // len`. With `shuffle` the order of rows
-    depends on seed and epoch; otherwise it is the order of records. A sample's `index` is epoch *
-    number of samples + its number.
+    large files and tables in the cache of `datasets` (`encode_large`). All epochs have the same
+    rows, and item i belongs to epoch `i // len`. With `shuffle` the order of rows depends on seed
+    and epoch; otherwise it is the order of records. A sample's `index` is epoch * number of samples
+    + its number.
 
-    With `fit` a row holds at most the tokens of the longest sample, or more of many short ones: up
-    to 2,048 where an epoch still has 256 rows.
+    With `fit` a row holds at most as many tokens as the longest sample, or up to 2,048 tokens of
+    short samples if an epoch then still has 256 rows.
 
-    With `skip_malformed` malformed records are left out, and named.
+    With `skip_malformed` malformed records are left out, and named in a warning.
 
-    `hold_back` samples that begin with a prompt, a tenth of all at most, are in no row, but in the
-    list `held_back`; the seed decides which.
+    `hold_back` samples that begin with a prompt, at most a tenth of all, are in the list
+    `held_back` instead of a row; the seed determines which ones.
 
     Raises:
-        RecordError: if records are malformed, or there is none.
-        ValueError: if every record was cut, or left out because its prompt alone fills
+        RecordError: if records are malformed, or there are none.
+        ValueError: if every record was shortened, or was left out because its prompt alone fills
             `max_length`.
     """
 
@@ -115,8 +116,8 @@ class RecordRows(Dataset[list[Sample]]):
             self._rows = list(np.arange(count)[:, None])
 
     def _choose_held_back(self, prompted: np.ndarray, count: int) -> np.ndarray:
-        """Choose up to `count` samples with prompts, a tenth of all at most; return their numbers,
-        ascending."""
+        """Choose up to `count` samples with prompts, at most a tenth of all; return their numbers
+        in ascending order."""
         numbers = np.flatnonzero(prompted)
         count = min(count, len(numbers), len(prompted) // 10)
         return np.sort(numbers[_order(len(numbers), self.seed, 0)[:count]])
@@ -142,13 +143,14 @@ class RecordRows(Dataset[list[Sample]]):
         return self._rows[row]
 
     def size(self, visit: int) -> tuple[int, int]:
-        """Return how many tokens item `visit` has, and how many are learned, without reading it."""
+        """Return the numbers of tokens and of learned tokens of item `visit`, without reading the
+        item."""
         numbers = self._samples_at(visit)
         return int(self._lengths[numbers].sum()), int(self._learned[numbers].sum())
 
     def widest(self) -> tuple[int, int]:
-        """Return the most blocks with learned tokens, and the most tokens, that a row has, without
-        reading any."""
+        """Return the largest numbers of blocks with learned tokens, and of tokens, in any row,
+        without reading rows."""
         blocks = max(int(self._blocks[numbers].sum()) for numbers in self._rows)
         return blocks, max(int(self._lengths[numbers].sum()) for numbers in self._rows)
 
@@ -158,16 +160,17 @@ def pack(lengths: np.ndarray, max_length: int) -> list[np.ndarray]:
     decreasing).
 
     Args:
-        lengths: [n] int64, the tokens of each sample, none above `max_length`.
-        max_length: Tokens per row, at most.
+        lengths: [n] int64, the number of tokens of each sample, at most `max_length`.
+        max_length: The most tokens of a row.
 
     Returns:
-        For each row the numbers of its samples, ascending; rows are sorted by their first sample.
+        For each row, the numbers of its samples in ascending order; rows are sorted by their first
+            sample.
     """
     room = np.full(len(lengths), max_length)
     rows: list[list[int]] = []
     for number in np.argsort(-lengths, kind="stable").tolist():
-        row = int(np.argmax(room[: len(rows) + 1] >= lengths[number]))  # the last one is empty
+        row = int(np.argmax(room[: len(rows) + 1] >= lengths[number]))  # the last row is empty
         if row == len(rows):
             rows.append([])
         room[row] -= lengths[number]

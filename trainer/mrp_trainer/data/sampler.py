@@ -17,15 +17,15 @@ class LengthBucketSampler(Sampler[int]):
     """A sampler that goes through the dataset in windows of 16 batches, and batches rows of similar
     length within a window.
 
-    Indices go on over epochs: row i is yielded as i, len + i, 2 * len + i and so on, so that its
-    samples have another index, and with it other noise, at every visit. The last step of an epoch
+    Indices continue over epochs: row i is yielded as i, len + i, 2 * len + i and so on, so that its
+    samples have another index, and therefore other noise, at every visit. The last step of an epoch
     is filled up with the first rows of the next one; accelerate would fill it with rows that depend
     on the number of processes. The order depends only on the window's number, so that a resumed run
     sees the same batches, and on `batch_size`, not on how a step is divided among processes and
     accumulation steps.
 
     Args:
-        dataset: A map-style dataset of rows; each is a sample, or several samples.
+        dataset: A map-style dataset of rows; each row is one sample, or several.
         batch_size: Rows of one step, over all processes and accumulation steps.
         epoch: A function that returns the epoch when an iteration begins: in a resumed run over
             several processes, accelerate's wrappers would not pass the epoch on.
@@ -55,7 +55,8 @@ class LengthBucketSampler(Sampler[int]):
     def _cost(self, visit: int) -> int:
         """Estimate the length of a row in a packed pass: its clean tokens, plus its response tokens
         twice."""
-        if isinstance(self.dataset, RecordRows):  # which a resumed run would read up to its step
+        # whose rows a resumed run would read up to its step
+        if isinstance(self.dataset, RecordRows):
             tokens, learned = self.dataset.size(visit)
             return tokens + 2 * learned
         return sum(
@@ -68,8 +69,9 @@ Row = Sample | Sequence[Sample]
 
 
 class PaddedRows(Dataset[Row]):
-    """A dataset padded with rows that have no loss, to a multiple of the rows that all processes
-    take at once: accelerate would repeat the first rows instead, which would then count twice."""
+    """A dataset padded with rows that have no loss, up to a multiple of the number of rows that all
+    processes take in one step. Otherwise accelerate would repeat the first rows, which would then
+    count twice."""
 
     def __init__(self, rows: Any, multiple: int) -> None:
         self.rows = rows

@@ -1,4 +1,5 @@
-"""Training samples: token ids in whole blocks, and which of them are learned (have a loss)."""
+"""Training samples: token ids in whole blocks, and a mark for each learned token (a token with a
+loss)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,11 +12,11 @@ class Sample:
     """A text as token ids, padded or cut to whole blocks.
 
     Attributes:
-        index: Number of the visit, another in every epoch; seed and index decide the noise.
+        index: Number of the visit, different in every epoch; seed and index determine the noise.
         ids: [tokens] int32, a whole number of blocks.
         response: [tokens] bool, whether a token is learned: assistant turns, and the padding after
             the end of the text.
-        length: Number of tokens before the padding; None for a text that was cut, as its end is
+        length: Number of tokens before the padding; None for a shortened text, whose end is
             missing.
         reveal_step: [tokens] int32, the decoding step that revealed each token, -1 in prompt and
             padding; None for other texts.
@@ -28,8 +29,8 @@ class Sample:
     reveal_step: np.ndarray | None = None
 
     def response_blocks(self, block_size: int) -> np.ndarray:
-        """Return the indices [n] of the blocks with learned tokens, which are those that noisy
-        copies repeat."""
+        """Return the indices [n] of the blocks with learned tokens, which are repeated in noisy
+        copies."""
         return np.flatnonzero(self.response.reshape(-1, block_size).any(1))
 
 
@@ -42,11 +43,11 @@ def make_sample(
     capacity: int,
     reveal_step: Sequence[int] | None = None,
 ) -> Sample | None:
-    """Make a text's sample, with index 0, from its ids [n], whether each is learned [n], and the
-    step that revealed it [n].
+    """Make the sample of a text, with index 0, from its ids [n], a mark for each learned id [n],
+    and the step that revealed each id [n].
 
-    The last block of a text that `ended` is filled with `pad_token_id`, which is learned, too. A
-    text without an end is cut to whole blocks, as the rest of its last block is unknown. A text
+    If the text has `ended`, its last block is filled up with `pad_token_id`, which is also learned.
+    A text without an end is cut to whole blocks, as the rest of its last block is unknown. A text
     longer than `capacity`, a number of tokens in whole blocks, is cut after the last block within
     capacity that has learned tokens; its sample has `length` None. Return None if no learned token
     is left.

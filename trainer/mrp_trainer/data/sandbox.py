@@ -10,9 +10,9 @@ defence, limits hold: 1 second of CPU time and 10 of wall clock, 256 MiB of memo
 socket opened, no byte written to a file, and (for users other than root) no process started. A
 program that is too slow, too big, or crashes its interpreter fails alone.
 
-It **can** use up its CPU time and memory, and return anything. Whoever finds a way through both the
-list and CPython acts as the user who runs the command: run weights that you do not trust as a user
-with nothing to lose. Needs a POSIX system.
+It **can** use up its CPU time and memory, and return anything. A program that gets past both the
+list and CPython acts as the user who runs the command, so run untrusted weights as a user with
+nothing to lose. The sandbox needs a POSIX system.
 """
 
 import ast
@@ -23,14 +23,14 @@ import subprocess
 import sys
 import tempfile
 
-# The parser imports unicodedata for names and escapes beyond ASCII, when no file can be opened any
-# more.
+# The parser needs unicodedata for names and escapes beyond ASCII. It is imported here, since later
+# no file can be opened.
 import unicodedata  # noqa: F401
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-_CPU_SECONDS, _SECONDS, _MEMORY, _ANSWER = 1, 10, 2**28, 2**20  # the last two in bytes
+_CPU_SECONDS, _SECONDS, _MEMORY, _ANSWER = 1, 10, 2**28, 2**20  # memory and answer in bytes
 
 _BUILTINS: dict[str, Callable[..., Any]] = {
     f.__name__: f for f in (sum, len, max, min, abs, sorted, list, int, bool)
@@ -74,7 +74,7 @@ _GRAMMAR = (
 
 
 def run_functions(programs: Sequence[tuple[str, Sequence[Any]]]) -> list[list[Any] | str]:
-    """Call functions that are given as source text, without letting them do harm.
+    """Call functions that are given as source text, without allowing them to do harm.
 
     A text is one function of one plain argument. Its body may hold assignments, ``for``, ``if``,
     ``return``, ``pass``, ``break`` and ``continue``; expressions are ``+ - * // %``, ``not and
@@ -86,7 +86,8 @@ def run_functions(programs: Sequence[tuple[str, Sequence[Any]]]) -> list[list[An
         programs: (text, arguments) of each program, the arguments as JSON has them.
 
     Returns:
-        For each program, a list with the result for each argument, or a text that says why it was
+        For each program, a list with the result for each argument, or a text with the reason why it
+            was
         refused or failed.
     """
     if not programs:
@@ -153,7 +154,8 @@ def _confine(writer: int) -> None:
             )
         ),
     ):
-        with suppress(ValueError):  # a lower limit is set already, or the system lacks this limit
+        # a lower limit is already set, or the system does not have this limit
+        with suppress(ValueError):
             resource.setrlimit(limit, (value, value))
 
 

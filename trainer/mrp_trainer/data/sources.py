@@ -19,15 +19,17 @@ from .records import FieldError, RecordError, parse_line
 
 logger = logging.get_logger(__name__)
 
-_MAX_PROBLEMS = 20  # malformed records that are named
+_MAX_PROBLEMS = 20  # number of malformed records that are named
 _GZIP = b"\x1f\x8b"
-_TABLES = {".parquet": "parquet", ".csv": "csv"}  # files that `datasets` reads, and its readers
+# suffixes of files that `datasets` reads, with its readers
+_TABLES = {".parquet": "parquet", ".csv": "csv"}
 
 
 @dataclass(frozen=True)
 class DataPath:
-    """Where records are: PATH, PATH:CONFIG for a configuration of a dataset, and either with
-    *WEIGHT. A weight of 2 takes each record twice, one of 0.5 about half of them."""
+    """The location of records: PATH, or PATH:CONFIG for a configuration of a dataset, optionally
+    followed by *WEIGHT. A weight of 2 uses each record twice, a weight of 0.5 uses about half of
+    the records."""
 
     path: str
     config: str | None = None
@@ -35,7 +37,8 @@ class DataPath:
 
     @classmethod
     def of(cls, text: str) -> "DataPath":
-        """Parse a path of data; a file or folder of that very name is taken as it is."""
+        """Parse a path of data; if a file or folder has exactly this name, the name is used as it
+        is."""
         if os.path.exists(text):
             return cls(text)
         path, weight = text, 1.0
@@ -56,8 +59,9 @@ class DataPath:
 
 @dataclass(frozen=True)
 class Source:
-    """Tables of records by the names that errors use; an item is a row, or a line of JSON as bytes,
-    skipped if blank. `weights` of tables other than 1 say how often each record is taken."""
+    """Tables of records, by the names that error messages use. An item is a row, or a line of JSON
+    as bytes, skipped if blank. `weights` holds the tables' weights other than 1: how often each
+    record is used."""
 
     tables: Mapping[str, Iterable[Any]]
     weights: Mapping[str, float] = field(default_factory=dict)
@@ -65,9 +69,9 @@ class Source:
 
 @dataclass(frozen=True)
 class JsonFile:
-    """A file of JSON, compressed by gzip or not: an object per line, or one array of objects.
-    Iteration yields lines as bytes, or the array's items; `FieldError` for an array that is not
-    JSON. With `begin` and `end` it is a part of a file of lines, in bytes."""
+    """A JSON file, optionally compressed by gzip: one object per line, or one array of objects.
+    Iteration yields lines as bytes, or the items of the array; `FieldError` for an array that is
+    not JSON. With `begin` and `end`, in bytes, it is a part of a file of lines."""
 
     path: str
     begin: int = 0
@@ -88,8 +92,8 @@ class JsonFile:
                 yield line
 
     def parts(self, size: int) -> Iterator[tuple["JsonFile", int]]:
-        """Divide a file of plain lines into parts of about `size` bytes; yield each with the number
-        of its first line, from 1 on. Others are one part."""
+        """Divide a file of plain lines into parts of about `size` bytes; yield each part with the
+        number of its first line, counted from 1. Any other file is a single part."""
         if self._kind() != "lines":
             yield self, 1
             return
@@ -107,7 +111,7 @@ class JsonFile:
             yield JsonFile(self.path, begin, position), first
 
     def _kind(self) -> str:
-        """Tell a file that is compressed, an array, and lines apart."""
+        """Return the kind of the file: compressed, an array, or lines."""
         with open(self.path, "rb") as file:
             if file.read(len(_GZIP)) == _GZIP:
                 return "gzip"
@@ -115,8 +119,8 @@ class JsonFile:
 
 
 def _begins_array(file: Any) -> bool:
-    """Return whether the first character of a file that is no blank begins an array; go back to
-    its begin."""
+    """Return whether the first non-blank character of a file begins an array; then go back to the
+    beginning of the file."""
     file.seek(0)
     first = b""
     for line in file:
@@ -128,13 +132,13 @@ def _begins_array(file: Any) -> bool:
 
 
 def json_lines(paths: Sequence[str]) -> Source:
-    """Make a source of files of JSON."""
+    """Make a source from JSON files."""
     return Source({path: JsonFile(path) for path in paths})
 
 
 def open_source(paths: Sequence[str], split: str = "train") -> Source:
-    """Open data as a source: files of JSON, parquet or CSV, and the `split` of datasets, each a
-    folder that `datasets` saved or can load, or an id on the Hub (see `DataPath`).
+    """Open data as a source: files of JSON, parquet or CSV, and the `split` of datasets. A dataset
+    is a folder that `datasets` saved or can load, or an id on the Hub (see `DataPath`).
 
     Raises:
         RecordError: if a path is missing or cannot be read.
@@ -165,8 +169,8 @@ def open_source(paths: Sequence[str], split: str = "train") -> Source:
 
 def source_of(dataset: Any, name: str) -> Source | None:
     """Make the source of a dataset: a `datasets.Dataset`, a list of records or another map-style
-    dataset of mappings, a path that `open_source` takes, or a source. Errors call the dataset
-    `name`.
+    dataset of mappings, a path that `open_source` takes, or a source. Error messages call the
+    dataset `name`.
 
     Returns None if the first item is not a mapping. `ValueError` if the dataset has no length,
     `RecordError` if a path cannot be read.
@@ -188,8 +192,8 @@ def source_of(dataset: Any, name: str) -> Source | None:
 
 @dataclass(frozen=True)
 class TableRows:
-    """The rows of a `datasets.Dataset` without nulls, with which a table fills what is missing in a
-    row, also in the arguments of a tool call: templates would print them."""
+    """The rows of a `datasets.Dataset` without nulls. A table fills missing fields of a row with
+    null, also in the arguments of a tool call, and templates would print them."""
 
     table: Any
 
@@ -208,11 +212,11 @@ def _without_nulls(value: Any) -> Any:
 
 
 class Problems:
-    """Malformed records of a source. Without `skip` the first 20 are raised together; with it all
-    are counted, and the first 20 named in a warning.
+    """The malformed records of a source. Without `skip`, the first 20 are raised together; with it,
+    all are counted, and a warning names the first 20.
 
     Attributes:
-        texts: What is wrong, and where.
+        texts: The error of each malformed record, with its place.
         count: Number of records that were read.
     """
 
@@ -222,14 +226,15 @@ class Problems:
         self.count = 0
 
     def add(self, text: str) -> None:
-        """Note a malformed record; `RecordError` at the twentieth, unless they are skipped."""
+        """Record a malformed record; raise `RecordError` at the twentieth, unless malformed records
+        are skipped."""
         self.texts.append(text)
         if len(self.texts) == _MAX_PROBLEMS and not self.skip:
             raise RecordError(self.texts, incomplete=True)
 
     def report(self) -> None:
-        """Raise `RecordError` if there are malformed records, or with `skip` if all are; else warn
-        of those that are skipped."""
+        """Raise `RecordError` if there are malformed records or, with `skip`, if all records are
+        malformed; otherwise warn about the skipped ones."""
         count = len(self.texts)
         if not count:
             return
@@ -244,8 +249,8 @@ class Problems:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What reading a record gave: its number, what was read or the error, which `problem` says
-    with its place, and how often the record is taken."""
+    """The outcome of reading a record: the record's number, the result or the error, which
+    `problem` describes with its place, and how often the record is used."""
 
     number: int
     parsed: Any
@@ -256,8 +261,8 @@ class Outcome:
 def outcomes(
     name: str, rows: Iterable[Any], first: int, weight: float, read: Callable[[Any], Any]
 ) -> Iterator[Outcome]:
-    """Read the rows of a table, the first of which has the number `first`; errors of single records
-    are outcomes, and so is one of the file as a whole, with number 0."""
+    """Read the rows of a table whose first row has the number `first`. Errors of single records are
+    outcomes; an error of the whole file is an outcome with number 0."""
     try:
         for number, row in enumerate(rows, start=first):
             if isinstance(row, bytes) and not row.strip():
@@ -282,8 +287,8 @@ def outcomes(
 def checked(
     source: Source, read: Callable[[Any], Any], skip: bool = False
 ) -> Iterator[tuple[int, Any]]:
-    """Read the records of a source; yield the number of each line or record, from 1 on, and what
-    `read` returns for it, as often as the weight of its table says.
+    """Read the records of a source. For each line or record, yield its number, counted from 1, and
+    the result of `read`, as often as the weight of its table requires.
 
     `read` raises `FieldError` for a malformed record. After the first malformed record nothing is
     yielded: the rest is read only to collect further errors, and all are raised together. With
@@ -311,7 +316,7 @@ def checked(
 
 
 def _load(place: DataPath, split: str, reader: str | None) -> "TableRows":
-    """Load a dataset, or a file by the `reader` of `datasets` for its kind."""
+    """Load a dataset, or a file with the `reader` of `datasets` for its kind."""
     path = Path(place.path)
     try:
         datasets = import_module("datasets")
@@ -330,7 +335,7 @@ def _load(place: DataPath, split: str, reader: str | None) -> "TableRows":
         else:
             config = [] if place.config is None else [place.config]
             table = datasets.load_dataset(str(path), *config, split=split)
-    # datasets passes errors of its readers on: their own, OSError, KeyError, ValueError
+    # datasets passes on errors of its readers: their own, OSError, KeyError, ValueError
     except Exception as error:
         cause = error.__cause__ or error
         raise RecordError(

@@ -165,8 +165,8 @@ def _judge_math(problem: Problem, text: str) -> bool:
 
 @dataclass(frozen=True)
 class _Phrase:
-    """A fragment of a specification: its words, its Python (``{x}`` stands for the variable) and
-    what it computes."""
+    """A fragment of a specification: its words, its Python code (``{x}`` stands for the variable),
+    and the function that it computes."""
 
     words: str
     python: tuple[str, ...]
@@ -230,8 +230,7 @@ def _code_number(rng: random.Random) -> Problem:
     return Problem("code", prompt, answer, cases=cases)
 
 
-# By what the function has to return: prompts, start and increment of the loop, and the
-# comprehension.
+# By the result of the function: prompts, start and increment of the loop, and the comprehension.
 _LOOP = (
     "def {f}({xs}):\n"
     "    {acc} = ZERO\n"
@@ -286,7 +285,7 @@ def _code_list(rng: random.Random) -> Problem:
     acc = _name(rng, (function, xs, x))
     python_each = rng.choice(transform.python).format(x=x)
     layout = rng.choice(layouts)
-    # Both are drawn, so that every goal takes as many random numbers.
+    # Both are drawn, so that every goal takes the same number of random numbers.
     test_before = rng.choice(test.python).format(x=x)
     test_after = rng.choice(test.python).format(x=f"({python_each})")
     answer = layout.format(
@@ -354,7 +353,7 @@ def belongs(text: str, split: Split) -> bool:
 
 
 def make_problem(family: Family, split: Split, index: int, seed: int = 0) -> Problem:
-    """Make the ``index``-th problem of a split: always the same for the same arguments."""
+    """Make the ``index``-th problem of a split; the same arguments always give the same problem."""
     rng = random.Random(f"{family}/{split}/{seed}/{index}")
     while True:
         if family == "math":

@@ -1,1 +1,2 @@
-"""The command `mrp doctor`: checks that results on this machine are right, and times a round."""
+"""The command `mrp doctor`: checks whether results on this machine are right, and timings of a
+round."""

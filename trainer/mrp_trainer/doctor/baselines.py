@@ -1,5 +1,5 @@
-"""What the same step takes in plain transformers, without this package's decoding: a forward of one
-block behind a prefix, and the pick of its likeliest tokens."""
+"""Baselines for the time of a round: the same step in plain transformers, without this package's
+decoding. A step is a forward of one block after a prefix, and the pick of its likeliest tokens."""
 
 import statistics
 from collections.abc import Callable, Iterator
@@ -20,10 +20,10 @@ Step = Callable[[], Tensor]
 
 
 def baseline_steps(model: MRPForCausalLM, rows: int, prefix: int) -> dict[str, Step]:
-    """Make by name a step of each baseline behind a prefix of random ids, which returns the
-    likeliest tokens [rows, block] of a block of masks.
+    """Make the step of each baseline, by name. A step returns the likeliest tokens [rows, block] of
+    a block of masks after a prefix of random ids.
 
-    The one with a `StaticCache` is compiled by `torch.compile(mode="reduce-overhead")` when it is
+    The step with a `StaticCache` is compiled by `torch.compile(mode="reduce-overhead")` when it is
     first called.
     """
     config = model.config
@@ -74,8 +74,8 @@ def baseline_steps(model: MRPForCausalLM, rows: int, prefix: int) -> dict[str, S
 def time_baselines(
     model: MRPForCausalLM, rows: int, prefix: int, compiled: bool
 ) -> Iterator[tuple[str, float]]:
-    """Yield the name of each baseline and the median seconds of its step, a read of the tokens
-    included; the compiled one only if asked for."""
+    """Yield the name of each baseline and the median seconds of its step, including the transfer of
+    the tokens to the host; the compiled baseline only on request."""
     for name, step in baseline_steps(model, rows, prefix).items():
         if not compiled and name.endswith("compiled"):
             continue

@@ -1,5 +1,5 @@
-"""Checks of weights for finite numbers, of kernels against their PyTorch twins, and of texts
-against those they must equal."""
+"""Checks that weights are finite, that kernels agree with their PyTorch twins, and that texts which
+must be equal are equal."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -37,10 +37,11 @@ QUESTIONS = (
     "How many seconds are in a day?",
     "Write a Python function that reverses a list.",
 )
-# New tokens per compared text; and calls before the one that counts, which record its CUDA graphs.
+# New tokens per compared text, and the number of calls before the compared one, which record its
+# CUDA graphs.
 TOKENS, WARM_UPS = 64, 2
-# Log-probabilities of two texts may differ by this much where the texts part: such near-ties are
-# decided by rounding.
+# The most by which log-probabilities of two texts may differ where the texts diverge: rounding
+# decides such near-ties.
 NEAR_TIE = {torch.float64: 1e-9, torch.float32: 1e-2, torch.bfloat16: 0.25, torch.float16: 0.05}
 # Hidden and intermediate size, layers and heads of the published backbones.
 PUBLISHED = {"1.7B": (2048, 6144, 28, 16), "4B": (2560, 9728, 36, 32), "8B": (4096, 12288, 36, 32)}
@@ -49,8 +50,8 @@ PUBLISHED = {"1.7B": (2048, 6144, 28, 16), "4B": (2560, 9728, 36, 32), "8B": (40
 @dataclass(frozen=True)
 class Check:
     """The result of a check: `ok` is None if it could not run, `difference` is the largest
-    deviation from the right values, and `note` has details, or the reason why it did not run or
-    failed."""
+    deviation from the right values, and `note` has details, or the reason why the check did not run
+    or failed."""
 
     name: str
     ok: bool | None
@@ -59,7 +60,7 @@ class Check:
 
     @property
     def verdict(self) -> str:
-        """Return `ok` in words, for Markdown."""
+        """Return the value of `ok` in words, for Markdown."""
         if self.ok is None:
             return "left out"
         return "ok" if self.ok else "**failed**"
@@ -76,7 +77,7 @@ def checked(name: str, check: Callable[[], Check]) -> Check:
 
 @torch.no_grad()
 def random_model(config: MRPConfig, dtype: torch.dtype, device: torch.device) -> MRPForCausalLM:
-    """Make a model with random matrices and norms of one; without an eos token, it decodes every
+    """Make a model with random matrices and norms of one. It has no eos token, so it decodes every
     text to its limit."""
     with torch.device("meta"):
         model = MRPForCausalLM(config)
@@ -169,8 +170,8 @@ def check_weights(model: MRPForCausalLM) -> Iterator[Check]:
 
 
 def check_noise(device: torch.device) -> Iterator[Check]:
-    """Compare a device's noise for sampling with that of the host, which drafts with it: keys to
-    the bit, noise to rounding."""
+    """Compare the noise that a device makes for sampling with the noise that the host makes for
+    drafts: keys must be equal to the bit, noise up to rounding."""
     seeds = (0, 1, (1 << 31) + 1, (1 << 62) - 1)
     table = [(seed, 9999 * index, index + 1) for index, seed in enumerate(seeds)]
 
@@ -239,11 +240,11 @@ def check_drafts(model: MRPForCausalLM, inputs: dict[str, Tensor], states: int) 
 def check_fast_paths(
     model: MRPForCausalLM, inputs: dict[str, Tensor], states: int
 ) -> Iterator[Check]:
-    """Compare texts decoded using CUDA graphs, and using kernels, with texts decoded without;
+    """Compare texts decoded with CUDA graphs, and with kernels, to texts decoded without them;
     report fallbacks to PyTorch.
 
-    Texts from kernels are compared on a GPU only; for interpreted kernels `check_kernels` compares
-    results one by one.
+    Texts decoded with kernels are compared on a GPU only; for interpreted kernels, `check_kernels`
+    compares single results.
     """
     mode: dict[str, Any] = {"decoding": drafters(model)[0], "num_draft_states": states}
 
@@ -272,8 +273,8 @@ def check_fast_paths(
 
 
 def compare_texts(name: str, output: Any, expected: Any, dtype: torch.dtype) -> Check:
-    """Compare two outputs that should have equal texts; texts may differ only from a near-tie on,
-    which rounding decides."""
+    """Compare two outputs whose texts should be equal; they may differ only after a near-tie, which
+    rounding decides."""
     row_gaps = gaps(output, expected)
     differing = [gap for gap in row_gaps if gap is not None]
     if not differing:
@@ -287,13 +288,14 @@ def compare_texts(name: str, output: Any, expected: Any, dtype: torch.dtype) -> 
 
 
 def gaps(output: Any, expected: Any) -> list[float | None]:
-    """Measure by row how far log-probabilities differ where the texts of two `generate` outputs
-    part; None if they are equal.
+    """Measure for each row the difference of log-probabilities at the point where the texts of two
+    `generate` outputs diverge; None if the texts are equal.
 
     Kernels round sums differently from PyTorch, so a near-tie can fall either way, and all later
-    tokens may differ. So the gap is taken at the first step whose reveals differ, between the mean
-    log-probabilities of what each text reveals in this step. Before it both texts are equal, so the
-    means are close if both are right; the gap is infinite if only one text goes on.
+    tokens may differ. So the gap is measured at the first step whose reveals differ, between the
+    mean log-probabilities of the tokens that each text reveals in this step. Before it both texts
+    are equal, so the means are close if both are right; the gap is infinite if only one text goes
+    on.
     """
     row_gaps: list[float | None] = []
     for row in range(len(output.sequences)):

@@ -16,8 +16,8 @@ from modeling_mrp.rules.draft import mix_bits, noise_key
 
 
 def pseudo_random(*shape: int, template: Tensor, seed: int = 0) -> Tensor:
-    """Make pseudo-random numbers by hashing, of a shape, mean 0 and variance 1, on the device and
-    in the dtype of `template`."""
+    """Make pseudo-random numbers of a given shape by hashing, with mean 0 and variance 1, on the
+    device and in the dtype of `template`."""
     numbers = mix_bits(
         torch.arange(seed << 24, (seed << 24) + math.prod(shape), device=template.device)
     )
@@ -111,7 +111,7 @@ def samples_of(config: Any, template: Tensor) -> dict[Kernel, list[tuple[Any, ..
 def run_both(kernel: Kernel, arguments: tuple[Any, ...]) -> Iterator[tuple[Tensor, Tensor]]:
     """Run a kernel and its PyTorch twin on the same arguments; yield pairs of their results."""
     returned = kernel.launch(*arguments)
-    # both may write to the same places
+    # kernel and twin may write to the same memory
     results = [
         tensor.clone() for tensor in (returned if isinstance(returned, tuple) else (returned,))
     ]

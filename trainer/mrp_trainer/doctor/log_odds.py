@@ -1,10 +1,10 @@
-"""Comparison of log-odds: those that decoding computes at given states, and those of a `Reference`
-at the same states.
+"""Comparison of the log-odds that decoding computes at given states with those of a `Reference` at
+the same states.
 
-Rows of several lengths go through the same four steps as in `generate`, but along a script: which
-tokens are revealed, and in which order, is drawn from a seed, so that both sides see the same
-states whatever rounding does. A second reference, in the model's own dtype, is the *control*: it
-says how far rounding alone leads.
+Rows of several lengths go through the same four steps as in `generate`, but along a script: the
+revealed tokens and their order are drawn from a seed, so that both sides see the same states
+regardless of rounding. A second reference, in the model's own dtype, is the *control*: it shows the
+deviation that rounding alone causes.
 """
 
 import math
@@ -30,24 +30,27 @@ from modeling_mrp.rules.state import Key, Row, Scores, State
 from .checks import Check, checked
 from .reference import Hidden, Reference
 
-# Rows, blocks that a script commits to each, and the most states of a row in its rounds.
+# The number of rows, the blocks that a script commits to each row, and the most states of a row in
+# a round.
 ROWS, BLOCKS, WIDTH = 3, 2, 4
-# Times that scripts of other tokens go through the networks where these are recorded: the first is
-# the warm-up, the second is recorded, the next two are compared with ordinary runs as they go.
+# If the networks are recorded, scripts of other tokens run through them this many times: the first
+# run is the warm-up, the second is recorded, the next two are compared with ordinary runs.
 REPLAYED = 5
-# Errors may be this many times those of the control: over all positions of a group, and at any one
-# state. Those of sound models are about as large as the control's.
+# The largest errors as multiples of the control's: over all positions of a group, and at a single
+# state. Errors of sound models are about as large as the control's.
 POOLED, SINGLE = 3.0, 10.0
 GROUPS = ("prompts", "rounds", "the head")
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Scores at a state beside those of reference and control, at its masked columns.
+    """Deviations of a state's scores from the reference, and those of the control, at its masked
+    columns.
 
     Attributes:
-        error, control: Root of the mean square of deviations from the reference's log-odds: of the
-            picked tokens' log-odds, and how far these tokens' lie below the likeliest's; in nats.
+        error, control: Root mean square, in nats, of two numbers per picked token: the deviation of
+            its log-odds from the reference, and by how much it lies below the likeliest token in
+            the reference.
         columns: Number of masked columns.
     """
 
@@ -58,8 +61,8 @@ class Comparison:
 
 @dataclass
 class Recorded:
-    """States of one row that were scored, with the scores; for the head with the index of the
-    state that it started from, among the row's scored states."""
+    """The scored states of one row, with the scores; for the head, also the index of the state that
+    it started from, among the row's scored states."""
 
     states: list[State] = field(default_factory=list)
     scores: list[Scores] = field(default_factory=list)
@@ -75,7 +78,7 @@ class Recorded:
 
 
 class Script:
-    """The states of a row, by rounds, and what was scored.
+    """The states of a row, by round, and the recorded scores.
 
     Args:
         prompt: Ids of the prompt.
@@ -88,7 +91,7 @@ class Script:
         text: The clean text, in whole blocks.
         rounds: By round, its nodes.
         clean: By round, the index of the clean node that is committed after it, or None.
-        recorded: By group, what was scored.
+        recorded: By group, the scored states and their scores.
     """
 
     def __init__(
@@ -108,7 +111,7 @@ class Script:
         self.rounds: list[list[Node]] = []
         self.clean: list[int | None] = []
         self.recorded = {group: Recorded() for group in GROUPS}
-        following: State | None = None  # a state that the round before has left to this one
+        following: State | None = None  # a state that the previous round has left for this round
         for start in range(first, first + BLOCKS * block, block):
             state = following or self.row.opened(start)
             following = self._rounds_of_block(state, generator)
@@ -116,16 +119,16 @@ class Script:
         self._add([Node(following, -1, None)], None)
 
     def _rounds_of_block(self, state: State, generator: random.Random) -> State:
-        """Add two rounds: states of one path and one beside it, then the rest of the path with the
-        first states of the next block, which attend to the clean one; return the state that comes
-        next."""
+        """Add two rounds for a block. The first has states of one path, and one state beside the
+        path. The second has the rest of the path and the first states of the next block, which
+        attend to the clean one. Return the state that comes next."""
         order = list(state.free)
         generator.shuffle(order)
         half = max(1, len(order) // 2)
         path = [state, self._reveal(state, order[:1])]
         path.append(self._reveal(path[-1], order[1:half]))
         sibling = self._reveal(state, order[-1:])
-        # of a block with a single mask some are the same state
+        # in a block with a single mask, some of these are the same state
         states = dict.fromkeys([path[0], path[1], sibling, path[2]])
         self._add([Node(state, -1, None) for state in states], None)
         clean = self._reveal(path[-1], order[half:])
@@ -155,8 +158,8 @@ class Script:
 
 
 def scripts_of(model: MRPForCausalLM, length: int, seed: int) -> list[Script]:
-    """Make scripts for prompts of random ids: of one block, of two and a part of the next, and of
-    about `length` tokens."""
+    """Make scripts for prompts of random ids: a prompt of one block, one of two blocks and a part
+    of the next, and one of about `length` tokens."""
     generator = random.Random(seed)
     block = model.config.block_size
     ids = _ids_of(model.config)
@@ -169,17 +172,17 @@ def scripts_of(model: MRPForCausalLM, length: int, seed: int) -> list[Script]:
 
 
 def _ids_of(config: Any) -> list[int]:
-    """List the ids of all tokens but the mask."""
+    """List the ids of all tokens except the mask."""
     ids = list(range(config.vocab_size))
     ids.remove(config.mask_token_id)
     return ids
 
 
 def check_log_odds(model: MRPForCausalLM, length: int) -> Iterator[Check]:
-    """Compare log-odds as decoding computes them with those of a reference, for the states of
-    prompts, of rounds and of the head; `length` is that of the longest prompt.
+    """Compare the log-odds that decoding computes with those of a reference, for the states of
+    prompts, of rounds and of the head; `length` is the length of the longest prompt.
 
-    On a GPU also without recordings, and without kernels.
+    On a GPU, compare also without recordings, and without kernels.
     """
     settings: dict[str, tuple[bool | None, bool | None]] = {"": (None, None)}
     if model.device.type == "cuda":
@@ -221,7 +224,7 @@ def _run(
 
 
 def _unreadable(model: MRPForCausalLM) -> str | None:
-    """Explain why weights cannot be read by formula; None if they can."""
+    """Explain why weights cannot be used by the reference's formulas; None if they can."""
     for name, module in model.named_modules():
         if name.endswith(("_proj", "lm_head")) and type(module) is not nn.Linear:
             return f"{name} is a {type(module).__name__}, whose weights are not plain numbers"
@@ -229,15 +232,15 @@ def _unreadable(model: MRPForCausalLM) -> str | None:
 
 
 def judge(name: str, comparisons: Sequence[Comparison], rounding: float) -> Check:
-    """Judge the comparisons of a group: errors must be about as large as those of the control, of
-    which `rounding` is the mean over all groups, in nats."""
+    """Judge the comparisons of a group: errors must be about as large as those of the control.
+    `rounding` is the mean error of the control over all groups, in nats."""
     error = _pooled(comparisons, "error")
     control = max(_pooled(comparisons, "control"), rounding, 1e-12)
     worst = 0.0
     for state in comparisons:
         worst = max(state.error / max(control, state.control), worst)
         if math.isnan(worst):
-            break  # the maximum of NaN and a number may be either
+            break  # as the maximum of NaN and a number may be either of them
     ratio = error / control
     # written so that NaN fails
     ok = ratio <= POOLED and worst <= SINGLE
@@ -258,7 +261,8 @@ def _pooled(comparisons: Sequence[Comparison], name: str) -> float:
 def play(
     model: MRPForCausalLM, scripts: Sequence[Script], kernels: bool | None, graphs: bool | None
 ) -> None:
-    """Run scripts through the model's networks, as `generate` would; record scores in them.
+    """Run scripts through the model's networks, as `generate` would; record the scores in the
+    scripts.
 
     `kernels` and `graphs` are as in `generate`.
     """
@@ -324,8 +328,8 @@ def _play_round(networks: Networks, scripts: Sequence[Script], index: int) -> No
 
 @torch.inference_mode()
 def compare(model: MRPForCausalLM, scripts: Sequence[Script]) -> dict[str, list[Comparison]]:
-    """Compare recorded scores with those of the reference; return comparisons by group, those of
-    states without masks left out."""
+    """Compare recorded scores with those of the reference; return the comparisons by group. States
+    without masks are left out."""
     dtype = torch.float32 if model.dtype.itemsize == 2 else torch.float64
     reference = Reference(model, dtype)
     control = Reference(model, model.dtype, rounds_norms=True)
@@ -360,7 +364,7 @@ def compare(model: MRPForCausalLM, scripts: Sequence[Script]) -> dict[str, list[
 
 
 def _hidden_states(reference: Reference, script: Script) -> dict[str, Tensor]:
-    """Compute by group the hidden states [states, block, hidden_size] at the recorded states."""
+    """Compute, by group, the hidden states [states, block, hidden_size] at the recorded states."""
     prompts, rounds, head = (_keys_of(script.recorded[group].states) for group in GROUPS)
     hidden = reference.backbone(script.text, [*prompts, *rounds])
     first, scored = hidden.states.split([len(prompts), len(rounds)])
@@ -378,9 +382,9 @@ def _keys_of(states: Sequence[State]) -> list[Key]:
 def _deviations(
     expected: Tensor, rounded: Tensor, tokens: Sequence[int], odds: Sequence[float]
 ) -> tuple[Tensor, Tensor]:
-    """Compute how far picks at n columns deviate from log-odds [n, vocab] of the reference, and
-    how far the picks of the control do, [n, 2] each: by their log-odds, and by how much the
-    likeliest token has more."""
+    """Compute how far the picks at n columns deviate from the log-odds [n, vocab] of the reference,
+    and how far the control's do, [n, 2] each. The two numbers are the deviation of the picked
+    token's log-odds, and by how much that token lies below the likeliest one in the reference."""
     best, likeliest = rounded.max(1)
     values = torch.tensor(odds, dtype=torch.float64, device=expected.device)
     results = []

@@ -10,7 +10,7 @@ _TIMES = "What is timed"
 
 @dataclass(kw_only=True)
 class DoctorOptions(ModelOptions):
-    """Options of `mrp doctor`: the model, and what is timed; each field is a flag."""
+    """Options of `mrp doctor`: the model, and the rounds to time; each field is a flag."""
 
     random: str | None = flag(
         "Random weights of a published shape in place of a checkpoint: 1.7B, 4B or 8B.",

@@ -38,20 +38,20 @@ from .options import DoctorOptions
 from .replays import PARTS, Replayed, measure_device, replay_rounds
 from .rounds import Timed, measure_costs, proposed, time_rounds
 
-# Rows of compared texts; states per row and round; and the most parameters of a model that a CPU
-# compares in float64.
+# The number of rows of compared texts, the states of a row in a round, and the most parameters of a
+# model whose texts a CPU compares in float64.
 ROWS, STATES, WIDENED = 3, 8, 500_000_000
 WIDTH = 80
-# Rows and tokens of a prefix that are timed: everywhere, and on CUDA.
+# Numbers of rows, and of tokens of a prefix, that are timed: on every device, and on CUDA.
 BATCHES, PREFIXES = [1, 4], [512]
-# Numbers of states whose cost is measured; on a CPU not the last two.
+# Numbers of states whose costs are measured; on a CPU without the last two.
 COSTED_STATES = (1, 2, 4, 8, 16, 32)
 CUDA_BATCHES, CUDA_PREFIXES = [1, 4, 16], [512, 4096]
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """The seconds of a step of plain transformers, for `rows` rows behind `prefix` tokens."""
+    """The seconds of a step in plain transformers, for `rows` rows after `prefix` tokens."""
 
     name: str
     rows: int
@@ -125,8 +125,8 @@ class Report:
         return f"{_wrapped(note)}\n\n```json\n{{\n{table}\n}}\n```"
 
     def _check_table(self) -> list[str]:
-        """Format the checks as a table; a note that does not fit beside its check stands below,
-        once for all that have it."""
+        """Format the checks as a table. A note that does not fit beside its check is printed below
+        the table, once for all checks that have it."""
         rows, below = [], dict[str, list[str]]()
         for check in self.checks:
             row = [
@@ -228,7 +228,7 @@ def machine_of(device: torch.device) -> dict[str, str]:
 
 def examine(options: DoctorOptions) -> Report:
     """Load the model, check it and time its rounds; report progress on standard error. Errors are
-    those of loading a model."""
+    those of `load_model`."""
     device = checked_device(options.device)
     report = Report(machine_of(device))
     tokenizer: PreTrainedTokenizerBase | None = None
@@ -305,7 +305,8 @@ def _time_parts(
     batches: Sequence[int],
     prefixes: Sequence[int],
 ) -> None:
-    """Measure the device, and time replayed rounds and baselines; write them to the report."""
+    """Measure the device's rates, and time replayed rounds and baselines; write the results to the
+    report."""
     rates: Device = measure_device(model.device, model.dtype)
     bandwidth = rates.bandwidth * model.dtype.itemsize / BYTES
     report.machine["copies, products"] = (

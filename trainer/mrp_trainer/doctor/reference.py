@@ -1,9 +1,9 @@
-"""Backbone and head computed from their weights by formula, in a dtype of choice: what `mrp doctor`
-compares a model with.
+"""Backbone and head computed from their weights by formula, in a chosen dtype: the reference with
+which `mrp doctor` compares a model.
 
 No module, kernel, cache or mask of the model takes part, except a feed-forward network that is not
-the usual gated one (experts), which is called as it is. Everything goes layer by layer, so that one
-layer's weights at a time are held in a wider dtype.
+the usual gated one (experts), which is called as it is. The computation goes layer by layer, so
+that only one layer's weights at a time are held in a wider dtype.
 """
 
 import copy
@@ -36,7 +36,7 @@ class Reference:
         model: The model whose weights are read.
         dtype: The dtype of all products and sums.
         rounds_norms: Whether norms round as transformers' modules do, to float32 and then to
-            `dtype`, as in a control of what rounding does to the model.
+            `dtype`, as in a control that shows the effect of rounding on the model.
     """
 
     model: MRPForCausalLM
@@ -51,14 +51,14 @@ class Reference:
         return torch.device("cpu") if device.type == "mps" else device
 
     def backbone(self, text: Sequence[int], states: Sequence[Key]) -> Hidden:
-        """Compute the hidden states h_A for the tokens of a clean text of whole blocks, and of
-        states, each of which sees the text before its block and itself."""
+        """Compute the hidden states h_A for the tokens of a clean text of whole blocks, and for
+        states. A state sees the text before its block and itself."""
         backbone: Any = self.model.model
         layers = list(backbone.layers)[: self.model.config.num_hidden_layers]
         hidden = self._network(layers, backbone.norm, self._embed(text, states), states)
         if not backbone.shifted:
             return hidden
-        # the hidden state for a token is that of the position before it, and 0 for the first
+        # the hidden state for a token is that of the previous position, and 0 for the first token
         earlier = F.pad(hidden.text, (0, 0, 1, 0))
         firsts = earlier[[start for start, _ in states]]
         shifted = torch.cat([firsts[:, None], hidden.states[:, :-1]], 1)
@@ -69,8 +69,8 @@ class Reference:
     ) -> Tensor:
         """Compute h_A + h_C at states, [states, block_size, hidden_size].
 
-        `hidden` has h_A of the clean text; `sources`, [states, block_size, hidden_size], those of
-        the states that the head starts from.
+        `hidden` has the hidden states h_A of the clean text; `sources`, [states, block_size,
+        hidden_size], has h_A of the states that the head starts from.
         """
         head: Any = self.model.mrp_head
         embedded = self._embed(text, states)
@@ -89,7 +89,7 @@ class Reference:
         if self.dtype.itemsize == 2 and self.device.type == "cpu":
             logits = F.linear(hidden, weight.to(self.dtype)).float()
         else:
-            # on a GPU sums of products are float32 also where these have 16 bits
+            # on a GPU, sums of products are float32 even if the factors have 16 bits
             product_dtype = torch.promote_types(self.dtype, torch.float32)
             logits = F.linear(hidden.to(product_dtype), weight.to(product_dtype))
         logits[:, self.model.config.mask_token_id] = -torch.inf
@@ -116,7 +116,8 @@ class Reference:
         starts = torch.tensor([start for start, _ in states], device=self.device)
         positions = torch.arange(length, device=self.device)
         state_positions = starts[:, None] + torch.arange(block, device=self.device)
-        # the text's tokens see their own and earlier blocks, a state's the text before it
+        # the text's tokens see their own and earlier blocks, a state's tokens see the text before
+        # the state
         visible = positions[:, None] // block >= positions // block
         rotary = self._rotary(positions)
         state_rotary = self._rotary(state_positions)

@@ -1,8 +1,8 @@
-"""Times of the parts of a round by pure replays at one width, beside the least time that the
-measured memory bandwidth and product rate of the device allow.
+"""Times of the parts of a round, measured by pure replays at one width, beside the least time that
+the device's measured memory bandwidth and product rate allow.
 
-No text is decoded: the same states are scored again and again behind a prefix of random ids, and
-neither acceptance, drafting nor an ending row changes what is run.
+No text is decoded: the same states are scored repeatedly after a prefix of random ids, so that
+acceptance, drafting or an ending row do not change the work.
 """
 
 import statistics
@@ -33,14 +33,15 @@ from ..evaluate.roofline import (
 from .checks import inputs_of
 from .rounds import now
 
-# The forward of the backbone, and the pick behind it; a pass of the head over all drafted states,
-# and its pick.
+# The forward of the backbone, the pick after it, a pass of the head over all drafted states, and
+# the head's pick.
 PARTS = ("forward", "pick", "head", "head's pick")
-# Calls before the timed ones: warm-up, recording, and two replays that are compared.
+# Numbers of calls before the timed ones (warm-up, recording, compared replays), and of timed calls.
 WARM_UPS, CALLS = 5, 10
-# Tokens of a vocabulary beyond which the head picks among a shortlist by default.
+# The largest vocabulary for which the head picks among all tokens by default.
 _LISTED = 1024 * SHORTLIST
-# Numbers of the copy and sides of the product by which a device is measured.
+# By device: how many numbers are copied, and the side of the matrices that are multiplied, to
+# measure it.
 COPIED, SIDE = {"cuda": 1 << 28, "cpu": 1 << 24}, {"cuda": 8192, "cpu": 1024}
 
 
@@ -50,9 +51,9 @@ class Part:
 
     Attributes:
         name: One of `PARTS`.
-        wall: By the clock, the wait for the device included; a median.
-        busy: The sum of what the device's kernels took; None where that is not known.
-        floor: The least time that its bytes and products take on the device; None for what is not
+        wall: Median time by the clock, including the wait for the device.
+        busy: Total time of the device's kernels; None where it is unknown.
+        floor: The least time that its bytes and products take on the device; None if it is not
             predicted.
     """
 
@@ -64,7 +65,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Replayed:
-    """The parts of a round of `rows` rows of `states` states behind `prefix` tokens each."""
+    """The times of the parts of a round with `rows` rows of `states` states, after `prefix` tokens
+    each."""
 
     rows: int
     prefix: int
@@ -78,7 +80,7 @@ class Replayed:
 
     @property
     def busy(self) -> float | None:
-        """Sum the seconds in which the device's kernels ran; None where that is not known."""
+        """Sum the seconds in which the device's kernels ran; None where these are unknown."""
         total = 0.0
         for part in self.parts:
             if part.busy is None:
@@ -93,8 +95,9 @@ class Replayed:
 
 
 def measure_device(device: torch.device, dtype: torch.dtype) -> Device:
-    """Measure a device's memory bandwidth by a large copy, and its rate of large products in a
-    dtype; bytes are counted in numbers of `dtype`."""
+    """Measure a device's memory bandwidth with a large copy, and its rate of large products in a
+    dtype. The bandwidth is scaled so that a number of `dtype` counts as many bytes as in
+    `roofline`."""
     kind = "cuda" if device.type != "cpu" else "cpu"
     source = torch.zeros(COPIED[kind], dtype=dtype, device=device)
     target = torch.empty_like(source)
@@ -109,7 +112,7 @@ def measure_device(device: torch.device, dtype: torch.dtype) -> Device:
 
 
 def _seconds(device: torch.device, call: Callable[[], Any], count: int) -> list[float]:
-    """Time a call `count` times by the clock, the wait for the device included."""
+    """Time a call `count` times by the clock, including the wait for the device."""
     seconds = []
     for _ in range(count):
         start = now(device)
@@ -121,8 +124,8 @@ def _seconds(device: torch.device, call: Callable[[], Any], count: int) -> list[
 def floors_of(
     shape: Shape, device: Device, rows: int, states: int, prefix: int, masks: int
 ) -> dict[str, float]:
-    """Compute the least seconds of parts of a round with `masks` picked positions, by name; the
-    head reads one state less than are scored."""
+    """Compute the least seconds of the parts of a round with `masks` picked positions, by name. The
+    head reads one state less than is scored."""
     floors = {
         "forward": sum(map(device.seconds, backbone_forward(shape, rows, states, prefix))),
         "pick": device.seconds(vocabulary_step(shape, masks)),
@@ -137,8 +140,8 @@ def floors_of(
 def replay_rounds(
     model: MRPForCausalLM, device: Device, rows: int, prefix: int, widths: Sequence[int]
 ) -> Iterator[Replayed]:
-    """Time the parts of rounds with each number of states in `widths`; `device` has the rates for
-    the floors."""
+    """Time the parts of rounds with each number of states in `widths`; `device` has the rates from
+    which floors are computed."""
     config = model.config
     block = config.block_size
     shape = Shape.of("model", config)
@@ -214,8 +217,8 @@ def _parts(
 
 
 def _nodes_of(row: Row, count: int) -> list[Node]:
-    """Make nodes of the row's next block, one token more revealed in each, and again from the first
-    when the block is nearly full."""
+    """Make nodes of the row's next block, each with one more token revealed, starting again from
+    the first when the block is nearly full."""
     nodes = [Node(row.state, -1, None)]
     for index in range(1, count):
         column = index % row.block_size
@@ -226,8 +229,8 @@ def _nodes_of(row: Row, count: int) -> list[Node]:
 
 
 def _time(device: torch.device, call: Callable[[], Any]) -> tuple[float, float | None]:
-    """Time a call by the clock (a median, the wait for the device included), and what the device's
-    kernels took in one, by torch's profiler."""
+    """Time a call by the clock (a median, including the wait for the device), and the device's
+    kernels in one call with torch's profiler."""
     for _ in range(WARM_UPS):
         call()
     wall = statistics.median(_seconds(device, call, CALLS))

@@ -27,15 +27,15 @@ from .checks import TOKENS, WARM_UPS, decode, drafters
 
 # New tokens of the shorter of two timed calls, whose difference is the time of further rounds.
 SHORT = 16
-# Forwards of a shape before it is timed: the first ones are run eagerly, recorded and compared.
+# Number of forwards of a shape before it is timed: these are run eagerly, recorded and compared.
 RECORDINGS = 5
 
 
 @dataclass(frozen=True)
 class Timed:
-    """Timings of rounds with `batch` rows of `states` states each (1: the target alone), as medians
-    over turns: seconds of one round, token rates of a whole call, prompts included, and the seconds
-    of a round in which the host decides."""
+    """Timings of rounds with `batch` rows of `states` states each (1: the target without drafts),
+    as medians over repetitions: seconds of a round, token rates of a whole call including its
+    prompts, and the seconds of a round in which the host decides."""
 
     batch: int
     states: int
@@ -48,9 +48,9 @@ class Timed:
 def time_rounds(
     model: MRPForCausalLM, inputs: dict[str, Tensor], state_counts: Sequence[int], repetitions: int
 ) -> Iterator[Timed]:
-    """Time rounds with each of `state_counts` on a batch, in turns: the difference in seconds of
-    two calls over their difference in rounds, so that prompts cancel out. Drafts are for the
-    checkpoint's target, or for `static`."""
+    """Time rounds with each of `state_counts` on a batch, in turns. The time of a round is the
+    difference in seconds of two calls over their difference in rounds, so that prompts cancel out.
+    Drafts are for the checkpoint's target, or for `static`."""
     target = model.generation_config.target or "static"
     measured: dict[int, list[tuple[float, ...]]] = {states: [] for states in state_counts}
     for repetition in range(-WARM_UPS if model.device.type != "cpu" else 0, repetitions):
@@ -88,25 +88,26 @@ def _timed_decode(
 
 
 def now(device: torch.device) -> float:
-    """Read the clock in seconds, once a device has finished."""
+    """Wait for a device to finish; return the clock's time in seconds."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     return time.perf_counter()
 
 
 def _round_count(out: Any) -> int:
-    """Count the rounds of an output: its backbone forwards after those of the prompt."""
+    """Count the rounds of an output: its backbone forwards without those of the prompt."""
     return int(out.stats.forwards["denoise"] + out.stats.forwards["verify"])
 
 
 def proposed(timed: Sequence[Timed]) -> dict[int, int]:
-    """Return for each number of rows the K that made the most tokens a second."""
+    """Return for each number of rows the K with the most tokens per second."""
     by_speed = sorted(timed, key=lambda timing: (timing.batch, timing.tokens_per_second))
     return {timing.batch: timing.states for timing in by_speed}
 
 
 class _Stopwatch:
-    """Networks whose verbs are timed: what a call takes beside `seconds` is the host's."""
+    """Networks whose verbs are timed; the remaining time of a call, beside `seconds`, is the
+    host's."""
 
     def __init__(self, networks: Networks) -> None:
         self.networks = networks
@@ -130,7 +131,7 @@ class _Stopwatch:
 def call_of(
     model: MRPForCausalLM, inputs: dict[str, Tensor], **options: Any
 ) -> Iterator[tuple[Mode, Networks, list[Row]]]:
-    """Set up a call of `generate` with `options`; give its mode, networks and rows."""
+    """Set up a call of `generate` with `options`; return its mode, networks and rows."""
     options = {"max_new_tokens": TOKENS, "eos_token_id": None, **options}
     config, _ = resolved(model, None, options)
     prompts = []
@@ -158,8 +159,8 @@ def call_of(
 
 @torch.inference_mode()
 def time_host(model: MRPForCausalLM, inputs: dict[str, Tensor], **options: Any) -> float:
-    """Time what the host decides in a round of `generate`, in seconds: drafts, acceptance and what
-    is written. `options` are those of `generate`."""
+    """Time the host's decisions in a round of `generate`, in seconds: drafts, acceptance and the
+    writing of reveals. `options` are those of `generate`."""
     with call_of(model, inputs, **options) as (mode, networks, rows):
         watch = _Stopwatch(networks)
         amount = draft_amount(mode, networks.picker, model.config, None)
@@ -177,14 +178,15 @@ def measure_costs(
     state_counts: Sequence[int] = (1, 2, 3, 4, 6, 8, 16, 32),
     repetitions: int = 5,
 ) -> RoundCosts:
-    """Measure what forwards cost by their number of states, for `round_costs`: milliseconds, the
-    least of several, once a forward is recorded. Rows of the first prompt have up to 8 states each.
+    """Measure the costs of forwards by their number of states, for `round_costs`: in milliseconds,
+    the least of several runs, after the forward is recorded. Rows of the first prompt have up to 8
+    states each.
 
     Args:
         model: The model.
-        inputs: `input_ids` [batch, length] and `attention_mask`, of which the first row counts.
+        inputs: `input_ids` [batch, length] and `attention_mask`; only the first row is used.
         state_counts: The numbers of states, up to 8 or multiples of 8.
-        repetitions: Timed forwards of each number.
+        repetitions: Number of timed forwards for each number of states.
     """
     mode: dict[str, Any] = {"decoding": drafters(model)[0], "target": "static"}
     backbone = []
@@ -232,7 +234,7 @@ def _read(networks: Networks, rows: Sequence[Row], scores: Sequence[Scores], wid
 def _least_milliseconds(
     forward: Callable[[], None], device: torch.device, repetitions: int
 ) -> float:
-    """Return the least time of a forward, after those that may record it."""
+    """Return the least time of a forward in milliseconds, after forwards that may record it."""
     times = []
     for repetition in range(-RECORDINGS, repetitions):
         start = now(device)
@@ -243,7 +245,7 @@ def _least_milliseconds(
 
 
 def _rising(values: Sequence[float]) -> tuple[float, ...]:
-    """Round values, and raise each to the one before it: more states never cost less."""
+    """Round values, and raise each to at least the previous one: more states never cost less."""
     rising: list[float] = []
     for value in values:
         rising.append(round(max([value, *rising[-1:]]), 3))

@@ -1,10 +1,10 @@
 """Acceptance of drafts: accepted lengths, and acceptance by depth.
 
 In a round the backbone scores a row's current state and drafted states. Its reveals lead from the
-current state through one draft after another; draft k is accepted if they pass through k drafts.
-Acceptance at depth k is a share of the rounds in which k - 1 drafts were accepted and a k-th was on
-offer: a scored state (of this round, or refused in the one before) that lies k denoising steps
-after the current one and keeps every token of the (k - 1)-th accepted draft.
+current state through one draft after another; draft k is accepted if the reveals pass through k
+drafts. Acceptance at depth k is a share of the rounds in which k - 1 drafts were accepted and a
+k-th was on offer: a scored state (of this round, or refused in the previous one) that lies k
+denoising steps after the current state and keeps every token of the (k - 1)-th accepted draft.
 """
 
 from collections.abc import Sequence
@@ -56,9 +56,9 @@ def measure_acceptance(
     """Decode a few prompts (lists of ids) greedily in mode `mrp_spec`, and measure the acceptance
     of the drafts.
 
-    For use while training: gradients are off, and no random number is drawn. `options` are for
-    `generate`. By default `num_draft_states` is that of the model's generation config, or 4 if that
-    is `auto`.
+    It can be called while training: gradients are off, and no random number is drawn. `options` are
+    options of `generate`. By default `num_draft_states` is that of the model's generation config,
+    or 4 if that is `auto`.
 
     Returns:
         `mean_accepted_length` (denoising steps per round, 1 where no draft is right),

@@ -1,7 +1,8 @@
 """Accuracy and cost of decoding modes on problems, with 95 % intervals: `mrp evaluate`.
 
-Intervals are fields NAME_95, [low, high]: Wilson's for shares of problems, a bootstrap over
-problems for all else (`intervals`). The counts by depth of a draft are defined in `acceptance`.
+Intervals are fields NAME_95, [low, high]: Wilson's intervals for shares of problems, those of a
+bootstrap over problems for everything else (`intervals`). The counts by depth of a draft are
+defined in `acceptance`.
 """
 
 import sys
@@ -77,7 +78,7 @@ def report(
     results: ResultsFile | None,
 ) -> None:
     """Measure every setting on every problem set, print the results, and append them to `results`.
-    Results that the file has already are not measured again; tables show them, JSON output does
+    Results that are already in the file are not measured again; tables show them, JSON output does
     not."""
     settings = options.settings()
     with printing(options.json) as (print_line, print_text):
@@ -128,8 +129,8 @@ def report(
 
 
 def _question(options: EvaluateOptions, model: Any, problem_set: ProblemSet) -> dict[str, Any]:
-    """Collect what identifies a measurement: the model, the problems and the options that change
-    results."""
+    """Collect the fields that identify a measurement: the model, the problems and the options that
+    change results."""
     names = ("model", "tokenizer", "split", "judge", "chat", "batch_size")
     question: dict[str, Any] = {name: getattr(options, name) for name in names}
     question |= {"dtype": str(model.dtype), "device": str(model.device)}
@@ -144,8 +145,8 @@ def _question(options: EvaluateOptions, model: Any, problem_set: ProblemSet) -> 
 
 
 def measurements(decoded: Decoded, first: Decoded) -> dict[str, Any]:
-    """Make the fields of a result line: accuracy, cost and acceptance of a mode, and the share of
-    texts equal to `first`."""
+    """Compute the fields of a result line: accuracy, cost and acceptance of a mode, and the share
+    of texts equal to `first`."""
     line: dict[str, Any] = {
         "accuracy": None if decoded.accuracy is None else round(decoded.accuracy, 1)
     }

@@ -25,8 +25,9 @@ def charged_as(hidden_size: int | None) -> str:
 
 
 def head_share(line: Mapping[str, Any], shape: str = CHARGED) -> float:
-    """Compute the cost of a head pass in a result line, as a share of a forward. Its picks read all
-    rows of `lm_head`, or with `draft_shortlist` only the rows in the shortlists of K - 1 states."""
+    """Compute the cost of the head pass in a result line, as a share of a forward. Its picks read
+    all rows of `lm_head`, or with `draft_shortlist` only the rows in the shortlists of K - 1
+    states."""
     if not (listed := line.get("draft_shortlist")):
         return HEAD_SHARES[shape]
     published = PUBLISHED[shape]
@@ -36,8 +37,8 @@ def head_share(line: Mapping[str, Any], shape: str = CHARGED) -> float:
 
 
 def units_per_forward(line: Mapping[str, Any], shape: str = CHARGED) -> float | None:
-    """Compute the cost, in units, of a result line's forward with its head passes; None if these
-    were not counted."""
+    """Compute the cost, in units, of a forward and its head passes in a result line; None if head
+    passes were not counted."""
     passes = line.get("head_per_token")
     if passes is None:
         return None

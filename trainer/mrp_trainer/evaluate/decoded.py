@@ -1,4 +1,4 @@
-"""Decoding of lists of prompts using one set of `generate` options, and the cost of each prompt."""
+"""Decoding of lists of prompts with one set of `generate` options, and the cost of each prompt."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ Judge = Callable[[list[str]], list[bool | None]]
 @dataclass
 class Decoded:
     """The results of one mode on a list of problems. Lists have an item per problem;
-    `MRPGenerateStats` defines what is counted.
+    `MRPGenerateStats` defines the counts.
 
     Attributes:
         texts: The decoded answers.
@@ -66,7 +66,7 @@ class Decoded:
 
     @property
     def judged(self) -> list[bool]:
-        """List the judgements that are not None."""
+        """List the verdicts that are not None."""
         return [verdict for verdict in self.verdicts if verdict is not None]
 
     @property
@@ -121,8 +121,8 @@ def decode_prompts(
     batch_size: int = 32,
     **options: Any,
 ) -> Decoded:
-    """Decode prompts, given as ids, `batch_size` at once, each of which joins as another ends;
-    without `judge_texts` none is judged.
+    """Decode prompts, given as ids, in a batch of `batch_size` rows; each prompt joins as another
+    text ends. Without `judge_texts`, no text is judged.
 
     Raises:
         ValueError: without a prompt, and for options that `generate` refuses.
@@ -131,7 +131,7 @@ def decode_prompts(
         raise ValueError("no prompt to decode: give at least one")
     inputs = pad_left(prompts, padding_id(tokenizer))
     if isinstance(seed := options.get("seed"), int):
-        # as in padded batches, which earlier results were decoded in
+        # the seeds of padded batches, in which earlier results were decoded
         options["seed"] = [seed + index % batch_size for index in range(len(prompts))]
     started = time.perf_counter()
     with torch.no_grad():

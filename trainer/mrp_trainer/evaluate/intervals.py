@@ -1,9 +1,9 @@
 """Confidence intervals of measurements on a list of problems.
 
 There are two kinds. A share of problems (accuracy, identical texts) has Wilson's score interval,
-whose width is not zero even at 0 or 100 %. Everything that is counted within problems (tokens over
-forwards, accepted over offered drafts, ...) is a ratio of sums over problems and has the percentile
-interval of a bootstrap that draws whole problems with replacement.
+whose width is not zero even at 0 or 100 %. Any quantity that is counted within problems (tokens
+over forwards, accepted over offered drafts, ...) is a ratio of sums over problems. It has the
+percentile interval of a bootstrap that draws whole problems with replacement.
 """
 
 from collections.abc import Sequence
@@ -50,9 +50,8 @@ def resampled_sums(columns: np.ndarray, resamples: int, seed: int) -> np.ndarray
 
     Args:
         columns: [problems, counts].
-        resamples: The number of resamples, each of as many problems as there are.
-        seed: Seed of the draws; with the same seed and number of problems, the same problems are
-            drawn.
+        resamples: The number of resamples, each with as many problems as the list.
+        seed: Seed of the draws; the same seed and number of problems give the same draws.
 
     Returns:
         Sums [resamples, counts].

@@ -1,5 +1,5 @@
-"""The model `mrp` of lm-eval: log-likelihood tasks use `score`, texts are decoded in a batch that
-each joins as another ends, and all else is as with lm-eval's own model `hf`.
+"""The model `mrp` of lm-eval: log-likelihood tasks use `score`, texts are decoded in a batch that a
+text joins as soon as another one ends, and everything else is as in lm-eval's own model `hf`.
 
 ``python -m mrp_trainer.evaluate.lm_eval run --model mrp --model_args
 pretrained=FOLDER,trust_remote_code=True --tasks TASK`` is lm-eval's own command line. In Python,
@@ -34,13 +34,13 @@ Encoded = tuple[tuple[str, str] | None, list[int], list[int]]
 
 @register_model("mrp")
 class MRPLM(HFLM):
-    """lm-eval's `HFLM` with the log-likelihoods of decoding from left to right, one token a step,
-    and texts that are decoded together only as long as each lasts."""
+    """lm-eval's `HFLM` with the log-likelihoods of decoding from left to right, one token per step.
+    It decodes texts in a batch in which each text stays only until its own end."""
 
     @property
     def max_length(self) -> int:
         """Return one less than the most tokens of a text: lm-eval adds one, as autoregressive
-        models do not read the last."""
+        models do not read the last token."""
         length: int = super().max_length
         return length - 1
 
@@ -49,18 +49,20 @@ class MRPLM(HFLM):
 
     @property
     def _rows(self) -> int:
-        """The number of texts at once; lm-eval's `auto` is ours to choose."""
+        """The number of texts that are decoded at the same time; for lm-eval's `auto` this class
+        chooses it."""
         return self.batch_size if isinstance(self.batch_size, int) else ROWS
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Decode the text of each request, the longest contexts first, `batch_size` at once; cut
-        each before the first of its stop strings. With `seed` request i has the seed `seed + i`.
+        """Decode the text of each request, the longest contexts first and `batch_size` at the same
+        time; cut each text before its first stop string. With `seed`, request i has the seed `seed
+        + i`.
 
         Raises:
             ValueError: for options that `generate` refuses.
             RuntimeError: if a text has no token to choose.
         """
-        if self.mixed_precision_dtype is not None:  # autocast is of one thread
+        if self.mixed_precision_dtype is not None:  # autocast applies to one thread only
             return list(super().generate_until(requests, disable_tqdm))
         lengths = [len(self.tok_encode(request.args[0])) for request in requests]
         order = sorted(range(len(requests)), key=lambda index: -lengths[index])
@@ -82,7 +84,7 @@ class MRPLM(HFLM):
                 self.cache_hook.add_partial("generate_until", requests[index].args, texts[index])
                 progress.update()
         finally:
-            manager.stop(hard_stop=True)  # all texts are whole, or nobody waits for them
+            manager.stop(hard_stop=True)  # all texts are complete, or nobody waits for them
             progress.close()
         return [texts[index] for index in range(len(order))]
 
@@ -115,7 +117,7 @@ class MRPLM(HFLM):
         return ids[0].tolist(), stops, options
 
     def _answer_of(self, ids: list[int], stops: list[str]) -> str:
-        """Decode a text, without what is thought before it, up to its first stop string."""
+        """Decode a text up to its first stop string, without the part in which the model thinks."""
         end = self.think_end_token
         if not isinstance(end, int):
             answer: str = postprocess_generated_text(self.tok_decode(ids), stops, end)

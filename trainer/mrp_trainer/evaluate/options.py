@@ -15,8 +15,8 @@ from ..embedded import EMBEDDED
 from ..flags import flag, parse_assignments
 
 _OPTIONS = {option.name: option for option in OPTIONS}
-# Options of `generate`: those whose flag takes several values, all with a flag, and those that a
-# measurement cannot change.
+# Options of `generate`: those whose flag takes several values, all that have a flag, and those that
+# a measurement cannot change.
 _SWEPT = {"confidence_threshold": "tau", "num_draft_states": "states", "draft_branches": "branches"}
 _BY_FLAG = {
     **_SWEPT,
@@ -34,8 +34,8 @@ _WHAT, _HOW, _MODEL, _OUTPUT = "Problems", "Decoding", "Model", "Output"
 
 
 def _of(name: str) -> dict[str, Any]:
-    """Make the arguments of `flag` for a repeatable option of `generate`, from the option's
-    declaration."""
+    """Make the arguments of `flag` for a repeatable option of `generate`, from the declaration of
+    that option."""
     option = _OPTIONS[name]
     meaning, _, _of_none = option.help.partition("; None: ")
     return {
@@ -131,11 +131,12 @@ class ModeOptions(GenerateOptions):
     def of_checkpoint(
         self, defaults: Mapping[str, Any], has_head: bool = True, states: int = 4
     ) -> Self:
-        """Fill in what no flag sets: targets and numbers of states from a checkpoint's generation
-        config (`defaults`), and modes.
+        """Fill in the values that no flag sets: targets and numbers of states from a checkpoint's
+        generation config (`defaults`), and modes.
 
-        Modes are the targets alone, then drafted without and, if the checkpoint `has_head`, with a
-        head; `states` replaces `auto`, which would count differently in every run.
+        Modes are the targets without drafts, then the targets drafted without a head and, if the
+        checkpoint `has_head`, with the head. `states` replaces `auto`, whose counts would differ in
+        every run.
         """
         width = defaults.get("num_draft_states")
         if not isinstance(width, int):
@@ -148,8 +149,8 @@ class ModeOptions(GenerateOptions):
         return replace(self, decoding=decoding, target=targets, states=self.states or [width])
 
     def settings(self) -> list[dict[str, Any]]:
-        """List the settings, each a mapping of options of `generate`; those assigned by `set` stay
-        together under that name."""
+        """List the settings, each a mapping of options of `generate`; the options assigned by `set`
+        stay together under the name `set`."""
         if not (self.decoding and self.target and self.states):
             return self.of_checkpoint({}).settings()
         extra = self.extra()

@@ -1,8 +1,8 @@
 """Problem sets, each with its judge: problems of a synthetic family, or a file of prompts with
 answers.
 
-The file has JSON lines. A record has `prompt` (text to be continued, or a user's turn with a chat
-template) or `messages` (a chat, whose final assistant turn is left out), and may have `answer`.
+The file has JSON lines. A record has `prompt` (a text to be continued, or with a chat template a
+user's turn) or `messages` (a chat, whose final assistant turn is left out), and may have `answer`.
 Other fields are ignored.
 """
 
@@ -24,7 +24,7 @@ from ..data.tasks import Family, Split, judge, problems
 from .decoded import NEW_TOKENS, Judge
 
 FILE_NEW_TOKENS, FAMILY_COUNT = 256, 500
-# A minus right after a word or a digit is not a sign.
+# A minus directly after a word or a digit is not a sign.
 _NUMBER = re.compile(r"(?:(?<!\w)-)?\$?\d[\d,]*(?:\.\d+)?")
 
 
@@ -92,11 +92,11 @@ def file_set(
     count: int | None = None,
     max_new_tokens: int | None = None,
 ) -> ProblemSet:
-    """Make a set of the first `count` records of a file, by default of all; `chat` renders each
-    `prompt` by the chat template, as a user's turn.
+    """Make a set of the first `count` records of a file, by default all records. `chat` renders
+    each `prompt` as a user's turn with the chat template.
 
     Raises:
-        OSError: if the file is not there.
+        OSError: if the file does not exist.
         ValueError: for a file without a record, and for malformed records (also after `count`),
             with file, line and field; if the tokenizer has no chat template where one is needed, or
             a prompt has no token.
@@ -127,7 +127,8 @@ def file_set(
 def _judge_texts(
     judge: str, answers: Sequence[str | None], texts: Sequence[str]
 ) -> list[bool | None]:
-    """Compare texts with answers by a judge of `JUDGES`; None where there is no answer."""
+    """Judge texts by comparing them with answers, using a judge of `JUDGES`; None where there is no
+    answer."""
     verdicts: list[bool | None] = []
     for answer, text in zip(answers, texts, strict=True):
         verdicts.append(None if answer is None else JUDGES[judge](answer, text))
@@ -135,7 +136,7 @@ def _judge_texts(
 
 
 def _last_text(record: Chat | Text) -> str:
-    """Return what a prompt asks, as text: a plain prompt, or the last message of a chat."""
+    """Return the question of a prompt as text: a plain prompt, or the last message of a chat."""
     if isinstance(record, Text):
         return record.prompt
     return str(record.messages[-1].get("content", ""))

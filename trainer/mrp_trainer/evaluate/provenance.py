@@ -51,8 +51,8 @@ def digests(model: nn.Module) -> dict[str, str | None]:
 
 @cache
 def deciding(package: Path = Path(modeling_mrp.__file__).parent) -> str:
-    """Return a hexadecimal digest of the code that decides all counts (`_DECIDING`): of its syntax
-    trees, without docstrings, so that neither layout nor comments change it."""
+    """Return a hexadecimal digest of the code that determines all counts (`_DECIDING`). It covers
+    the syntax trees without docstrings, so that neither layout nor comments change it."""
     digest = hashlib.sha256()
     for pattern in _DECIDING:
         for path in sorted(package.glob(pattern)):

@@ -1,8 +1,8 @@
 """Files of results, one JSON line per measurement: written line by line, resumed after the last
 complete line, and read again.
 
-A line with a field `benchmark` is a header (`provenance`): it describes what the lines after it, up
-to the next header, were measured with, weights included.
+A line with a field `benchmark` is a header (`provenance`): it describes the software, options and
+weights with which the lines after it, up to the next header, were measured.
 """
 
 import json
@@ -33,7 +33,8 @@ def mode_name(line: Mapping[str, Any]) -> str:
 
 
 def with_headers(lines: Iterable[Line]) -> Iterator[tuple[Line, Line]]:
-    """Pair each measurement with the last header before it, which is empty if there is none."""
+    """Pair each measurement with the last header before it; a measurement without one gets an empty
+    header."""
     header: Line = {}
     for line in lines:
         if "benchmark" in line:
@@ -45,13 +46,13 @@ def with_headers(lines: Iterable[Line]) -> Iterator[tuple[Line, Line]]:
 def other_weights(
     header: Mapping[str, Any], line: Mapping[str, Any], weights: Mapping[str, Any]
 ) -> str | None:
-    """Name the first part (`backbone`, `deciding` code, `head`) whose digests in `header` and
-    `weights` differ; else None.
+    """Return the name of the first part (`backbone`, `deciding` code, `head`) whose digests in
+    `header` and `weights` differ; None if no part differs.
 
     A line without head passes (`head_per_token`) does not depend on the head. In a header,
     `backbone` is None if no checkpoint was measured, and `head` is None if there was no head, or
     several; a header without `backbone` counts as different. The code is compared only if both have
-    its digest, which old headers lack.
+    a digest of it, which old headers lack.
     """
     if "backbone" not in header:
         return "backbone"
@@ -83,10 +84,10 @@ class ResultsFile:
     """A file of results: lines that earlier runs of a command wrote, and lines that this run
     appends.
 
-    The file's folders are made if they are missing. A line that was cut short (the process was
-    killed, the disk was full) is removed when the file is opened again. Every line but headers has
-    the field `key`: a `ValueError` names the first line without this field, and the file is left as
-    it is.
+    The file's folders are made if they are missing. An incomplete line (the process was killed, or
+    the disk was full) is removed when the file is opened again. Every line but headers has the
+    field `key`: a `ValueError` names the first line without this field, and the file is left as it
+    is.
     """
 
     def __init__(self, path: str | Path, key: str) -> None:
@@ -100,8 +101,8 @@ class ResultsFile:
         foreign = [
             number for number, line in enumerate(lines, 1) if not {key, "benchmark"} & line.keys()
         ]
-        # A line that was cut short begins like a header where it is the first one; a whole one has
-        # the key.
+        # An incomplete line is recognised by its beginning, the first line by that of a header; a
+        # complete line has the key.
         record = _record(cut)
         recognized = cut.startswith("{" if lines else _HEADER)
         if record:

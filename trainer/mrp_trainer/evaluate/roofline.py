@@ -1,10 +1,10 @@
 """Bytes and FLOPs of the forwards of a round at a given shape, and the least time they take on a
 device.
 
-A kernel group takes the time of its bytes or of its FLOPs, whichever is longer. Its bytes are
-weights (once a forward), embeddings of the tokens used, hidden states that enter and leave, and
-keys and values; activations inside a layer are assumed to stay on chip, and the packed states of a
-row to share one read of its prefix. All numbers are bf16.
+A group of kernels takes the time of its bytes or of its FLOPs, whichever is longer. Its bytes are
+weights (once per forward), embeddings of the tokens used, hidden states that enter and leave, and
+keys and values. It is assumed that activations inside a layer stay on chip, and that the packed
+states of a row share one read of its prefix. All numbers are bf16.
 """
 
 from dataclasses import dataclass, fields
@@ -97,8 +97,8 @@ class Shape:
         return self.vocab_size * self.hidden_size
 
     def weight_bytes(self, per_weight: float) -> int:
-        """Compute the bytes of a dense model and its head whose layers' matrices take `per_weight`
-        bytes a number; embedding, `lm_head` and norms are bf16."""
+        """Compute the bytes of a dense model and its head, with `per_weight` bytes for each number
+        of the layers' matrices; embedding, `lm_head` and norms are bf16."""
         matrices = (self.num_hidden_layers + self.head_layers) * self.layer_matrix + self.eh_proj
         unquantized = self.backbone + self.head + 2 * self.vocabulary - matrices
         return int(matrices * per_weight + unquantized * BYTES)
@@ -140,8 +140,8 @@ class Device:
     achievable: float = 0.6
 
     def seconds(self, work: Work) -> float:
-        """Compute the least time of a kernel group: that of its bytes or of its FLOPs, whichever is
-        longer."""
+        """Compute the least time of a group of kernels: that of its bytes or of its FLOPs,
+        whichever is longer."""
         return max(work.bytes / self.bandwidth, work.flops / (self.peak * self.achievable))
 
 
@@ -151,9 +151,9 @@ def decoder_layers(
     """Compute the work of decoder layers on `batch` rows of `states` packed states; return that of
     matrices, then of attention.
 
-    Packed attention computes all pairs of a query with its row's prefix and states, also masked
-    pairs. `sparse` layers read the experts that any token chooses, and compute for each token only
-    those that it chooses.
+    Packed attention computes all pairs of a query with its row's prefix and states, including
+    masked pairs. `sparse` layers read the experts that any token chooses, and compute for each
+    token only those that it chooses.
     """
     tokens = batch * states * shape.block_size
     read: float = shape.layer
@@ -191,7 +191,7 @@ def head_forward(shape: Shape, batch: int, states: float, prefix: int) -> list[W
 
 
 def vocabulary_step(shape: Shape, positions: float) -> Work:
-    """Compute the work of choosing tokens at `positions` masked positions, from logits that never
+    """Compute the work of picking tokens at `positions` masked positions, from logits that never
     leave the chip."""
     return Work(
         (shape.vocab_size + positions) * shape.hidden_size * BYTES, 2 * positions * shape.vocabulary
@@ -201,7 +201,7 @@ def vocabulary_step(shape: Shape, positions: float) -> Work:
 @dataclass(frozen=True)
 class Counts:
     """Counts of a decoding mode for each row: generated tokens and packed states per backbone
-    forward; head passes per round, which follow each other and each have a vocabulary step; and
+    forward; head passes per round, which run one after the other, each with a vocabulary step; and
     packed states per head pass."""
 
     tokens_per_forward: float

@@ -10,20 +10,20 @@ from itertools import pairwise
 from typing import Any
 
 _INCOMPLETE = "\ufffd"  # a tokenizer's text for an incomplete character
-_LONGEST = 8  # tokens of one character, at most
+_LONGEST = 8  # the most tokens of one character
 
 
 @dataclass(frozen=True)
 class Token:
-    """A token of a text, and how it was revealed.
+    """A token of a text, with facts about its reveal.
 
     Attributes:
-        text: As the tokenizer decodes it; "" where its bytes are shown at a later token, which
-            completes the character.
+        text: The decoded token; "" if a later token, which completes the character, shows its
+            bytes.
         forward: The forward that revealed it, from 1; None for a token of the prompt.
         step: The denoising step that revealed it; -1 for a token of the prompt.
-        drafted: Whether a drafted state revealed it: without drafts it would have taken another
-            forward.
+        drafted: Whether it was revealed at a drafted state; without drafts this would have taken
+            another forward.
         probability: Its probability when it was revealed.
         taken_back: Number of reveals at its position that were masked again.
     """
@@ -79,8 +79,8 @@ class Decode:
 
 
 def read_decode(output: Any, tokenizer: Any, name: str = "decode", row: int = 0) -> Decode:
-    """Read a row of an `MRPGenerateOutput` as a decode of this name; `ValueError` for other outputs
-    and missing rows."""
+    """Read a row of an `MRPGenerateOutput` as a `Decode` with the given name; `ValueError` for
+    other outputs and missing rows."""
     rounds = getattr(getattr(output, "stats", None), "rounds", None)
     if rounds is None:
         raise ValueError(
@@ -94,7 +94,8 @@ def read_decode(output: Any, tokenizer: Any, name: str = "decode", row: int = 0)
     reveal_step = steps_of[row]
     ids = output.sequences[row, output.sequences.shape[1] - len(reveal_step) :].tolist()
     special = set(tokenizer.all_special_ids)
-    while reveal_step and reveal_step[-1] < 0 and ids[len(reveal_step) - 1] in special:  # padding
+    # the row's padding is left out
+    while reveal_step and reveal_step[-1] < 0 and ids[len(reveal_step) - 1] in special:
         reveal_step.pop()
     of_row = {key: counts[:, row].tolist() for key, counts in rounds.items()}
     taken_back = Counter(
@@ -123,8 +124,8 @@ def read_decode(output: Any, tokenizer: Any, name: str = "decode", row: int = 0)
 
 
 def _revealed_by(of_row: dict[str, list[int]], step: int) -> tuple[int, bool]:
-    """Return the forward that made a denoising step, and whether a draft made it: all steps of a
-    forward but its first."""
+    """Return the forward that made a denoising step, and whether the step was made at a draft: all
+    steps of a forward except its first."""
     index = min(bisect_right(of_row["steps"], step), len(of_row["steps"]) - 1)
     first = of_row["steps"][index - 1] if index else 0
     return of_row["row_forwards"][index], step > first
@@ -152,8 +153,8 @@ def _forwards(of_row: dict[str, list[int]], tokens: Sequence[Token]) -> tuple[Fo
 
 
 def token_texts(ids: Sequence[int], tokenizer: Any) -> list[str]:
-    """Decode the text of each token; a character made of several tokens goes to the last one, and
-    the others have ""."""
+    """Decode the text of each token. A character that consists of several tokens belongs to the
+    last of them; the others have ""."""
     texts: list[str] = []
     pending: list[int] = []
     for token_id in ids:

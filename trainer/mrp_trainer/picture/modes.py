@@ -13,8 +13,8 @@ from .options import ShowOptions
 
 def show_model(options: ShowOptions) -> Picture:
     """Decode a prompt in the modes of `options`, draw the decodes, and write the picture to
-    `options.output`. `ValueError` if checkpoint, tokenizer, prompt or options do not fit, `OSError`
-    if there is no such checkpoint."""
+    `options.output`. `ValueError` if checkpoint, tokenizer, prompt or options do not fit each
+    other, `OSError` if the checkpoint does not exist."""
     check_utf8(options.prompt)
     for setting in options.settings_to_draw({}):
         check_setting(setting, load_config(options.model, options.revision))

@@ -65,8 +65,9 @@ class ShowOptions(ModeOptions):
     ) -> list[dict[str, Any]]:
         """List the options of `generate` for each mode in the picture (see `settings`).
 
-        What no flag sets: targets and K are the config's (`defaults`; K 8 for `auto`), modes are
-        the targets and, drafted, `mrp_spec` (`self_spec` if not `has_head`).
+        Values that no flag sets: targets and K are those of the config (`defaults`; K is 8 for
+        `auto`); modes are the targets without drafts and the targets drafted by `mrp_spec`, or by
+        `self_spec` without a head (`has_head`).
         """
         options = self.of_checkpoint(defaults, has_head, states=8)
         decoding = self.decoding or [*options.target, "mrp_spec" if has_head else "self_spec"]

@@ -9,7 +9,7 @@ from typing import Any
 from .svg import Picture, picture_of
 
 _STATE = "trainer_state.json"
-# Panels by title, each with its curves: keys of the log, and what they are called.
+# Panels by title, each with its curves: keys of the log, and their labels.
 _PANELS: dict[str, dict[str, str]] = {
     "loss": {"loss": "training", "eval_loss": "held-out"},
     "gap closed": {"gap_closed": "training", "eval_gap_closed": "held-out"},
@@ -18,12 +18,12 @@ _PANELS: dict[str, dict[str, str]] = {
         "eval_stale_tokens_per_forward": "without a head",
     },
 }
-_WIDTH, _HEIGHT = 400.0, 200.0  # of a panel's plot
+_WIDTH, _HEIGHT = 400.0, 200.0  # size of a panel's plot
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A curve of a panel: what it is called, its points in the plot, and its last value."""
+    """A curve of a panel: its name, its points in the plot, and its last value."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -41,8 +41,8 @@ class Panel:
 
 
 def draw_run(folder: Path | str) -> Picture:
-    """Draw the log of a training run in `folder`, its own or that of its newest checkpoint;
-    `ValueError` if there is none, or it has no numbers to draw."""
+    """Draw the training log in `folder`: its own log, or that of its newest checkpoint.
+    `ValueError` if there is no log, or it has no numbers to draw."""
     folder = Path(folder)
     states = [folder / _STATE]
     states += sorted(folder.glob(f"checkpoint-*/{_STATE}"), key=_step_of, reverse=True)
@@ -78,8 +78,7 @@ def _step_of(path: Path) -> int:
 def _panel(
     title: str, names: Mapping[str, str], history: Sequence[Mapping[str, Any]], steps: int
 ) -> Panel | None:
-    """Lay out the curves of a panel, the range from the lowest to the highest value; None without
-    values."""
+    """Lay out the curves of a panel, from the lowest to the highest value; None without values."""
     series: dict[str, list[tuple[int, float]]] = {}
     for line in history:
         for key, name in names.items():

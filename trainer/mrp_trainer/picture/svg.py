@@ -23,28 +23,29 @@ from .facts import Decode, Forward, Token
 _MARGIN, _GAP, _PANEL = 20.0, 16.0, 472.0
 _INSET = 16.0  # within a panel
 _CHARACTER, _LINE = 7.8, 27.0  # width and height in the fixed-width font, at 13 px
-_UNIT, _MAX_BAR = 5.0, 12  # height of a token in a bar, and tokens of the highest bar
+_UNIT, _MAX_BAR = 5.0, 12  # height of a token in a bar, and the most tokens of a bar
 _PROMPT_LINES = 3
-_LEGEND = 236.0  # width of an entry, at most
+_LEGEND = 236.0  # the largest width of an entry
 # How some characters are shown. Joiners stay as they are, within words and emoji.
 _REPLACEMENTS = {"\n": "↵\n", "\t": "⇥", "\u200c": "\u200c", "\u200d": "\u200d"}
 # placeholder of the picture's id, which is a hash of the rest; visible texts hold no controls
 _ID = "\0"
-_MAX_TICK, HOLD = 0.28, 3.0  # longest seconds per forward, and seconds that the whole text stays
-_MAX_DURATION, _MIN_TICK = 12.0, 0.04  # longest seconds of all forwards, and shortest per forward
+# the most seconds per forward, and seconds for which the complete text stays
+_MAX_TICK, HOLD = 0.28, 3.0
+_MAX_DURATION, _MIN_TICK = 12.0, 0.04  # the most seconds of all forwards, and the least per forward
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture of decodes as an SVG, which notebooks show, with a title that sums it up."""
+    """An SVG picture of decodes, which notebooks show, with a title that summarises it."""
 
     svg: str = field(repr=False)
     title: str
 
     def save(self, path: Path | str, overwrite: bool = False) -> Path:
-        """Write the picture to an .svg or a .png, and return the path; `ValueError` for other
-        names, and where another file is, unless `overwrite` or that is an .svg of this package that
-        nobody changed; `ImportError` for a .png without cairosvg."""
+        """Write the picture to an .svg or a .png, and return the path. `ValueError` for other
+        names, and for an existing file, unless `overwrite` is set or the file is an unchanged .svg
+        of this package; `ImportError` for a .png without cairosvg."""
         path = Path(path)
         check_name(path)
         content = self._png() if path.suffix == ".png" else self.svg.encode()
@@ -80,8 +81,8 @@ def draw(
     in all of them.
 
     The same decodes give the same picture. The prompt is shown above, shortened to three lines. If
-    `animated`, the texts appear forward by forward, again and again, but stay whole if the viewer
-    asks for less motion. `ValueError` without decodes.
+    `animated`, the texts appear forward by forward in a loop, but are shown complete if the viewer
+    prefers less motion. `ValueError` without decodes.
     """
     if not decodes:
         raise ValueError("there are no decodes to draw: pass at least one")
@@ -136,7 +137,8 @@ def draw(
 
 
 def picture_of(template: str, title: str, **values: Any) -> Picture:
-    """Render a template of this folder as a picture, whose id is a hash of the rest."""
+    """Render a template of this folder as a picture, whose id is a hash of the rest of the
+    picture."""
     svg = _template(template).render(name=_ID, title=title, **values)
     return Picture(svg.replace(_ID, _id_of(svg)), title)
 
@@ -157,7 +159,8 @@ def _id_of(svg: str) -> str:
 
 
 def is_unchanged(content: bytes) -> bool:
-    """Return whether a file is an SVG that `draw` made and nobody has changed since, by its id."""
+    """Return whether a file is an SVG that `draw` made and that nobody has changed since, judged by
+    its id."""
     text = content.decode("utf-8", "replace")
     match = re.search(r"mrp-[0-9a-f]{10}", text)
     return match is not None and _id_of(text.replace(match[0], _ID)) == match[0]
@@ -165,7 +168,7 @@ def is_unchanged(content: bytes) -> bool:
 
 def _prompt(prompt: str, width: int) -> list[str]:
     """Break a prompt into lines of up to `width` cells; if there are more lines than fit, the last
-    one ends with an ellipsis."""
+    line ends with an ellipsis."""
     lines: list[str] = []
     for line in visible(prompt).splitlines():
         lines += map(str.lstrip, chop_cells(line, width))
@@ -176,7 +179,7 @@ def _prompt(prompt: str, width: int) -> list[str]:
 
 @dataclass(frozen=True)
 class _TokenBox:
-    """The box of a token, or of a part of it on one line, with its position in the text."""
+    """The box of a token, or of the part of a token on one line, with its position in the text."""
 
     token: Token
     text: str
@@ -186,7 +189,7 @@ class _TokenBox:
 
     @property
     def kind(self) -> str:
-        """Return the CSS class of the box, by how its token was revealed."""
+        """Return the CSS class of the box, which depends on how its token was revealed."""
         if self.token.forward is None:
             return "given"
         return "draft" if self.token.drafted else "own"
@@ -258,8 +261,8 @@ def _height(count: int) -> float:
 
 
 def visible(text: str) -> str:
-    """Make every character of a text visible: line ends as ↵ before the break, controls as their
-    code points."""
+    """Make every character of a text visible: line ends as ↵ before the line break, control
+    characters as their code points."""
     return "".join(map(_visible_character, text.replace("\r\n", "\n")))
 
 
@@ -272,8 +275,8 @@ def _visible_character(character: str) -> str:
 
 
 def colour(fraction: float) -> str:
-    """Return the colour of a forward by its fraction of the longest decode: warm at the first (0),
-    cold at the last (1)."""
+    """Return the colour of a forward by its position as a fraction of the longest decode: warm at
+    the first (0), cold at the last (1)."""
     return "#" + "".join(
         f"{round(255 * channel):02x}"
         for channel in hls_to_rgb((38 - 183 * fraction) / 360 % 1, 0.56, 0.78)

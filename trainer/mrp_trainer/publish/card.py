@@ -1,5 +1,5 @@
 """The model card of a checkpoint: a template filled from the files of its folder, without any
-connection."""
+network access."""
 
 import json
 import math
@@ -50,15 +50,15 @@ _METRICS = {
 
 
 def read_results(paths: Iterable[Path | str]) -> list[dict[str, Any]]:
-    """Read the measurements in files that `mrp evaluate` wrote, without headers; `ValueError` names
-    a malformed line."""
+    """Read the measurements, without headers, in files that `mrp evaluate` wrote; `ValueError`
+    names a malformed line."""
     lines: list[dict[str, Any]] = []
     for path in map(Path, paths):
         for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             line = json.loads(text)
             if "benchmark" in line:
                 continue
-            if "file" in line:  # prompts of a file instead of a family of tasks
+            if "file" in line:  # the prompts of a file, not a family of tasks
                 line = {"family": Path(str(line["file"])).stem, **line}
             if missing := {"family", "decoding", "accuracy", "tokens_per_forward"} - line.keys():
                 raise ValueError(
@@ -117,15 +117,16 @@ def eval_results(
     shape: str = CHARGED,
     benchmarks: Mapping[str, Benchmark] = MappingProxyType({}),
 ) -> list[EvalResult]:
-    """List accuracy and cost of every measurement, for the card's `model-index`; head passes are
-    charged as at `shape`. Of `benchmarks` the id on the Hub is the type of the dataset."""
+    """List the accuracy and cost of every measurement for the card's `model-index`; head passes are
+    charged as at `shape`. For problem sets in `benchmarks`, the type of the dataset is its id on
+    the Hub."""
     results = []
     for line in lines:
         values = charged(line, shape)
         benchmark = benchmarks.get(line["family"])
         for metric, label in _METRICS.items():
             value = values.get(metric)
-            if value is None:  # without answers, or without counts of head passes
+            if value is None:  # problems without answers, or no counts of head passes
                 continue
             results.append(
                 EvalResult(
@@ -180,18 +181,18 @@ def render_card(
     """Render the card of a saved checkpoint.
 
     Args:
-        folder: What `save_pretrained` wrote.
+        folder: A folder that `save_pretrained` wrote.
         kind: A key of `folder.KINDS`: "full", "head" or "adapter".
-        name: The repository id, or the folder as a user writes it: what the examples load, and the
-            title.
+        name: The repository id, or the folder as a user writes it; it is the title, and the name
+            that the examples load.
         results: Measurements, as `read_results` returns them.
-        about: A Markdown file that describes the checkpoint: its metadata overrides the template's,
-            its text opens the card.
-        extra_tags: Tags beside those that every card has.
+        about: A Markdown file that describes the checkpoint: its metadata override the template's,
+            and its text opens the card.
+        extra_tags: Tags in addition to those that every card has.
         base: The base model of a head or an adapter, in place of the one that its config names.
         metadata: Further metadata, such as `license`, `language` and `datasets`, which override
             those of `about`.
-        benchmarks: The problem sets of the results that are on the Hub, by name.
+        benchmarks: By name, those problem sets of the results that are benchmarks on the Hub.
     """
     folder = Path(folder)
     config = json_of(folder / CONFIGS[kind])
@@ -243,7 +244,7 @@ def render_card(
         kind=kind,
         base=next(
             (known for known in (base, fields["base_model"]) if known and is_hub_id(known)),
-            "org/backbone",  # no folder of this machine
+            "org/backbone",  # the name of a repository, not a folder of this machine
         ),
         about=about_text,
         summary=_SUMMARIES[contents].format(
@@ -261,14 +262,13 @@ def render_card(
 
 
 def is_users_card(text: str) -> bool:
-    """Return whether a user wrote or edited this card, so that it is no rendered card of this
-    package and no empty form."""
+    """Return whether a user wrote or edited this card: it is neither a rendered card of this
+    package nor an empty form."""
     return _RENDERED.search(text) is None and FORM not in text
 
 
 def renamed(text: str, name: str) -> str:
-    """Replace the name in a card that this package rendered: its title, and what its examples
-    load."""
+    """Replace the name in a card that this package rendered: in its title, and in its examples."""
     if (match := _RENDERED.search(text)) is None:
         return text
     text = text.replace(match[0], match[0].replace(match[1], name)).replace(
@@ -281,8 +281,8 @@ def renamed(text: str, name: str) -> str:
 
 
 def _repository(name: str) -> str:
-    """Return a name that `custom_generate` takes, which is no folder: this one, or what a
-    repository of it could be called."""
+    """Return a repository name that `custom_generate` accepts: the given name, or for a folder a
+    possible name for its repository."""
     return name if is_hub_id(name) else f"org/{_title(name)}"
 
 

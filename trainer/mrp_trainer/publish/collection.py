@@ -14,7 +14,7 @@ from .card import HEAD_TAG, markdown_table
 from .command import network_errors
 from .recipe import settings_in
 
-# what the page tells of a recipe, in this order
+# the settings of a recipe that the page shows, in this order
 _TOLD = ("data", "max_steps", "num_train_epochs", "head_layers", "reveal_rule", "unroll")
 
 
@@ -23,10 +23,10 @@ class PublishedHead:
     """A head on the Hub.
 
     Attributes:
-        repo_id: Its repository.
+        repo_id: The id of its repository.
         backbone: The Hub id of its backbone; None if the card names none.
         license: The card's licence.
-        recipe: The settings of its training by name; empty if the card tells none.
+        recipe: The settings of its training by name; empty if the card has none.
         results: The card's measurements.
     """
 
@@ -37,8 +37,8 @@ class PublishedHead:
     results: Sequence[EvalResult] = ()
 
     def speeds(self) -> dict[str, dict[str, tuple[float, str]]]:
-        """Find the most tokens per unit of `mrp_spec` and `self_spec`, and the mode that made them,
-        by problem set."""
+        """Find, by problem set, the most tokens per unit of `mrp_spec` and `self_spec`, and the
+        mode with which they were measured."""
         best: dict[str, dict[str, tuple[float, str]]] = {}
         for result in self.results:
             if result.metric_type != "tokens_per_unit":
@@ -58,13 +58,13 @@ def published_heads(
     limit: int = 100,
     token: str | bool | None = None,
 ) -> list[PublishedHead]:
-    """Ask the Hub for heads that this package published, the most downloaded first, and read their
-    cards.
+    """Search the Hub for heads that this package published, the most downloaded first, and read
+    their cards.
 
     Args:
-        author: Only those of this user or organisation.
-        backbone: Only those of this backbone.
-        limit: The most to ask for.
+        author: Only heads of this user or organisation.
+        backbone: Only heads of this backbone.
+        limit: The most heads to search for.
         token: As in `huggingface_hub`.
 
     Raises:
@@ -84,7 +84,7 @@ def published_heads(
 
 
 def _head_of(repo_id: str, card_file: Path) -> PublishedHead:
-    """Read a head's card; of one whose metadata or recipe cannot be read nothing is told."""
+    """Read a head's card; a card whose metadata or recipe cannot be read counts as empty."""
     try:
         card = ModelCard.load(card_file, ignore_metadata_errors=True)
         recipe = settings_in(card.text)
@@ -101,7 +101,7 @@ def _head_of(repo_id: str, card_file: Path) -> PublishedHead:
 
 
 def heads_page(heads: Sequence[PublishedHead]) -> str:
-    """Format a Markdown page of heads: a table with a row each."""
+    """Format a Markdown page of heads: a table with a row per head."""
     rows = []
     for head in heads:
         rows.append(

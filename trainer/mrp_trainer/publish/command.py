@@ -20,7 +20,7 @@ from .evaluations import EVALUATIONS, Benchmark, evaluation_entries, evaluations
 from .folder import CONFIGS, KINDS, Folder, json_of, read_folder, tensors_in
 from .trial import try_out
 
-# Of the library for HTTP that huggingface_hub calls, which is another one in other versions.
+# Errors of the HTTP library that huggingface_hub calls, which differs between versions.
 _HTTP_ERRORS: Any = HfHubHTTPError.__bases__
 # Patterns of files in the repository that the commit removes, unless it sends them.
 _STALE = ["model*.safetensors*", "adapter_model*", "*_mrp.py", "custom_generate/*"]
@@ -29,8 +29,8 @@ _STALE = ["model*.safetensors*", "adapter_model*", "*_mrp.py", "custom_generate/
 @dataclass(frozen=True)
 class Publication:
     """The result of a push or a dry run: the kind (of `KINDS`), the bytes of each file by path in
-    the repository, the files of the folder that are not published, what was tried before, and the
-    commit, None after a dry run."""
+    the repository, the files of the folder that are not published, the result of the trial, and the
+    commit, which is None after a dry run."""
 
     repo_id: str
     kind: str
@@ -72,23 +72,23 @@ def push(
     dataset: Sequence[str] = (),
     benchmark: Sequence[str] = (),
 ) -> Publication:
-    """Push a saved checkpoint in one commit; the folder is only read. The remote code is what this
-    package generates.
+    """Push a saved checkpoint in one commit; the folder is only read. The remote code is the code
+    that this package generates.
 
     Args:
-        folder: What `save_pretrained` wrote: a full model, a head (`head_only=True`) or a peft
-            adapter.
-        repo_id: "org/name", or "name" for a repository of the user's own; a new one is `private`.
+        folder: A folder that `save_pretrained` wrote: a full model, a head (`head_only=True`) or a
+            peft adapter.
+        repo_id: "org/name", or "name" for a repository of the user; a new repository is `private`.
         base_model: Hub id of the base of a head or an adapter, if the folder names another base,
             such as a local folder.
         base_revision: The base's commit, branch or tag.
-        revision: The branch, created if it is not there; `main` by default.
-        create_pr: Open a pull request instead of changing `main`.
-        dry_run: Only return what would be sent, after the same trial (`try_out`), without any
-            connection.
-        new_card: Render the card in any case. By default the folder's README.md is the card if a
-            person wrote it or no other argument changes it; else one is rendered, which does not
-            replace what a person wrote in the repository.
+        revision: The branch, created if it does not exist; `main` by default.
+        create_pr: Whether to open a pull request instead of changing `main`.
+        dry_run: Whether to only return the files that would be sent, after the same trial
+            (`try_out`) and without any connection.
+        new_card: Whether to render the card in any case. By default the folder's README.md is the
+            card if a person wrote it or no other argument changes it. Otherwise a card is rendered,
+            which does not replace one that a person wrote in the repository.
         results: Result files for the rendered card (`read_results`).
         about: A description of the checkpoint for the rendered card (`render_card`), which also has
             `tags`.
@@ -96,14 +96,15 @@ def push(
             which a dry run does not ask for.
         language: Languages in the card's metadata.
         dataset: Hub ids of the training data, in the card's metadata.
-        benchmark: Problem sets of the results that are on the Hub, "NAME=DATASET:TASK" each: their
-            accuracy goes to `.eval_results`, too, which the Hub shows beside the benchmark.
+        benchmark: Problem sets of the results that are benchmarks on the Hub, "NAME=DATASET:TASK"
+            each: their accuracy is also written to `.eval_results`, which the Hub shows beside the
+            benchmark.
 
     Raises:
-        ValueError: if the folder, the card, the base or the id is not fit to be published, or what
-            is to be sent does not load and decode.
-        OSError: if the Hub refused it, or cannot be reached. The folder and the branch are as they
-            were.
+        ValueError: if the folder, the card, the base or the id is not fit to be published, or the
+            files to send do not load and decode.
+        OSError: if the Hub refuses the commit, or cannot be reached. The folder and the branch are
+            unchanged.
     """
     if revision is not None and create_pr:
         raise ValueError(
@@ -191,7 +192,8 @@ def push(
 def card_metadata(
     license: str | None, language: Sequence[str], dataset: Sequence[str]
 ) -> dict[str, Any]:
-    """Collect the given metadata of a card; `ValueError` for data that are not on the Hub."""
+    """Collect the given metadata of a card; `ValueError` for training data that are not on the
+    Hub."""
     for name in dataset:
         if not is_hub_id(name):
             raise ValueError(f"dataset is {name!r}: it must be the id of a dataset on the Hub")
@@ -200,8 +202,8 @@ def card_metadata(
 
 
 def _license_of(base: str, token: str | bool | None) -> dict[str, Any]:
-    """Look up the licence in the card of a base on the Hub; nothing where there is none, or it
-    cannot be asked."""
+    """Look up the licence in the card of a base on the Hub; return nothing if there is none, or the
+    Hub cannot be reached."""
     try:
         given = token if isinstance(token, str) else None
         fields = ModelCard.load(base, token=given).data.to_dict()
@@ -216,10 +218,10 @@ def _license_of(base: str, token: str | bool | None) -> dict[str, Any]:
 
 @contextmanager
 def network_errors(server: str, remedy: str) -> Iterator[None]:
-    """Turn connection errors, which are not `OSError`s, into an `OSError` that says what to do."""
+    """Turn connection errors that are not `OSError`s into an `OSError` with the remedy."""
     try:
         yield
-    except OSError:  # the Hub's own answer, too
+    except OSError:  # also for an error that the Hub answers
         raise
     except _HTTP_ERRORS as error:
         raise OSError(
@@ -253,8 +255,8 @@ def card(
     language: Sequence[str] = (),
     dataset: Sequence[str] = (),
 ) -> str:
-    """Render the card of a checkpoint's folder, as a push would; its examples load `name`, by
-    default the folder."""
+    """Render the card of a checkpoint's folder, as a push would; its examples load `name`, which is
+    the folder by default."""
     name = name or (f"./{folder}" if is_hub_id(folder) else folder)
     metadata = card_metadata(license, language, dataset)
     kind = read_folder(folder).kind

@@ -1,4 +1,5 @@
-"""Results as the Hub's benchmarks read them: files `.eval_results/*.yaml` of a repository."""
+"""Results in the form that the Hub's benchmarks read: files `.eval_results/*.yaml` of a
+repository."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -42,9 +43,9 @@ class Benchmark:
 def evaluation_entries(
     lines: Sequence[Mapping[str, Any]], benchmarks: Mapping[str, Benchmark]
 ) -> list[EvalResultEntry]:
-    """List the accuracy, in percent, of each measurement on a benchmark; mode and cost are its
-    notes. Problem sets that are on no Hub have no entry. `ValueError` for a benchmark of which
-    nothing was measured."""
+    """List the accuracy, in percent, of each measurement on a benchmark, with mode and cost as its
+    notes. Problem sets that are not on the Hub have no entry. `ValueError` for a benchmark without
+    a measurement."""
     if missing := sorted(benchmarks.keys() - {line["family"] for line in lines}):
         raise ValueError(
             f"benchmark names {missing[0]}, and no result is of it: the results are of "

@@ -35,7 +35,7 @@ class Folder:
 
     Attributes:
         kind: A key of `KINDS`.
-        base: The model that a head or an adapter says it belongs to.
+        base: The model that a head or an adapter names as its base.
         files: The files to publish, by name.
         code: The remote code to publish beside them, as this package generates it, whatever code
             the folder holds.
@@ -51,12 +51,12 @@ class Folder:
 
 
 def read_folder(path: Path | str) -> Folder:
-    """Check a checkpoint's folder, and decide which of its files are published; nothing is changed.
+    """Check a checkpoint's folder, and select the files to publish; nothing is changed.
 
     Raises:
-        ValueError: if it is not a folder, holds no checkpoint of this package, weights that are cut
-            short or do not fit its config, or a tokenizer that does not load or fit.
-        OSError: if a shard is not there.
+        ValueError: if it is not a folder, holds no checkpoint of this package, has weights that are
+            truncated or do not fit its config, or a tokenizer that does not load or fit.
+        OSError: if a shard is missing.
     """
     path = Path(path)
     if not path.is_dir():
@@ -103,14 +103,13 @@ def _kind_of(path: Path) -> str:
 
 
 def tensors_in(path: Path) -> dict[str, StoredTensor]:
-    """List the tensors of a folder's weights, by name, from the headers of the files."""
+    """List the tensors of a folder's weights, by name, from the headers of the weight files."""
     adapter = path / "adapter_model.safetensors"
     return stored_tensors([adapter] if adapter.is_file() else weight_files(str(path)))
 
 
 def first_not_finite(tensors: Mapping[str, StoredTensor]) -> str | None:
-    """Return the name of the first tensor that holds NaN or infinity, None if there is none; all
-    numbers are read."""
+    """Return the name of the first tensor with NaN or infinity, or None; this reads all numbers."""
     for file in sorted({tensor.file for tensor in tensors.values()}):
         with safe_open(file, framework="pt") as stored:
             for name in sorted(stored.keys()):
@@ -127,7 +126,7 @@ def _checked_weights(path: Path, kind: str) -> set[str]:
     if kind == "adapter":
         return names
     config = MRPConfig.from_pretrained(path)
-    # else it has the tensors that its quantizer makes
+    # otherwise the file has the tensors that its quantizer makes
     if getattr(config, "quantization_config", None) is None:
         check_tensors(config, tensors, HEAD if kind == "head" else "")
     if "model.safetensors" not in names:
@@ -152,5 +151,5 @@ def _check_tokenizer(path: Path, kind: str) -> None:
 
 
 def json_of(path: Path) -> dict[str, Any]:
-    """Read a JSON file, empty if it is missing; `ValueError` if it holds no object."""
+    """Read a JSON file, as an empty object if it is missing; `ValueError` if it holds no object."""
     return json_object(path) if path.is_file() else {}

@@ -1,4 +1,5 @@
-"""The training recipe in a checkpoint's card, from the settings that the run left in the folder."""
+"""The training recipe in a checkpoint's card, made from the settings that the run left in the
+folder."""
 
 import os
 from pathlib import Path
@@ -17,10 +18,10 @@ _COMMANDS = {"mrp": "head", "block_diffusion": "backbone"}
 
 def recipe_of(folder: Path, base: str | None = None) -> str | None:
     """Describe in Markdown the training run that wrote a folder; None without a run. `base` is the
-    Hub id of the model, to be named in place of a local folder.
+    Hub id of the model, which is named in place of a local folder.
 
     Settings that do not change weights are left out, and so is everything about a machine or an
-    account; paths become names.
+    account. Paths are shortened to names.
     """
     if not (folder / RUN_FILE).is_file():
         return None
@@ -43,7 +44,7 @@ def recipe_of(folder: Path, base: str | None = None) -> str | None:
 
 
 def settings_in(card: str) -> dict[str, Any]:
-    """Read the settings of a run from a card that tells them as `recipe_of` does; empty if it tells
+    """Read the settings of a run from a card in the form of `recipe_of`; empty if the card has
     none."""
     _, _, trained = card.partition("\nTrained by `mrp train ")
     text = trained.partition("```yaml\n")[2].partition("```")[0]

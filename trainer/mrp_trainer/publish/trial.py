@@ -1,5 +1,5 @@
-"""The trial of what is about to be published: load it as its users will, in a fresh process, and
-decode a block."""
+"""A trial of the files to publish: load them as their users will, in a fresh process, and decode a
+block."""
 
 import json
 import os
@@ -18,8 +18,8 @@ from .folder import CONFIGS, Folder, first_not_finite, json_of
 
 DONE = "Loaded in a fresh process, and decoded a block with and without drafts."
 _MINUTES = 60
-# Runs where this package is not, and offline. It prints a line if what it needs is not on this
-# machine.
+# A script that runs offline and without this package. It prints a line if a file that it needs is
+# not on this machine.
 _SCRIPT = """
 import sys
 sys.modules["modeling_mrp"] = sys.modules["mrp_trainer"] = None
@@ -54,14 +54,14 @@ for mode in ({}, {"decoding": "static"}, drafted):
 def try_out(
     checkpoint: Folder, contents: Mapping[str, Path | bytes], tensors: Mapping[str, StoredTensor]
 ) -> str:
-    """Load the files that are about to be sent, and decode a block; return what was tried, or why
-    it could not be tried.
+    """Load the files to publish, and decode a block; return a description of the trial, or the
+    reason why none was possible.
 
-    Nothing is downloaded: a head or an adapter of a backbone that is neither a folder nor in the
-    cache is not tried.
+    Nothing is downloaded: there is no trial of a head or an adapter whose backbone is neither a
+    folder nor in the cache.
 
     Raises:
-        ValueError: if it does not load or decode, or a tensor holds NaN or infinity.
+        ValueError: if the files do not load or decode, or a tensor holds NaN or infinity.
     """
     if (name := first_not_finite(tensors)) is not None:
         raise ValueError(
@@ -80,7 +80,7 @@ def try_out(
         fields = json_of(folder / CONFIGS[checkpoint.kind])
         base = fields.get("base_model_name_or_path")
         revision = fields.get("base_model_revision" if checkpoint.kind == "head" else "revision")
-        # its users have it by its id
+        # users load it by its id
         if (
             checkpoint.base is not None
             and not is_hub_id(checkpoint.base)

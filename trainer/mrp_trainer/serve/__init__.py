@@ -1,1 +1,1 @@
-"""A server of one model with OpenAI's API."""
+"""A server for one model with OpenAI's API."""

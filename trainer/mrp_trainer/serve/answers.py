@@ -1,5 +1,6 @@
-"""Answers in OpenAI's form: ids become text as they come, a stop string never shows, and
-log-probabilities, counts and the reason of an end stand where clients look for them."""
+"""Answers in OpenAI's form: ids are decoded to text as they arrive, stop strings are never shown,
+and log-probabilities, counts and the reason of the end are in the fields where clients expect
+them."""
 
 import asyncio
 import time
@@ -26,25 +27,26 @@ from modeling_mrp.rules.state import Counts
 
 from .tools import Tools
 
-_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what decoders write for a part of a character
+# the text that decoders return for an incomplete character
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 
 class TextOfIds:
-    """Decodes ids one by one; what it has given does not change with later ids.
+    """Decodes ids one by one; text that was returned does not change with later ids.
 
     Args:
-        decode: Makes text of ids.
+        decode: Decodes ids to text.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self.decode = decode
         self._ids: list[int] = []
-        # Ids from `_begin` to `_read` are known to be text already; they are decoded again before
-        # new ones, as a decoder treats the first id of a text in its own way.
+        # The text of the ids from `_begin` to `_read` was already returned. They are decoded again
+        # together with new ids, since a decoder treats the first id of a text differently.
         self._begin = self._read = 0
 
     def add(self, token: int) -> str:
-        """Return the text that an id adds; "" while a character is not whole."""
+        """Return the text that an id adds; "" while a character is incomplete."""
         self._ids.append(token)
         text = self._new_text()
         if not text or text.endswith(_UNFINISHED):
@@ -54,7 +56,7 @@ class TextOfIds:
         return text
 
     def end(self) -> str:
-        """Return what is left once there are no more ids."""
+        """Return the remaining text once there are no more ids."""
         return self._new_text()
 
     def _new_text(self) -> str:
@@ -67,10 +69,10 @@ class Token:
     """A token of an answer.
 
     Attributes:
-        id: Its id.
-        logprob: Its log-probability; None where there is none.
-        top: Likeliest ids at its position, each with its log-probability.
-        begin, end: Where its text begins and ends in the answer.
+        id: The token's id.
+        logprob: Its log-probability; None if there is none.
+        top: The likeliest ids at its position with their log-probabilities.
+        begin, end: The character positions in the answer at which its text begins and ends.
     """
 
     id: int
@@ -81,20 +83,21 @@ class Token:
 
 
 class TextOfAnswer:
-    """One text of an answer while it is decoded; all but `tell` is for the event loop.
+    """One text of an answer while it is decoded; all methods but `tell` are called in the event
+    loop.
 
     Args:
-        name: The name of its request.
-        decode: Makes text of ids.
-        stops: Texts that end it, and are no part of it.
-        counted: Called with the last result of the request, in the thread that decodes.
+        name: The name of the text's request.
+        decode: Decodes ids to text.
+        stops: Stop strings, which end the text and are not part of it.
+        counted: Called with the last result of the request, in the decoding thread.
 
     Attributes:
         text: The text so far.
-        tokens: Its tokens so far, those of a stop string too.
-        finish_reason: "stop" or "length" once it is whole.
-        stopped: Whether a stop string ended it.
-        error: Why there will be no more of it, if that is so.
+        tokens: The tokens so far, including those of a stop string.
+        finish_reason: "stop" or "length" once the text is complete.
+        stopped: Whether a stop string ended the text.
+        error: The error that ended the text, if any.
     """
 
     def __init__(
@@ -120,7 +123,7 @@ class TextOfAnswer:
         self._loop = asyncio.get_running_loop()
 
     def tell(self, output: RequestOutput) -> None:
-        """Take a result, in the thread that decodes."""
+        """Receive a result, in the decoding thread."""
         if output.is_finished():
             self._counted(output)
         self._loop.call_soon_threadsafe(self._take, output)
@@ -131,11 +134,11 @@ class TextOfAnswer:
 
     @property
     def ended(self) -> bool:
-        """Whether there will be no more of it."""
+        """Whether the text has ended."""
         return self.finish_reason is not None or self.error is not None
 
     async def grow(self) -> None:
-        """Wait until there is more of the text, or it has ended."""
+        """Wait until the text has grown or ended."""
         await self._changed.wait()
         self._changed.clear()
         output = self._latest
@@ -157,7 +160,7 @@ class TextOfAnswer:
                 self.finish_reason = "length" if output.finish_reason == "length" else "stop"
 
     def _write(self, piece: str) -> None:
-        """Add a piece to the text, up to a stop string."""
+        """Append a piece to the text, up to a stop string."""
         searched = max(0, len(self.text) - self._longest + 1)
         self.text += piece
         found = [self.text.find(stop, searched) for stop in self.stops if piece]
@@ -168,7 +171,8 @@ class TextOfAnswer:
 
     @property
     def certain(self) -> int:
-        """The number of characters that can be sent: all but what may become a stop string."""
+        """The number of characters that can be sent: all except those that may become a stop
+        string."""
         if not self.ended:
             for length in range(min(self._longest - 1, len(self.text)), 0, -1):
                 if any(stop.startswith(self.text[-length:]) for stop in self.stops):
@@ -178,21 +182,22 @@ class TextOfAnswer:
 
 @dataclass
 class Job:
-    """What a request asks for, ready to be decoded.
+    """A checked request, ready to be decoded.
 
     Attributes:
-        chat: Whether it is a chat.
+        chat: Whether the request is a chat.
         prompts: The ids of each prompt.
-        copies: Texts of each prompt.
-        options: Options of `generate` of all of them.
-        limit: Tokens of a text, at most.
+        copies: Number of texts for each prompt.
+        options: Options of `generate` for all texts.
+        limit: The most tokens of a text.
         seed: The seed of the first text, or None.
-        penalties: Presence and frequency penalty.
-        stops: Texts that end a text.
-        stream, usage: Whether parts are sent as they come, and whether counts follow them.
-        logprobs: Whether log-probabilities are wanted.
-        top: Likeliest tokens that are wanted of each position.
-        echo: Whether the prompt is a part of the answer.
+        penalties: The presence penalty and the frequency penalty.
+        stops: Stop strings.
+        stream, usage: Whether the answer is streamed, and whether counts of tokens follow the
+            stream.
+        logprobs: Whether the answer contains log-probabilities.
+        top: Number of likeliest tokens that the answer contains for each position.
+        echo: Whether the answer contains the prompt.
         tools: The tools that may be called; or None.
     """
 
@@ -217,11 +222,11 @@ class Answer:
     """The answer to a request.
 
     Attributes:
-        job: What the request asks for.
-        model: The model's name for the client.
-        decode: Makes text of ids.
-        texts: The texts that are decoded for it; none where the prompt is all that is wanted.
-        echoed: By prompt, its text and tokens, where they are wanted.
+        job: The checked request.
+        model: The model's name as the client knows it.
+        decode: Decodes ids to text.
+        texts: The texts that are decoded for the answer; empty if only the prompt is requested.
+        echoed: By prompt, its text and tokens, if the answer contains the prompt.
     """
 
     job: Job
@@ -236,7 +241,7 @@ class Answer:
         self._created = int(time.time())
 
     def whole(self) -> dict[str, Any]:
-        """Write the answer once all texts have ended."""
+        """Write the complete answer once all texts have ended."""
         choices = []
         for index in range(len(self.job.prompts) * self.job.copies):
             text, tokens = "", list[Token]()
@@ -268,8 +273,8 @@ class Answer:
         return parts
 
     def part(self, index: int, begin: int) -> tuple[dict[str, Any] | None, int]:
-        """Write what is new of a text from its character `begin` on; return it, if it is anything,
-        and where the next part begins."""
+        """Write the new part of a text, from its character `begin` on. Return the part, or None if
+        there is nothing new, and the position at which the next part begins."""
         row = self.texts[index]
         end = row.certain
         if self.job.tools is not None:
@@ -281,14 +286,14 @@ class Answer:
         return self._enveloped([choice]), end
 
     def closing(self) -> dict[str, Any]:
-        """Write the counts behind a stream."""
+        """Write the token counts that follow a stream."""
         return self._enveloped([], usage=self._usage())
 
     def _echoed_length(self, index: int) -> int:
         return len(self.echoed[index // self.job.copies][0]) if self.echoed else 0
 
     def _enveloped(self, choices: list[Any], **more: Any) -> dict[str, Any]:
-        """Put choices into what surrounds them."""
+        """Wrap choices in the object that OpenAI's API returns."""
         kind: Any = Completion
         name = "text_completion"
         if self.job.chat and self.job.stream:
@@ -317,7 +322,7 @@ class Answer:
         finish_reason: str | None,
         part: bool = False,
     ) -> Any:
-        """Write a text, or a part of one."""
+        """Write a text, or a part of it, as a choice."""
         calls: list[dict[str, Any]] = []
         if self.job.tools is not None and finish_reason is not None:
             text, calls = self.job.tools.split(text)
@@ -372,9 +377,9 @@ class Answer:
 
 
 def _shifted(row: TextOfAnswer, begin: int, end: int, offset: int) -> list[Token]:
-    """List the tokens whose text begins from the character `begin` on and before `end`, at their
-    places in a text that has `offset` characters before; at the end of a text also those that have
-    no text there, such as an eos."""
+    """List the tokens whose text begins at or after the character `begin` and before `end`, with
+    positions shifted to a text with `offset` characters before this one. At the end of a text, this
+    includes tokens without text, such as an eos."""
     last = row.ended and not row.stopped and end == len(row.text)
     tokens = []
     for token in row.tokens:
@@ -384,7 +389,8 @@ def _shifted(row: TextOfAnswer, begin: int, end: int, offset: int) -> list[Token
 
 
 def meta_info(row: TextOfAnswer) -> dict[str, Any]:
-    """Collect what a text has cost, under SGLang's names for speculation and under ours."""
+    """Collect the costs of a text, under SGLang's names for speculative decoding and under this
+    package's names."""
     counts = row.counts
     rounds = sum(counts.lengths)
     tokens = len(row.tokens)

@@ -1,5 +1,5 @@
-"""Counts of a server, in Prometheus' text format: under the names by which tools read vLLM's and
-SGLang's, and under ours."""
+"""Counters of a server in Prometheus' text format, under the names that tools for vLLM and SGLang
+read, and under this package's names."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -11,16 +11,16 @@ _COUNTED = ("forwards", "head_forwards", "drafted", "accepted", "revoked")
 
 
 class Metrics:
-    """Totals of all texts that have ended."""
+    """Totals over all texts that have ended."""
 
     def __init__(self) -> None:
-        self.answers: Counter[int] = Counter()  # by status
+        self.answers: Counter[int] = Counter()  # number of answers by HTTP status
         self.totals: Counter[str] = Counter()
         self.offered: Counter[int] = Counter()  # by depth, from 1 on
         self.accepted: Counter[int] = Counter()
 
     def count(self, output: RequestOutput) -> None:
-        """Add the last result of a text."""
+        """Add the counts in the last result of a text to the totals."""
         counts = output.counts
         self.totals["texts"] += 1
         self.totals["prompt_tokens"] += len(output.prompt_ids)
@@ -34,7 +34,7 @@ class Metrics:
             self.accepted[depth] += number
 
     def page(self, manager: Any) -> str:
-        """Write all counts, and how many texts `manager` decodes and has waiting."""
+        """Write all counts, and the numbers of texts that `manager` decodes and that wait."""
         totals = self.totals
         lines: list[str] = []
 

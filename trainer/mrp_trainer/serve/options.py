@@ -44,8 +44,8 @@ class ServeOptions(GenerateOptions):
     )
 
     def setting(self) -> dict[str, Any]:
-        """Collect the given options of `generate`; those assigned by `set` stay together under that
-        name."""
+        """Collect the given options of `generate`; the options assigned by `set` stay together
+        under the name `set`."""
         setting: dict[str, Any] = {}
         if self.decoding is not None:
             setting["decoding"] = self.decoding

@@ -1,11 +1,11 @@
-"""Requests in OpenAI's form: what each may say, checked before any work, and the options of
-`generate` that it means.
+"""Requests in OpenAI's form: their fields, checked before any work is done, and the options of
+`generate` that they stand for.
 
-A field is followed, or asks for nothing, or is refused: pydantic's models below are the list of
-what is followed (`ChatRequest`, `CompletionRequest`), and further fields have to be options of
-`generate` (`SETTABLE`). A field that OpenAI has and this server has not is refused unless its value
-asks for nothing (`_IDLE`). `options_of` is the one place where fields become options, those that
-bind the text to a language among them.
+A field is supported, or it is ignored because its value has no effect, or it is refused. The
+pydantic models below (`ChatRequest`, `CompletionRequest`) list the supported fields; further fields
+must be options of `generate` (`SETTABLE`). A field of OpenAI's that this server does not support is
+refused unless its value has no effect (`_IDLE`). Only `options_of` translates fields into options,
+including those that bind the text to a language.
 """
 
 import json
@@ -18,19 +18,19 @@ from modeling_mrp.generate.constrain import response_options
 from modeling_mrp.generate.option_table import CONSTRAINTS, OPTIONS, closest_name
 from modeling_mrp.generate.options import OPTION_NAMES
 
-MOST_TEXTS = 16  # of one request
-MOST_TOP = 20  # likeliest tokens of a position
+MOST_TEXTS = 16  # the most texts of one request
+MOST_TOP = 20  # the most likeliest tokens per position
 # Options of `generate` that a request may set, by their names.
 SETTABLE = {option.name for option in OPTIONS} - {"kernels", "graphs", "max_batch_size", "seed"}
 SETTABLE |= {"top_k", "min_p", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff"}
 SETTABLE |= {"repetition_penalty", "no_repeat_ngram_size", "min_new_tokens"}
-# Those that the JSON of a generation config may set, too, which `transformers chat` sends.
+# Options that the JSON of a generation config may also set, which `transformers chat` sends.
 _OF_JSON = SETTABLE | {"do_sample", "temperature", "top_p", "max_new_tokens", "seed"}
 _OF_JSON |= {"eos_token_id", "stop_strings"}
-# What one request may ask for, so that it does not hold up the others.
+# The largest values that one request may set, so that it does not delay the others.
 _MOST = {"num_draft_states": 16, "draft_branches": 8, "draft_passes": 8}
 _MOST |= {"prompt_lookup_num_tokens": 64, "max_matching_ngram_size": 16}
-# Fields for the books of whoever asks, and values of others that ask for nothing.
+# Fields that serve only the client's bookkeeping, and by field the values that have no effect.
 _NOTES = {"user", "metadata", "safety_identifier", "prompt_cache_key", "service_tier", "store"}
 _IDLE: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
@@ -44,7 +44,7 @@ _IDLE: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
 }
 
-# What vLLM and SGLang call the options that bind a text to a language, and the keys of vLLM's
+# The names in vLLM and SGLang of the options that bind a text to a language, and the keys of vLLM's
 # `structured_outputs`.
 _LANGUAGES = {
     "guided_json": "json_schema",
@@ -54,7 +54,7 @@ _LANGUAGES = {
     "ebnf": "grammar",
 }
 _STRUCTURED = {"json": "json_schema", "regex": "regex", "choice": "choices", "grammar": "grammar"}
-_MOST_OF_LANGUAGE = 65536  # characters of its JSON
+_MOST_OF_LANGUAGE = 65536  # the most characters of a language in JSON
 
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=100)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(min_length=1)]
@@ -62,21 +62,21 @@ Text = Annotated[str, StringConstraints(min_length=1)]
 
 
 class _Strict(BaseModel):
-    """An object of JSON with these fields alone, of just these types."""
+    """A JSON object that has only these fields, with exactly these types."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, fields: Any) -> Any:
-        """Leave out what is null."""
+        """Remove fields that are null."""
         if not isinstance(fields, dict):
             return fields
         return {name: value for name, value in fields.items() if value is not None}
 
 
 class Part(_Strict):
-    """A part of a message: text, and nothing else."""
+    """A part of a message, which must be a text."""
 
     type: Literal["text"]
     text: str
@@ -90,7 +90,7 @@ class Function(_Strict):
 
     Attributes:
         parameters: The JSON schema of its arguments, an object.
-        strict: Taken, and needless: a required call keeps to the schema in any case.
+        strict: Accepted without effect, since a required call always follows the schema.
     """
 
     name: ToolName
@@ -112,27 +112,27 @@ class Tool(_Strict):
 
 
 class FunctionName(_Strict):
-    """The function that has to be called."""
+    """The name of the function that must be called."""
 
     name: str
 
 
 class ToolChoice(_Strict):
-    """A tool that has to be called."""
+    """The tool that must be called."""
 
     type: Literal["function"]
     function: FunctionName
 
 
 class CalledFunction(_Strict):
-    """What an assistant has called: `arguments` are the JSON of an object."""
+    """A function that an assistant has called; `arguments` is the JSON text of an object."""
 
     name: str
     arguments: str
 
 
 class ToolCall(_Strict):
-    """A call in an assistant's message."""
+    """A tool call in an assistant's message."""
 
     id: str
     type: Literal["function"] = "function"
@@ -140,7 +140,8 @@ class ToolCall(_Strict):
     index: int | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """Return what chat templates take; `ValueError` for arguments that are no JSON object."""
+        """Convert the call to the form that chat templates take; `ValueError` for arguments that
+        are not a JSON object."""
         try:
             arguments = json.loads(self.function.arguments or "{}")
         except (ValueError, RecursionError) as error:
@@ -152,8 +153,8 @@ class ToolCall(_Strict):
 
 
 class Message(_Strict):
-    """A message of text, with calls of tools or the result of one. What chat templates would drop
-    in silence is refused."""
+    """A text message, with tool calls or the result of one. Fields that chat templates would
+    silently drop are refused."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[Part] | None = None
@@ -163,8 +164,8 @@ class Message(_Strict):
     @model_validator(mode="before")
     @classmethod
     def _without_empty(cls, fields: Any) -> Any:
-        """Leave out what an assistant's message has where it called no tool, as clients send it
-        back."""
+        """Remove empty fields: clients send back an assistant's message together with its empty
+        fields for tool calls."""
         if not isinstance(fields, dict):
             return fields
         return {
@@ -175,7 +176,7 @@ class Message(_Strict):
 
     @model_validator(mode="after")
     def _consistent(self) -> "Message":
-        """Refuse fields that are another role's, and messages without content."""
+        """Refuse fields that belong to another role, and messages without content."""
         if self.tool_calls and self.role != "assistant":
             raise ValueError(f"tool_calls stand in a message of the role {self.role}")
         if (self.tool_call_id is not None) != (self.role == "tool"):
@@ -191,7 +192,7 @@ class Message(_Strict):
         return "\n".join(part.text for part in self.content or ())
 
     def for_template(self) -> dict[str, Any]:
-        """Return what chat templates take."""
+        """Convert the message to the form that chat templates take."""
         role = "system" if self.role == "developer" else self.role
         message: dict[str, Any] = {"role": role, "content": self.text()}
         if self.tool_calls:
@@ -205,11 +206,11 @@ class StreamOptions(_Strict):
     """Options of a stream."""
 
     include_usage: bool = False
-    include_obfuscation: bool = False  # there is none
+    include_obfuscation: bool = False  # accepted without effect: nothing is obfuscated
 
 
 class Request(_Strict):
-    """What chats and completions have in common."""
+    """The common fields of chat and completion requests."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
@@ -234,7 +235,7 @@ class Request(_Strict):
     @model_validator(mode="before")
     @classmethod
     def _without_idle(cls, fields: Any) -> Any:
-        """Leave out fields that ask for nothing."""
+        """Remove fields whose values have no effect."""
         if not isinstance(fields, dict):
             return fields
         kept = {}
@@ -248,7 +249,7 @@ class Request(_Strict):
 
     @model_validator(mode="after")
     def _followed(self) -> "Request":
-        """Refuse fields that are neither followed nor options of `generate`."""
+        """Refuse fields that are neither supported nor options of `generate`."""
         known = type(self).model_fields.keys() | SETTABLE | _LANGUAGES.keys()
         for name in self.model_extra or {}:
             if name not in known:
@@ -259,7 +260,7 @@ class Request(_Strict):
 
     @property
     def stops(self) -> list[str]:
-        """The texts that end a text."""
+        """The stop strings of the request."""
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
 
@@ -276,7 +277,7 @@ class ChatRequest(Request):
 
     @property
     def limit(self) -> int | None:
-        """The most tokens of a text."""
+        """The most tokens of each text."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
@@ -294,23 +295,23 @@ class CompletionRequest(Request):
 
     @property
     def limit(self) -> int | None:
-        """The most tokens of a text."""
+        """The most tokens of each text."""
         return self.max_tokens
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
-        """The prompts, one or several."""
+        """The list of prompts."""
         prompt: Any = self.prompt
         single = isinstance(prompt, str) or isinstance(prompt[0], int)
         return [prompt] if single else prompt
 
 
 def options_of(request: Request, vocab_size: int) -> dict[str, Any]:
-    """Translate the fields of a request into options of `generate`, all but those that the row of
-    one text has alone (its seed, its limit).
+    """Translate the fields of a request into options of `generate`, except the options that are set
+    for each text (its seed and its limit).
 
     Raises:
-        ValueError: for options out of bounds, and ids outside the vocabulary.
+        ValueError: for options out of range, and ids outside of the vocabulary.
     """
     options = {} if request.generation_config is None else _from_json(request.generation_config)
     options |= _with_language(request)
@@ -338,8 +339,8 @@ def options_of(request: Request, vocab_size: int) -> dict[str, Any]:
 
 
 def _with_language(request: Request) -> dict[str, Any]:
-    """Return a request's further options, the language that its text is bound to under the name
-    that `generate` has for it."""
+    """Return a request's further options together with the option that binds its text to a
+    language, under the name that `generate` uses."""
     options: dict[str, Any] = {}
     fields = [*(request.model_extra or {}).items()]
     fields += response_options(request.response_format).items()
@@ -369,7 +370,8 @@ def _biases(given: Mapping[str, float], vocab_size: int) -> dict[tuple[int], flo
 
 
 def _from_json(text: str) -> dict[str, Any]:
-    """Read a generation config that a request brings."""
+    """Convert the JSON of a generation config, which a request contains, into options of
+    `generate`."""
     try:
         fields = json.loads(text or "{}")
     except (ValueError, RecursionError) as error:

@@ -1,8 +1,9 @@
-"""The command `mrp serve`: one model behind OpenAI's API, whose requests are decoded together.
+"""The command `mrp serve`: one model behind OpenAI's API, which decodes concurrent requests
+together.
 
-FastAPI routes requests, pydantic checks them (`requests`), a thread reads and tokenises them, the
-manager of `init_continuous_batching` decodes them in a thread of its own, and the event loop writes
-answers (`answers`), waiting for neither.
+FastAPI routes requests, pydantic checks them (`requests`), and one thread reads and tokenises them.
+The manager of `init_continuous_batching` decodes them in another thread. The event loop writes
+answers (`answers`), and waits for neither thread.
 """
 
 import asyncio
@@ -57,23 +58,23 @@ from ..loading import load_config, load_model, tokenizer_of
 from .metrics import Metrics
 from .options import ServeOptions
 
-_NEW_TOKENS = 1024  # per text, if neither the request nor the checkpoint sets a limit
+_NEW_TOKENS = 1024  # limit of a text if neither the request nor the checkpoint sets one
 _LOOPBACK = ["127.0.0.1", "localhost"]
 _BODY_BYTES = 4 << 20
-_BODY_SECONDS = 30.0  # in which a body has to come
-_BYTES_OF_TOKEN = 32  # of a prompt; the longest words have no more
+_BODY_SECONDS = 30.0  # the longest time in which a body must arrive
+_BYTES_OF_TOKEN = 32  # the most bytes of a token of a prompt; the longest words have no more
 _RETRY_SECONDS = 2
-_END_SECONDS = 2  # for answers to be sent when the server is told to end
-_SHOWN = 1000  # characters of an error
+_END_SECONDS = 2  # time for sending answers once the server is told to end
+_SHOWN = 1000  # the most characters of an error message
 
 
 class CountPenalty(LogitsProcessor):
-    """OpenAI's penalties of tokens that the text has already, left of a position.
+    """OpenAI's penalties for tokens that the text already contains to the left of a position.
 
     Args:
-        prompt: Tokens of the prompt, which does not count.
-        presence: Subtracted from the logit of each such token.
-        frequency: Subtracted as often as the text has it.
+        prompt: Number of tokens of the prompt, which do not count.
+        presence: The penalty that is subtracted once from the logit of each such token.
+        frequency: The penalty that is subtracted once for each occurrence.
     """
 
     def __init__(self, prompt: int, presence: float, frequency: float) -> None:
@@ -82,7 +83,7 @@ class CountPenalty(LogitsProcessor):
         self.frequency = frequency
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """See `LogitsProcessor`; masks, which are among the ids, are never chosen anyway."""
+        """See `LogitsProcessor`; the ids may contain masks, which are never chosen anyway."""
         counts = torch.zeros_like(scores)
         text = input_ids[:, self.prompt :]
         counts.scatter_add_(1, text, torch.ones_like(text, dtype=counts.dtype))
@@ -96,9 +97,9 @@ class Service:
         name: The model's name for clients.
         model: An `MRPForCausalLM`; its generation config holds for all options that a request does
             not set.
-        tokenizer: Its tokenizer.
-        texts: Texts decoded at once.
-        waiting: Texts that wait for a place, at most.
+        tokenizer: The tokenizer of the model.
+        texts: Number of texts that are decoded at the same time.
+        waiting: The most texts that may wait for a free row.
     """
 
     def __init__(
@@ -115,35 +116,35 @@ class Service:
         self.listed = Model(id=name, object="model", created=int(time.time()), owned_by="mrp")
         self.metrics = Metrics()
         self.most_waiting = waiting
-        self.reading = 0  # requests that are being read, which will wait
+        self.reading = 0  # number of requests that are being read, and will then wait
         self.ending = False
         limits = ContinuousBatchingConfig(max_requests_per_batch=texts)
         self.manager: ContinuousBatchingManager = model.init_continuous_batching(
             continuous_batching_config=limits
         )
-        # Requests are read one at a time, with a tokenizer that nobody else uses meanwhile.
+        # Requests are read one at a time, so that no other thread uses the tokenizer meanwhile.
         self._reader = ThreadPoolExecutor(1, "reader")
         self._reading_tokenizer = copy.deepcopy(tokenizer)
         self._scoring = asyncio.Lock()
 
     def start(self) -> None:
-        """Start decoding."""
+        """Start the decoding thread."""
         self.manager.start()
 
     def stop(self) -> None:
-        """Take no more requests, and end those that run before their next round."""
+        """Accept no more requests, and end the running ones before their next round."""
         self.ending = True
         if self.manager.is_running():
             self.manager.stop(block=False, hard_stop=True)
 
     def close(self) -> None:
-        """Wait a little for the threads."""
+        """Wait briefly for the threads to end."""
         self._reader.shutdown(wait=False, cancel_futures=True)
         if self.manager.is_running():
             self.manager.stop(hard_stop=True, timeout=_END_SECONDS)
 
     def check_room(self) -> None:
-        """Refuse a request if the queue is full, or the server ends."""
+        """Refuse a request if the queue is full, or the server is ending."""
         if self.ending:
             raise HTTPException(503, "the server is shutting down: ask again later")
         if self.manager.waiting + self.reading >= self.most_waiting:
@@ -154,7 +155,7 @@ class Service:
             )
 
     def check_model(self, name: str | None) -> None:
-        """Refuse the name of another model."""
+        """Refuse a request for another model."""
         if name not in (None, self.name):
             raise HTTPException(
                 404, f"the model {name!r} does not exist: this server has {self.name!r} alone"
@@ -163,10 +164,10 @@ class Service:
     async def answer(
         self, kind: type[ChatRequest] | type[CompletionRequest], body: bytes
     ) -> Answer:
-        """Read a request, and let its texts be decoded.
+        """Read a request, and start decoding its texts.
 
         Raises:
-            HTTPException, ValueError: for what cannot be honoured.
+            HTTPException, ValueError: for an invalid or unsupported request.
         """
         self.check_room()
         loop = asyncio.get_running_loop()
@@ -184,7 +185,7 @@ class Service:
         return Answer(job, self.name, self._decode, texts, echoed)
 
     def cancel(self, answer: Answer) -> None:
-        """End the texts of an answer for which nobody waits any more."""
+        """End the texts of an answer whose client has left."""
         for text in answer.texts:
             self.manager.cancel_request(text.name)
 
@@ -195,7 +196,7 @@ class Service:
         return TextOfAnswer(name, self._decode, job.stops, self.metrics.count)
 
     def _read(self, kind: type[ChatRequest] | type[CompletionRequest], body: bytes) -> Job:
-        """Check a request and tokenise its prompts, in the thread of the reader."""
+        """Check a request and tokenise its prompts, in the reading thread."""
         request = kind.model_validate_json(body)
         self.check_model(request.model)
         config = self.model.config
@@ -255,13 +256,13 @@ class Service:
         )
 
     def _require_call(self, options: dict[str, Any], tools: Tools) -> None:
-        """Bind the text to a call of a tool."""
+        """Constrain the text to a tool call."""
         if not options.keys().isdisjoint(CONSTRAINTS):
             raise ValueError("tool_choice requires a call, and the text is bound to a language too")
         options["regex"] = tools.pattern()
 
     def _chat_ids(self, request: ChatRequest, tools: Tools | None) -> list[int]:
-        """Tokenise messages as the chat template writes them."""
+        """Render messages with the chat template, and tokenise them."""
         messages = [message.for_template() for message in request.messages]
         declared = [] if tools is None else tools.for_template()
         self._check_size(json.dumps([messages, declared], ensure_ascii=False), "messages")
@@ -292,7 +293,7 @@ class Service:
         return str(text)
 
     def _check_template(self, text: str, messages: list[dict[str, Any]]) -> None:
-        """Refuse tools that the chat template leaves out, or whose calls it writes in another
+        """Refuse tools if the chat template leaves them out, or writes tool calls in another
         form."""
         template = self._reading_tokenizer.get_chat_template()
         if text == self._chat_text(messages, []) or BEGIN not in template:
@@ -308,7 +309,7 @@ class Service:
         return self._checked(prompt)
 
     def _check_size(self, text: str, source: str) -> None:
-        """Refuse a text with too many bytes for the model, before it is tokenised."""
+        """Refuse, before it is tokenised, a text with too many bytes for the model."""
         check_utf8(text)
         positions = self.model.config.max_position_embeddings
         size = len(text.encode())
@@ -329,7 +330,7 @@ class Service:
         return ids
 
     def _enqueue(self, job: Job, texts: Sequence[TextOfAnswer]) -> None:
-        """Ask the manager for the texts of a request: all of them, or none."""
+        """Submit the texts of a request to the manager: all of them, or none."""
         try:
             for index, text in enumerate(texts):
                 prompt = job.prompts[index // job.copies]
@@ -355,7 +356,8 @@ class Service:
             raise
 
     async def echoed(self, job: Job) -> list[tuple[str, list[Token]]]:
-        """Make text and tokens of each prompt, with exact log-probabilities if they are wanted."""
+        """Make the text and tokens of each prompt, with exact log-probabilities if they are
+        requested."""
         echoed = []
         for prompt in job.prompts:
             logprobs: list[float | None] = [None] * len(prompt)
@@ -375,8 +377,8 @@ class Service:
     def _score(
         self, prompt: list[int], top: int
     ) -> tuple[list[float | None], list[dict[int, float]]]:
-        """Score a prompt between two rounds; its first token has nothing before it, and by
-        convention no log-probability."""
+        """Score a prompt between two rounds; by convention its first token, which follows nothing,
+        has no log-probability."""
         with self.manager.pause():
             ids = torch.tensor([prompt], device=self.model.device)
             output = self.model.score(ids, top_tokens=top)
@@ -390,7 +392,7 @@ class Service:
 
 
 async def whole(service: Service, answer: Answer) -> dict[str, Any]:
-    """Wait for all texts of an answer."""
+    """Wait until all texts of an answer have ended."""
     for text in answer.texts:
         while not text.ended:
             await text.grow()
@@ -404,7 +406,7 @@ async def parts(service: Service, answer: Answer) -> AsyncIterator[dict[str, Any
     """Yield the parts of an answer as its texts grow.
 
     Raises:
-        HTTPException: for what ended a text.
+        HTTPException: for the error that ended a text.
     """
     for chunk in answer.opening():
         yield chunk
@@ -444,14 +446,14 @@ def check_error(text: TextOfAnswer) -> None:
 
 
 class Counted:
-    """An application whose answers are counted, by status."""
+    """An ASGI application that counts the answers of another one, by status."""
 
     def __init__(self, app: Any, counts: Counter[int]) -> None:
         self.app = app
         self.counts = counts
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answer a request."""
+        """Answer a request, and count it."""
 
         async def counted(message: Any) -> None:
             if message["type"] == "http.response.start":
@@ -462,7 +464,7 @@ class Counted:
 
 
 class EventStream(StreamingResponse):
-    """A stream of server-sent events; texts are ended when its client leaves."""
+    """A stream of server-sent events; if its client leaves, its texts are ended."""
 
     def __init__(self, service: Service, answer: Answer) -> None:
         super().__init__(self.events(service, answer), media_type="text/event-stream")
@@ -470,7 +472,8 @@ class EventStream(StreamingResponse):
         self.leave = partial(service.cancel, answer)
 
     async def events(self, service: Service, answer: Answer) -> AsyncIterator[bytes]:
-        """Write the parts of an answer as events; an error is the last but one."""
+        """Write the parts of an answer as events; an error is followed only by the end of the
+        stream."""
         try:
             async for chunk in parts(service, answer):
                 yield self._event(chunk)
@@ -490,7 +493,7 @@ class EventStream(StreamingResponse):
 
 
 async def unless_left(request: Request, service: Service, answer: Answer) -> Response:
-    """Wait for an answer while its client does; end its texts if that leaves."""
+    """Wait for an answer as long as its client stays; end its texts if the client leaves."""
 
     async def left() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -510,7 +513,7 @@ async def unless_left(request: Request, service: Service, answer: Answer) -> Res
 
 
 async def body_of(request: Request) -> bytes:
-    """Read a body, as long as it is not too long, nor too slow."""
+    """Read the body of a request; refuse a body that is too long, or arrives too slowly."""
     too_long = HTTPException(413, f"the body has more than {_BODY_BYTES} bytes: shorten it")
     declared = request.headers.get("content-length", "0")
     if declared.isdecimal() and int(declared) > _BODY_BYTES:
@@ -528,7 +531,7 @@ async def body_of(request: Request) -> bytes:
 
 
 def error_of(status: int, message: str, param: str | None = None) -> dict[str, Any]:
-    """Make OpenAI's error object."""
+    """Make an error object in OpenAI's form."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     if len(message) > _SHOWN:
         message = f"{message[: _SHOWN // 2]} ... {message[-_SHOWN // 2 :]}"
@@ -538,7 +541,7 @@ def error_of(status: int, message: str, param: str | None = None) -> dict[str, A
 
 
 def described(error: ValidationError) -> tuple[str, str | None]:
-    """Return the message of pydantic's first error, and the field that it is about."""
+    """Return the message of pydantic's first error, and the name of the field with the error."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     names = [str(part) for part in first["loc"] if "[" not in str(part)]
     names = [name for name in names if name not in ("constrained-str", "str")]
@@ -550,7 +553,7 @@ def described(error: ValidationError) -> tuple[str, str | None]:
 
 
 async def refused(_request: Request, error: Exception) -> JSONResponse:
-    """Answer an error, in OpenAI's form."""
+    """Make the response to an error, in OpenAI's form."""
     headers = None
     param = None
     message = str(error) or type(error).__name__
@@ -586,12 +589,12 @@ def application(
         name: The model's name for clients.
         model: An `MRPForCausalLM`; its generation config holds for all options that a request does
             not set.
-        tokenizer: Its tokenizer.
-        loopback: Whether only requests to a loopback name are answered, which keeps out requests of
-            websites.
-        api_key: What clients have to send, if anything.
-        max_batch_size: Texts decoded at once.
-        max_queue_size: Texts that wait for a place, at most.
+        tokenizer: The tokenizer of the model.
+        loopback: Whether only requests to a loopback name are answered, which excludes requests
+            from websites.
+        api_key: The key that clients must send; None if they need none.
+        max_batch_size: The most texts that are decoded at the same time.
+        max_queue_size: The most texts that may wait for a free row.
     """
     service = Service(name, model, tokenizer, max_batch_size, max_queue_size)
 
@@ -612,7 +615,7 @@ def application(
     async def answered(kind: Any, request: Request) -> Response:
         try:
             body = await body_of(request)
-        except ClientDisconnect:  # in the middle of the body
+        except ClientDisconnect:  # the client left in the middle of the body
             return Response(status_code=499)
         answer = await service.answer(kind, body)
         if answer.job.stream:
@@ -677,7 +680,8 @@ def application(
 
 
 class Server(uvicorn.Server):
-    """A server that ends texts before it waits for their answers, and at once if told twice."""
+    """A server that, when it stops, ends texts instead of waiting for their answers, and stops
+    immediately at the second signal."""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """See `uvicorn.Server`."""
@@ -692,7 +696,7 @@ class Server(uvicorn.Server):
 
 
 def check_address(host: str, port: int) -> None:
-    """Raise `ValueError` for an address at which nothing can listen, such as one in use."""
+    """Raise `ValueError` for an address at which the server cannot listen, such as one in use."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         socket.create_server((host, port), family=family).close()
@@ -704,8 +708,8 @@ def check_address(host: str, port: int) -> None:
 
 def serve(options: ServeOptions) -> None:
     """Serve requests until the process ends. Everything else is checked before the weights are
-    read: `ValueError` for options that `generate` refuses and for damaged files, `OSError` if there
-    is no such checkpoint."""
+    read: `ValueError` for options that `generate` refuses and for damaged files, `OSError` if the
+    checkpoint does not exist."""
     check_address(options.host, options.port)
     setting = options.setting()
     check_setting(setting, load_config(options.model, options.revision))
@@ -717,7 +721,7 @@ def serve(options: ServeOptions) -> None:
         **{**model.generation_config.to_dict(), **generate_options(setting)}
     )
     first = tokenizer("Hello", return_tensors="pt").to(model.device)
-    # a device that cannot decode fails now, not in an answer
+    # a device that cannot decode fails here, and not in an answer
     model.generate(**first, tokenizer=tokenizer, max_new_tokens=1)
     app = application(
         options.served_model_name or options.model,
@@ -732,5 +736,5 @@ def serve(options: ServeOptions) -> None:
         app, host=options.host, port=options.port, timeout_graceful_shutdown=_END_SECONDS
     )
     Server(config).run()
-    if app.state.service.manager.is_running():  # in a forward that takes seconds
+    if app.state.service.manager.is_running():  # the thread may be in a forward that takes seconds
         os._exit(128 + signal.SIGTERM)

@@ -1,8 +1,8 @@
-"""Tool calls: what a request declares goes into the prompt by the chat template and, where a call
-is required, becomes the language of the text; calls in a text become OpenAI's.
+"""Tool calls. The chat template writes the declared tools into the prompt. If a call is required,
+it becomes the language of the text. Calls in a text are converted into OpenAI's form.
 
-The form is that of the templates of Qwen, and so of SDAR: JSON with `name` and `arguments` between
-two marks. A template that does not write it is refused.
+The form of calls is that of the templates of Qwen, and therefore of SDAR: JSON with `name` and
+`arguments` between two marks. A template of another form is refused.
 """
 
 import json
@@ -24,9 +24,10 @@ class Tools:
     """The tools of a chat.
 
     Attributes:
-        declared: As the request declares them.
-        required: Those of which one has to be called; empty if the model chooses.
-        several: Whether a text may have several calls.
+        declared: The tools as the request declares them.
+        required: The tools of which one must be called; empty if the model chooses whether to call
+            any.
+        several: Whether a text may contain several calls.
     """
 
     declared: Sequence[Tool]
@@ -38,7 +39,7 @@ class Tools:
         """Return the tools that a request lets the model call; None if there are none.
 
         Raises:
-            ValueError: for a tool that is required and not declared.
+            ValueError: for a required tool that is not declared.
         """
         choice = request.tool_choice
         if not request.tools or choice == "none":
@@ -57,14 +58,14 @@ class Tools:
         return cls(request.tools, required, request.parallel_tool_calls)
 
     def for_template(self) -> list[dict[str, Any]]:
-        """Return what chat templates take as `tools`."""
+        """Convert the tools to the form that chat templates take as `tools`."""
         return [tool.model_dump(exclude_none=True) for tool in self.declared]
 
     def pattern(self) -> str:
-        """Write the regex of a call of one of the required tools.
+        """Write the regex of a text that calls one of the required tools.
 
         Raises:
-            ValueError: for parameters that cannot be kept to.
+            ValueError: for parameters whose schema cannot be enforced.
         """
         calls = []
         for tool in self.required:
@@ -75,8 +76,8 @@ class Tools:
         return "|".join(calls)
 
     def split(self, text: str) -> tuple[str, list[dict[str, Any]]]:
-        """Split a text into its content and its calls, in OpenAI's form; what is no call of a
-        declared tool stays in the content."""
+        """Split a text into its content and its calls, in OpenAI's form; anything that is not a
+        call of a declared tool stays in the content."""
         names = {tool.name for tool in self.declared}
         content = ""
         calls: list[dict[str, Any]] = []
@@ -96,8 +97,8 @@ class Tools:
 
     @staticmethod
     def certain(text: str) -> int:
-        """Return the number of characters that are content for certain: those before what is, or
-        may become, the begin of a call."""
+        """Return the number of characters that are certainly content: those before anything that
+        is, or may become, the beginning of a call."""
         begin = text.find(BEGIN)
         if begin >= 0:
             return begin
@@ -108,7 +109,7 @@ class Tools:
 
 
 def _call(body: str, names: set[str]) -> dict[str, Any] | None:
-    """Read the JSON of a call; None if it is none."""
+    """Parse the JSON of a call; None if it is invalid."""
     try:
         fields = json.loads(body)
     except (ValueError, RecursionError):

@@ -46,7 +46,7 @@ class MRPTrainingArguments(TrainerFlags, TrainingArguments):
         num_train_epochs: Passes over the data; by default 1, or as many as make 100 steps.
         per_device_eval_batch_size: By default `per_device_train_batch_size`.
         last_turn_only: Whether only the last learned turn of each chat is learned.
-        skip_malformed: Whether malformed records are left out, counted and named, instead of ending
+        skip_malformed: Whether malformed records are skipped, counted and named, instead of ending
             the run.
         packed: Whether a row of records holds several samples.
         noisy_copies: Noisy copies of a sample in one pass: 1 (published), or 2 with complementary
@@ -65,8 +65,7 @@ class MRPTrainingArguments(TrainerFlags, TrainingArguments):
         packed_attention: Attention of packed passes in training: `flex_attention`, `sdpa` or
             `tiles`, matrix products over the unmasked columns. `auto` is flex attention on CUDA,
             which never holds a mask of [length, length], tiles on a CPU in place of SDPA, and the
-            model's own attention elsewhere.
-            Decoding is not affected.
+            model's own attention elsewhere. Decoding is not affected.
         muon_learning_rate: Rate at which Muon trains layer matrices, while AdamW trains all else at
             `learning_rate`; None leaves everything to `optim`.
         hub_strategy: With `push_to_hub`, `end` pushes the result and `every_save` each checkpoint's
@@ -143,7 +142,7 @@ class MRPTrainingArguments(TrainerFlags, TrainingArguments):
                 f"{name} is {getattr(self, name)!r}: nothing would be trained. Give {alternative}, "
                 "or max_steps of 1 or more"
             )
-        # Otherwise several processes on a CPU would each train alone, all alike.
+        # Otherwise several processes on a CPU would each train separately, on the same data.
         if not torch.accelerator.is_available():
             self.use_cpu = True
         if self.per_device_eval_batch_size is None:

@@ -15,14 +15,15 @@ from transformers.integrations.sdpa_attention import repeat_kv
 from modeling_mrp.modeling import MRPForCausalLM
 
 TRAINING_FLEX, TILES = "flex_attention_of_one_type", "tiles"
-_QUERIES = 128  # per tile
+_QUERIES = 128  # queries per tile
 
 
 @cache
 def compiled_flex_attention() -> Any:
-    """Compile flex attention for fixed shapes, once for passes with gradients and without, of
-    training and evaluation: each combination of shapes is one entry of the compiler's cache, whose
-    limit is 8. Beyond it attention would run uncompiled, with all scores in memory."""
+    """Compile flex attention for fixed shapes. Passes with and without gradients, in training and
+    evaluation, share one compiled function: each combination of shapes is one entry of the
+    compiler's cache, whose limit is 8. Beyond that limit attention would run uncompiled, with all
+    scores in memory."""
     return torch.compile(flex_attention, dynamic=False)
 
 
@@ -39,11 +40,12 @@ def flex_attention_of_one_type(
     contiguous.
 
     Under autocast the float32 weights of q_norm and k_norm make queries and keys float32 beside
-    bfloat16 values; flex attention on CUDA has no backward pass for mixed dtypes. Strides that
-    differ from pass to pass would be compiled each.
+    bfloat16 values; flex attention on CUDA has no backward pass for mixed dtypes. Different strides
+    would each be compiled.
     """
     heads = query.shape[1]
-    grouped = heads & (heads - 1) == 0  # which flex attention takes for powers of two alone
+    # grouped heads, which flex attention supports only for powers of two
+    grouped = heads & (heads - 1) == 0
     if not grouped:
         key = repeat_kv(key, heads // key.shape[1])
         value = repeat_kv(value, heads // value.shape[1])
@@ -103,9 +105,9 @@ AttentionInterface.register(TILES, tiled_attention)
 
 
 def training_attention(model: MRPForCausalLM, choice: str, device: torch.device) -> str:
-    """Name the attention of packed passes for a `choice` of `packed_attention`: `auto` is flex
-    attention on CUDA, tiles in place of SDPA on a CPU, if there is no dropout, and the model's own
-    attention elsewhere."""
+    """Return the name of the attention for packed passes under a `choice` of `packed_attention`.
+    `auto` is flex attention on CUDA, tiles in place of SDPA on a CPU if there is no dropout, and
+    the model's own attention elsewhere."""
     if choice == "auto":
         choice = model.config._attn_implementation
         if device.type == "cuda":

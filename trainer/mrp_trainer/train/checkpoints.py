@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 
 
 class LogAtSaves(TrainerCallback):
-    """A callback that also logs at checkpoints, so that a resumed run averages over the same steps
-    as an uninterrupted one."""
+    """A callback that also logs at each checkpoint, so that a resumed run averages over the same
+    steps as an uninterrupted one."""
 
     def on_step_end(  # noqa: D102 - the class says it
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -41,8 +41,9 @@ class LogAtSaves(TrainerCallback):
 
 
 class StopAtInterrupt(TrainerCallback):
-    """A callback that answers the first Ctrl-C with a checkpoint at the end of the step, and with
-    the end of training. It listens while it is open as a context; a second Ctrl-C ends at once."""
+    """A callback that, at the first Ctrl-C, saves a checkpoint at the end of the step and ends
+    training. It listens for Ctrl-C while it is open as a context; a second Ctrl-C ends the process
+    at once."""
 
     def __init__(self) -> None:
         self.interrupted = False
@@ -71,8 +72,8 @@ class StopAtInterrupt(TrainerCallback):
 
 @contextmanager
 def under_own_class(model: Any) -> Iterator[None]:
-    """Restore a model's own class, which FSDP2 replaces when it shards, while the context is open:
-    saving writes the name and the file of the class as remote code."""
+    """Restore a model's own class while the context is open. FSDP2 replaces the class when it
+    shards the model, and saving writes the name and the file of the class as remote code."""
     sharded = type(model)
     own_class: Any = next(kind for kind in sharded.__mro__ if not issubclass(kind, FSDPModule))
     model.__class__ = own_class
@@ -83,8 +84,8 @@ def under_own_class(model: Any) -> Iterator[None]:
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """List a run's folders `checkpoint-N`, complete or not, by step; ignore names that only begin
-    so."""
+    """List a run's folders `checkpoint-N`, complete or not, by step; ignore other names that begin
+    with `checkpoint-`."""
     folders = []
     for path in folder.glob("checkpoint-*"):
         if re.fullmatch(r"checkpoint-\d+", path.name) and path.is_dir():
@@ -117,8 +118,8 @@ def last_whole_checkpoint(folder: Path, with_states: bool = True) -> Path | None
 
 
 def make_room(folder: OwnFolder, limit: int, protected: set[str]) -> None:
-    """Remove the oldest checkpoints of a run's listing until at most `limit` are left, or those of
-    the names in `protected`."""
+    """Remove the oldest checkpoints in a run's listing until at most `limit` are left, except those
+    whose names are in `protected`."""
     names = set(folder.names())
     listed = [path.name for path in checkpoints_in(folder.path) if path.name in names]
     removable = [name for name in listed if name not in protected]
@@ -126,8 +127,8 @@ def make_room(folder: OwnFolder, limit: int, protected: set[str]) -> None:
 
 
 def damage_of(checkpoint: Path, with_states: bool = True) -> str | None:
-    """Say which file of a checkpoint is missing or cannot be read; None if all are whole. Nothing
-    is unpickled."""
+    """Describe which file of a checkpoint is missing or cannot be read; None if the checkpoint is
+    complete. Nothing is unpickled."""
     files = sorted(path for path in checkpoint.iterdir() if path.is_file())
     needed = [
         ("config.json", "adapter_config.json"),

@@ -34,14 +34,15 @@ class DiffusionCollator:
         mask_token_id, pad_token_id: Ids of the mask token, and of the token that pads rows to the
             longest.
         copies: Noisy copies per sample, 1 or 2.
-        inverse_level: Whether masked tokens are weighed by 1 / t as published (halved with two
-            copies), instead of 1.
+        inverse_level: Whether masked tokens have the loss weight 1 / t as published (halved with
+            two copies), instead of 1.
         noise_per: Whether each `block` or each `sample` draws its level.
         seed: Decides the noise, together with a sample's index.
         block_sizes: Divisors of `block_size`; each sample draws one as its block size. If empty,
             all have `block_size`.
-        widths: Columns of the noisy copies and of the clean tokens to which all batches are padded,
-            for attention that is compiled for fixed shapes; None: those of the batch's longest row.
+        widths: Numbers of columns of the noisy copies and of the clean tokens to which all batches
+            are padded, for attention that is compiled for fixed shapes; None: the widths of the
+            batch's longest row.
 
     Returns the fields of a `PackedBatch`, all columns in whole blocks. `ValueError` if one of
     `block_sizes` does not divide `block_size`, for a row that is wider than `widths`, and for
@@ -79,7 +80,7 @@ class DiffusionCollator:
                 noisy[-1] += copies
                 clean[-1].append(text)
                 response_tokens += int(sample.response.sum())
-        # One block at least, of padding if there is nothing to learn: layers take no tensors
+        # At least one block, of padding if there is nothing to learn: layers cannot take tensors
         # without columns.
         width = max(self.block_size, *map(_column_count, noisy))
         clean_width = max(map(_column_count, clean))
@@ -111,7 +112,7 @@ class DiffusionCollator:
         return vars(PackedBatch(**tensors, response_tokens=torch.tensor(response_tokens)))
 
     def _noisy_and_clean(self, sample: Sample) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """Make the columns of a sample's noisy copies, and those of its clean text."""
+        """Make the columns of a sample's noisy copies, and the columns of its clean text."""
         random = np.random.Generator(np.random.Philox(key=[self.seed + (1 << 32), sample.index]))
         size = int(random.choice(self.block_sizes)) if self.block_sizes else self.block_size
         blocks = sample.response_blocks(size)
@@ -162,8 +163,8 @@ class DiffusionCollator:
     def _masked_by_decoding(
         self, sample: Sample, positions: np.ndarray, size: int, share: np.ndarray
     ) -> np.ndarray:
-        """Mask tokens revealed in or after the step that exceeds a `share` of their block's tokens;
-        return [tokens] bool."""
+        """Mask the tokens that were revealed in or after the step that exceeds a `share` of their
+        block's tokens; return [tokens] bool."""
         assert sample.reveal_step is not None
         masked = np.zeros(len(positions), dtype=bool)
         end = _text_length(sample)
@@ -177,8 +178,8 @@ class DiffusionCollator:
 
 
 def widths_of(rows: Any, block: int, copies: int) -> tuple[int, int]:
-    """Compute the columns of the noisy copies and of the clean tokens that the widest row has,
-    in blocks of `block` tokens."""
+    """Compute the numbers of columns of the noisy copies and of the clean tokens for the widest
+    row, in blocks of `block` tokens."""
     if isinstance(rows, RecordRows):
         blocks, tokens = rows.widest()
         return copies * blocks * block, tokens
@@ -197,5 +198,6 @@ def _column_count(segments: Sequence[dict[str, Any]]) -> int:
 
 
 def _text_length(sample: Sample) -> int:
-    """Return the number of a sample's tokens before its padding; of a text that was cut, all."""
+    """Return the number of a sample's tokens before its padding; of a shortened text, the number of
+    all tokens."""
     return len(sample.ids) if sample.length is None else sample.length

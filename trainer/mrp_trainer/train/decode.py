@@ -2,10 +2,11 @@
 training data for its head.
 
 Random masks show a head states that decoding does not reach. Decoding reveals the most confident
-positions first, so that what is still masked is what the backbone cannot know yet, and the text is
-the backbone's own. The command decodes the prompts of a user's records with `static`, or another
-target, and writes lines that `mrp train` reads (see `mrp_trainer.data.records`). A server answers
-with text alone (`endpoint.py`), and the lines are chats.
+positions first, so that the positions that are still masked are those that the backbone cannot know
+yet; and the text is the backbone's own. The command decodes the prompts of a user's records with
+`static`, or another target, and writes lines that `mrp train` reads (see
+`mrp_trainer.data.records`). A server returns only text (`endpoint.py`), so that the lines are
+chats.
 """
 
 import json
@@ -36,17 +37,17 @@ from .endpoint import EndpointDecoder
 from .inputs import check_tokenizer, digest, encoder_of
 from .options import DecodeOptions
 
-# How long finished processes wait for the others, in place of the short default of
+# The longest time that finished processes wait for the others, in place of the short default of
 # torch.distributed.
 _PATIENCE = timedelta(days=30)
 
 
 class TextMaker(Protocol):
-    """What makes texts for prompts: a model here, or a server.
+    """A maker of texts for prompts: a model here, or a server.
 
     Attributes:
-        decoded_by: What made the texts, for their lines.
-        fingerprint: What decides the texts, beside the prompts.
+        decoded_by: The origin of the texts, written into their lines.
+        fingerprint: Everything that determines the texts, other than the prompts.
     """
 
     decoded_by: dict[str, Any]
@@ -54,16 +55,17 @@ class TextMaker(Protocol):
 
     @property
     def prompts(self) -> Sequence[Any]:
-        """The prompts, as JSON holds them."""
+        """The prompts in a form that JSON can hold."""
         ...
 
     def batches(self, begins: Sequence[int], count: int) -> Iterator[tuple[int, list[str]]]:
-        """Make the JSON lines of batches of `count` prompts (the last may have fewer), each from a
-        prompt of `begins` on; yield it with its lines, in any order."""
+        """Make the JSON lines for batches of `count` prompts (the last batch may have fewer). For
+        each prompt index in `begins`, yield the index with the lines of the batch that begins
+        there, in any order."""
         ...
 
     def note(self, lines: Sequence[str]) -> str:
-        """Say what is to be known of the written lines; empty if there is nothing."""
+        """Return a remark about the written lines for the user; empty if there is none."""
         ...
 
 
@@ -79,10 +81,11 @@ def decode(options: DecodeOptions) -> str | None:
         A message about the written file; None in all processes but the main one.
 
     Raises:
-        RecordError: if a record is malformed, its prompt is too long, or there is none.
-        ValueError: if the output exists, the tokenizer is another model's, `max_new_tokens` is less
-            than a block, or an option is one that `generate` refuses.
-        OSError: if there is no such checkpoint, or a server cannot be reached or refuses.
+        RecordError: if a record is malformed, a prompt is too long, or there are no records.
+        ValueError: if the output exists, the tokenizer belongs to another model, `max_new_tokens`
+            is less than a block, or `generate` refuses an option.
+        OSError: if the checkpoint does not exist, or a server cannot be reached or refuses a
+            request.
     """
     state = PartialState(
         cpu=options.device == "cpu" or not torch.accelerator.is_available(), timeout=_PATIENCE
@@ -123,7 +126,7 @@ def decode(options: DecodeOptions) -> str | None:
     for batch in batches.values():
         lines += batch.read_text().splitlines()
     (folder.path / "whole").write_text("".join(f"{line}\n" for line in lines))
-    _check_free(path)  # others had time to write it, meanwhile
+    _check_free(path)  # meanwhile another process may have written the output
     (folder.path / "whole").replace(os.path.realpath(path))
     folder.give_up()
     message = f"wrote {len(lines)} texts to {path}{maker.note(lines)}"
@@ -134,16 +137,16 @@ def decode(options: DecodeOptions) -> str | None:
 
 
 def _check_free(path: Path) -> None:
-    """Raise `ValueError` if an output is there, or cannot be written."""
+    """Raise `ValueError` if an output exists, or cannot be written."""
     check_output(path)
     if path.exists():
         raise ValueError(f"{path} is there already: name another file, or remove it")
 
 
 class ModelDecoder:
-    """A model that decodes here, on `device`; see `TextMaker`. A prompt joins those that decode as
-    the text of another ends, of whatever batch. Drawn texts have the seeds s, s + 1 and so on by
-    prompt, where s is the option `seed`, by default 0."""
+    """A model that decodes on `device`; see `TextMaker`. A prompt starts as soon as another text
+    ends, also one of another batch. Sampled texts have the seeds s, s + 1 and so on by prompt,
+    where s is the option `seed`, by default 0."""
 
     def __init__(self, options: DecodeOptions, source: Source, device: str) -> None:
         tokenizer = tokenizer_of(options)
@@ -217,8 +220,7 @@ class ModelDecoder:
     def _results(
         self, manager: ContinuousBatchingManager, indices: Sequence[int], waiting: int
     ) -> Iterator[RequestOutput]:
-        """Ask for the texts of prompts, of which `waiting` wait at most; yield results as they
-        come."""
+        """Submit prompts, of which at most `waiting` wait; yield results as they arrive."""
         asked = ended = 0
         while ended < len(indices):
             while asked < len(indices) and manager.waiting < waiting:
@@ -235,7 +237,7 @@ class ModelDecoder:
             yield output
 
     def _line(self, output: RequestOutput) -> str:
-        """Write a text as a line that training reads."""
+        """Write a text as a line of training data."""
         line = {
             "ids": output.prompt_ids + output.generated_tokens,
             "response_start": len(output.prompt_ids),

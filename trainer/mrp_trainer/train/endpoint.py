@@ -1,4 +1,4 @@
-"""Texts of a server with OpenAI's API, as chats to train on."""
+"""Texts from a server with OpenAI's API, as chats to train on."""
 
 import json
 import os
@@ -19,10 +19,11 @@ _FIELDS = ("temperature", "top_p", "seed", "stop", "frequency_penalty", "presenc
 
 
 class EndpointDecoder:
-    """A server that answers chats, several at once; see `TextMaker` in `decode.py`.
+    """A server that answers several chats at the same time; see `TextMaker` in `decode.py`.
 
-    A target goes as the field `decoding`, which `mrp serve` reads. Answers without a temperature
-    are greedy. What was cut at `max_new_tokens` has no end that could be learned, and is left out.
+    The target is sent as the field `decoding`, which `mrp serve` reads. Answers without a
+    temperature are greedy. An answer that was cut at `max_new_tokens` has no end to learn, and is
+    left out.
     """
 
     def __init__(self, options: DecodeOptions, source: Source) -> None:
@@ -37,7 +38,7 @@ class EndpointDecoder:
         for _, chat in islice(checked(source, _chat), options.limit):
             self.chats.append(chat)
         self.prompts = [[chat.messages, chat.tools, dict(chat.variables)] for chat in self.chats]
-        # without a key the client would send the one of the Hub
+        # without a key, the client would send the key of the Hub
         key = os.environ.get("OPENAI_API_KEY") or "none"
         self.client = InferenceClient(base_url=self.endpoint, api_key=key)
         self.decoded_by: dict[str, Any] = {
@@ -53,8 +54,8 @@ class EndpointDecoder:
             yield begin, self._lines(self.chats[begin : begin + count], count)
 
     def _lines(self, chats: Sequence[Chat], count: int) -> list[str]:
-        """Ask for the answers of chats, `count` at once; return the lines of those that were not
-        cut."""
+        """Request the answers to chats, `count` at the same time; return the lines of those that
+        were not cut."""
         with (
             network_errors(f"the server at {self.endpoint}", "repeat the command"),
             ThreadPoolExecutor(count) as threads,
@@ -68,7 +69,8 @@ class EndpointDecoder:
         return f"; {cut} that max_new_tokens cut are left out" if cut else ""
 
     def _record(self, chat: Chat) -> dict[str, Any] | None:
-        """Ask for the answer of a chat; return the record of both, None if the answer was cut."""
+        """Request the answer to a chat; return the record of chat and answer, or None if the answer
+        was cut."""
         extra_body = dict(self.extra_body)
         if chat.variables:
             extra_body["chat_template_kwargs"] = dict(chat.variables)
@@ -98,7 +100,7 @@ class EndpointDecoder:
 
 
 def _chat(row: Any) -> Chat:
-    """Parse a record's prompt; `FieldError` if it is no chat."""
+    """Parse a record's prompt; `FieldError` if the prompt is not a chat."""
     record = parse_prompt(row)
     if not isinstance(record, Chat):
         raise FieldError("prompt", "a text, and an endpoint answers chats: give 'messages'")

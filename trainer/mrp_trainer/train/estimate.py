@@ -1,8 +1,8 @@
-"""What a step of training takes, predicted on the meta device: FLOPs, and memory of activations.
+"""Estimates of the FLOPs and the activation memory of a training step, made on the meta device.
 
 The passes of a step run there over full rows, so that nothing is computed or allocated: torch
-counts the products, and what is saved for the backward pass. Attention saves no scores there, as
-compiled attention on CUDA does not.
+counts the products, and the tensors saved for the backward pass. Attention saves no scores there,
+as compiled attention on CUDA does not.
 """
 
 from collections.abc import Callable
@@ -24,17 +24,17 @@ from .inputs import MAX_LENGTH
 from .packed import CleanCache
 
 COUNTED = "counted"
-# Tensors as large as a chunk's logits that the vocabulary loss holds: logits, softmaxes and
-# gradients of student and teacher.
+# Number of tensors of the size of a chunk's logits that the vocabulary loss holds: logits,
+# softmaxes and gradients of student and teacher.
 _OF_A_CHUNK = 10
 
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """What one row of a step takes.
+    """The memory and FLOPs of one row of a training step.
 
     Attributes:
-        columns: Columns of the noisy copies, and of the clean tokens.
+        columns: Numbers of columns of the noisy copies, and of the clean tokens.
         saved: Bytes kept for the backward pass.
         transient: Bytes of the clean tokens' keys and values, and of the widest layer.
         logits: Bytes of a chunk of the vocabulary loss, for any number of rows.
@@ -49,7 +49,7 @@ class StepEstimate:
 
 
 class _Attention(torch.autograd.Function):
-    """An attention that saves what a fused one does, for tensors of the meta device."""
+    """An attention for tensors of the meta device that saves the same tensors as a fused one."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -72,8 +72,8 @@ def _counted_attention(
 
 
 def estimate_step(model: Any, arguments: MRPTrainingArguments, dtype: torch.dtype) -> StepEstimate:
-    """Estimate what one row of `max_length` tokens takes, all of which are learned; the model is on
-    the meta device, passes are in `dtype`."""
+    """Estimate the memory and FLOPs of one row of `max_length` tokens, all of which are learned.
+    The model is on the meta device, and passes are in `dtype`."""
     config = model.config
     block = config.block_size
     length = arguments.max_length
@@ -104,8 +104,8 @@ def estimate_step(model: Any, arguments: MRPTrainingArguments, dtype: torch.dtyp
 
 
 def _saved_by(run: Callable[[], Tensor], model: Any) -> int:
-    """Run a pass and its backward pass; return the bytes that it saves, weights left out, each
-    memory once."""
+    """Run a pass and its backward pass; return the bytes that are saved for it, without weights,
+    counting shared memory once."""
     weights = {StorageWeakRef(weight.untyped_storage()) for weight in model.parameters()}
     saved: dict[StorageWeakRef, Tensor] = {}
 
@@ -128,7 +128,8 @@ def _backbone(model: Any, columns: int, cache: CleanCache | None) -> Tensor:
 
 
 def _head_passes(model: Any, arguments: MRPTrainingArguments, noisy: int, clean: int) -> int:
-    """Run the passes of the head's objective; return the bytes that are saved."""
+    """Run the passes of the head's objective; return the bytes that are saved for their backward
+    passes."""
     of_backbone = CleanCache(noisy)
     of_head = CleanCache(noisy)
     hidden = _backbone(model, noisy + clean, of_backbone)  # whose weights are frozen
@@ -160,8 +161,8 @@ def _attention_flops(config: Any, arguments: MRPTrainingArguments, noisy: int, c
 
 
 def _vocabulary_flops(config: Any, arguments: MRPTrainingArguments, noisy: int) -> int:
-    """Compute the FLOPs of the loss over the vocabulary, where half of the noisy columns are
-    masked: logits of student and teacher, and derivatives."""
+    """Compute the FLOPs of the loss over the vocabulary (logits of student and teacher, and
+    derivatives), where half of the noisy columns are masked."""
     product = 2 * config.vocab_size * config.hidden_size * (noisy // 2)
     if arguments.objective != "mrp":
         return 4 * product  # computed again in the backward pass, where `lm_head` trains, too

@@ -18,22 +18,22 @@ from ..data.samples import samples_of
 from ..data.sources import source_of
 from .arguments import MRPTrainingArguments
 
-_DIGESTED = 256  # first values of each tensor that enter a digest
-_LEAST_STEPS = 100  # of a run, by default
-MAX_LENGTH = 4096  # of samples, by default
+_DIGESTED = 256  # number of leading values of each tensor in a digest
+_LEAST_STEPS = 100  # default number of steps of a run, at least
+MAX_LENGTH = 4096  # default of the most tokens of a sample
 _HALF = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 logger = logging.get_logger(__name__)
 
 
 def bare_model(model: Any) -> MRPForCausalLM:
-    """Return the model inside a peft model, or else the model itself."""
+    """Return the model inside of a peft model; return any other model as it is."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def prepare_model(model: Any, args: MRPTrainingArguments) -> None:
-    """Freeze the weights that the objective does not train, and cast the others to float32: in
-    bfloat16 most updates would be rounded away. With objective `mrp` the model decodes with
+    """Freeze the weights that the objective does not train, and cast the others to float32, since
+    in bfloat16 most updates would be rounded away. With objective `mrp` the model decodes with
     `mrp_spec` by default, unless its generation config names a mode.
 
     Raises:
@@ -52,7 +52,7 @@ def prepare_model(model: Any, args: MRPTrainingArguments) -> None:
             f"eval_prompts is {args.eval_prompts}, but there is no head to decode them with: use 0"
         )
     try:
-        bare.generation_config.validate(strict=True)  # as every save does
+        bare.generation_config.validate(strict=True)  # every save does the same check
     except ValueError as error:
         raise ValueError(
             f"the model's generation_config could not be saved with a checkpoint ({error}): "
@@ -89,7 +89,8 @@ def ends_of(model: MRPForCausalLM) -> list[int]:
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: MRPForCausalLM) -> None:
-    """Raise `ValueError` for the tokenizer of another model, by its size, mask and eos token."""
+    """Raise `ValueError` for a tokenizer of another model, recognised by its size, mask and eos
+    token."""
     config = model.config
     ends = ends_of(model)
     mask = tokenizer.mask_token_id
@@ -119,10 +120,10 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: MRPForCausalLM) -
 
 
 def digest(model: Any) -> str | None:
-    """Return a digest of a backbone's weights that does not depend on the dtype they are loaded in;
-    None on the meta device.
+    """Return a digest of a backbone's weights that does not depend on the dtype in which they are
+    loaded; None on the meta device.
 
-    It covers the first values of every tensor, rounded to bfloat16, without those of adapters.
+    It covers the first values of every tensor, rounded to bfloat16, except the tensors of adapters.
     """
     weights = [weight for name, weight in model.model.named_parameters() if "lora_" not in name]
     if any(weight.is_meta for weight in weights):
@@ -166,13 +167,13 @@ def as_rows(
 ) -> Any:
     """Return a dataset as rows of samples: records (see `source_of`) are checked and encoded as
     `mrp train` does it; any other dataset, or None, is returned as it is. Held-out records keep
-    their order, and may be a mapping of several datasets. For `hold_back` see `RecordRows`. Errors
-    call the dataset `name`.
+    their order, and may be a mapping of several datasets. For `hold_back` see `RecordRows`. Error
+    messages call the dataset `name`.
 
     Raises:
-        RecordError: if records are malformed, or there is none.
-        ValueError: for records without a tokenizer, a mapping to train on, and records that are all
-            too long.
+        RecordError: if records are malformed, or there are none.
+        ValueError: for records without a tokenizer, for a mapping as training data, and if all
+            records are too long.
     """
     if dataset is None:
         return None
@@ -191,7 +192,8 @@ def as_rows(
             f"{name} holds records: give processing_class, the tokenizer that encodes them, too"
         )
     encoder = encoder_of(model, tokenizer, args.max_length)
-    with args.main_process_first(desc=f"the records of {name}"):  # others read what it encoded
+    # the other processes read the samples that the main one encoded
+    with args.main_process_first(desc=f"the records of {name}"):
         return RecordRows(
             source,
             replace(encoder, last_turn_only=args.last_turn_only),
@@ -206,8 +208,8 @@ def as_rows(
 
 
 def fit_to_rows(args: MRPTrainingArguments, rows: Any) -> None:
-    """Set `max_length` and `num_train_epochs`, if they are None, to what fits the training rows;
-    warn if a step takes more rows than there are."""
+    """Set `max_length` and `num_train_epochs`, if they are None, to values that fit the training
+    rows; warn if a step takes more rows than there are."""
     if isinstance(rows, RecordRows) and args.max_length is None:
         args.max_length = rows.row_length
     epochs = 1

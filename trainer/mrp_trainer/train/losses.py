@@ -1,8 +1,8 @@
-"""Losses over the vocabulary that never hold the logits of all tokens.
+"""Losses over the vocabulary that never hold the logits of all tokens at the same time.
 
-Each loss is a plain function of logits [n, vocab]; `over_vocabulary` applies it to hidden states, a
-chunk of tokens at a time, so that logits of student and teacher, their softmaxes and gradients
-exist for one chunk only.
+Each loss is a plain function of logits [n, vocab]; `over_vocabulary` applies it to hidden states,
+one chunk of tokens at a time, so that the logits of student and teacher, their softmaxes and
+gradients exist for one chunk only.
 """
 
 from collections.abc import Callable
@@ -38,18 +38,19 @@ def over_vocabulary(
 
     With a frozen `lm_head_weight`, a token's values depend on its own hidden state alone: their
     derivatives, [n, m, hidden_size], are computed while the chunk's logits exist, and nothing is
-    computed twice. With a trainable one, each chunk is computed again in the backward pass.
+    computed twice. With a trainable weight, each chunk is computed again in the backward pass.
 
     Args:
-        loss: See `TokenLoss`; tensors that it closes over get no gradient.
+        loss: The loss of a chunk (see `TokenLoss`): it returns values with gradients, and *notes*,
+            numbers without gradients. Tensors in its closure get no gradient.
         hidden: [n, hidden_size], the student's hidden states.
         lm_head_weight: [vocab, hidden_size].
         others: [n, ...] each, cut into the same chunks: targets, the teacher's hidden states.
-        at_once: The number of the student's logits that exist at a time; by default as the
-            device's free memory allows.
+        at_once: The most logits of the student that exist at a time; by default as many as fit into
+            the device's free memory.
 
     Returns:
-        Values [n, m] with gradients and notes [n, k] without.
+        Values [n, m] with gradients, and notes [n, k] without gradients.
     """
     # Each chunk reads all of `lm_head` several times, and holds about ten tensors of that size:
     # logits of student and teacher, their softmaxes, and gradients.
@@ -135,7 +136,8 @@ def weighted_cross_entropy(
     A `BLANK` target is the uniform distribution: the model learns to have no confidence after the
     end of its text, so that decoding, which reveals the most confident positions first, spends no
     step there. `hidden` are final hidden states at masked positions, [tokens, hidden_size]; targets
-    are [tokens] long, weights [tokens] float. The sum is a scalar, 0 (with a graph) without tokens.
+    are [tokens] long, weights [tokens] float. The result is a scalar; without tokens it is 0, and
+    still part of the autograd graph.
     """
 
     def loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -152,8 +154,8 @@ def order_kl(student: Tensor, teacher: Tensor, block: Tensor, blocks: int) -> Te
     `student` and `teacher` are log-odds [tokens] of the teacher's tokens (`top_token_log_odds`),
     `block` the block number of each token, [tokens] long below `blocks`. Decoding reveals the most
     confident position first. Where several tokens are nearly certain, `forward_kl` is blind to
-    their order, but the order is what most drafts get wrong. Here a position is the first of its
-    block with a probability in proportion to the odds p / (1 - p) of the teacher's token; the
+    their order, but most wrong drafts are wrong about the order. Here a position is the first of
+    its block with a probability in proportion to the odds p / (1 - p) of the teacher's token; the
     result is KL(teacher || student).
     """
     teacher_log_probs = _log_softmax_within(teacher.detach(), block, blocks)
@@ -165,8 +167,8 @@ def order_kl(student: Tensor, teacher: Tensor, block: Tensor, blocks: int) -> Te
 def top_token_log_odds(
     student: Tensor, teacher: Tensor, mask_token_id: int
 ) -> tuple[Tensor, Tensor]:
-    """Compute log-odds [n] of the teacher's likeliest token, never the mask, for student and
-    teacher; logits are [n, vocab]."""
+    """Compute for student and teacher the log-odds [n] of the teacher's likeliest token, never the
+    mask; logits are [n, vocab]."""
     mask = torch.tensor([mask_token_id], device=teacher.device)
     teacher = teacher.index_fill(1, mask, -torch.inf)
     student = student.index_fill(1, mask, -torch.inf)
@@ -175,8 +177,8 @@ def top_token_log_odds(
 
 
 def _log_softmax_within(values: Tensor, group: Tensor, groups: int) -> Tensor:
-    """Compute the log-softmax of values [n] within groups; `group` has the group number of each,
-    [n] long below `groups`."""
+    """Compute the log-softmax of values [n] within groups; `group` [n] long has the group number of
+    each value, below `groups`."""
     largest = values.new_full((groups,), -torch.inf).scatter_reduce(
         0, group, values.detach(), "amax"
     )

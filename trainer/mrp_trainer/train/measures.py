@@ -1,4 +1,4 @@
-"""Running means of a training run's measurements."""
+"""Running means of measurements in a training run."""
 
 from collections.abc import Mapping
 
@@ -8,9 +8,10 @@ from torch import Tensor
 
 from .packed import widest
 
-# What the keys of a run's log mean, without the prefixes `eval_` (held-out data), `train_` (the
-# whole run), `reread_` (the leave-one-out loss) and `verdict_TARGET_` (drafts at the end, K = 8). A
-# and B are the backbone's logits before and after a reveal, A + C the head's estimate of B.
+# The meaning of the keys in a run's log, without the prefixes `eval_` (held-out data), `train_`
+# (the whole run), `reread_` (the leave-one-out loss) and `verdict_TARGET_` (drafts at the end, K =
+# 8). A and B are the backbone's logits before and after a reveal, A + C is the head's estimate of
+# B.
 LOG_KEYS = {
     "loss": "what training lowers, per learned token",
     "grad_norm": "norm of the gradient; steady, or slowly falling",
@@ -40,15 +41,15 @@ class Measures:
         self._sums: dict[str, Tensor] = {}
 
     def add(self, measured: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        """Add measurements, by name a sum and a count (scalars)."""
+        """Add measurements: by name, a sum and a count (scalars)."""
         for name, (total, count) in measured.items():
             dtype = widest(total.device)
             sum_and_count = torch.stack([total.detach().to(dtype), count.to(total.device, dtype)])
             self._sums[name] = self._sums.get(name, 0) + sum_and_count
 
     def take(self, accelerator: Accelerator) -> dict[str, tuple[float, float]]:
-        """Return sums and counts over all processes since the last call; every process has to call
-        this, with equal names."""
+        """Return the sums and counts over all processes since the last call. Every process must
+        call this, with equal names."""
         if not self._sums:
             return {}
         names = sorted(self._sums)

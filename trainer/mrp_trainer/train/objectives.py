@@ -120,7 +120,7 @@ class HeadObjective:
         order_weight: float = 0.0,
         measured: bool = True,
     ) -> tuple[Tensor, Measured]:
-        """Compute the loss at the positions `selected`, [batch, length] bool; if `measured`, also
+        """Compute the loss at the positions `selected`, [batch, length] bool. If `measured`, also
         return KL(B||A), KL(B||A+C), how often A+C and B have the same likeliest token, and the
         divergence of the order."""
         weight = passes.model.lm_head.weight
@@ -175,8 +175,8 @@ class HeadObjective:
 
 @dataclass
 class _Passes:
-    """The passes of backbone and head over one batch. The first pass of each includes the clean
-    columns; later passes take the noisy copies alone."""
+    """The passes of backbone and head over one batch. The first pass of each network includes the
+    clean columns; later passes cover only the noisy copies."""
 
     model: MRPForCausalLM
     batch: PackedBatch

@@ -23,10 +23,11 @@ _PROMPTS, _HOW, _OUTPUT = "Prompts", "Decoding", "Output"
 
 @dataclass
 class RunOptions:
-    """Options of a run beside `MRPTrainingArguments`; the help of each flag describes it.
+    """Options of a run in addition to `MRPTrainingArguments`; the help of each flag describes the
+    option.
 
-    Without `eval_data` the prompts of the verdict are held back from `data`, a tenth of its records
-    at most. With `early_stopping_patience` the weights with the lowest held-out loss are saved.
+    Without `eval_data` the prompts of the verdict are held back from `data`, at most a tenth of its
+    records. With `early_stopping_patience` the weights with the lowest held-out loss are saved.
     `block_size` and `mask_token_id` are for an autoregressive Qwen3 checkpoint that becomes a
     block-diffusion model.
     """

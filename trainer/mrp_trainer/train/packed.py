@@ -39,8 +39,8 @@ class PackedRule:
     sample: Tensor
 
     def __call__(self, row: Tensor, head: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
-        """Return whether queries see keys, as flex attention's `mask_mod`; indices broadcast, and
-        all heads see the same."""
+        """Return whether queries see keys, in the form of flex attention's `mask_mod`; indices are
+        broadcast, and all heads have the same mask."""
         query_view, key_view = self.view[row, query], self.view[row, key]
         query_block, key_block = self.block[row, query], self.block[row, key]
         clean = (key_view == CLEAN_VIEW) & (
@@ -144,23 +144,23 @@ def sparse_mask(rule: PackedRule, queries: int) -> BlockMask:
     """Make flex attention's mask between the first `queries` columns and all columns, as tiles that
     all heads share.
 
-    To find the tiles, a [queries, length] bool is made and dropped for each batch row; attention
-    itself holds none.
+    To find the tiles, a mask [queries, length] bool is made for each batch row in turn; attention
+    itself holds no such mask.
     """
     rows, length = rule.view.shape
     return create_block_mask(rule, rows, None, queries, length, device=rule.view.device)
 
 
 def widest(device: torch.device) -> torch.dtype:
-    """Return float64, or float32 for devices that may lack it, such as Apple's and some of
+    """Return float64, or float32 for devices that may not support it, such as Apple's and some of
     Intel's."""
     return torch.float64 if device.type in ("cpu", "cuda") else torch.float32
 
 
 def uniform(batch: PackedBatch, purpose: int, index: Tensor) -> Tensor:
-    """Draw uniform numbers in (0, 1), [batch, length] in the `widest` dtype, which depend on
-    sample, noisy copy, `purpose` and `index`, [batch, length] long: positions, or blocks for one
-    number per block."""
+    """Draw uniform numbers in (0, 1), [batch, length] in the `widest` dtype. They depend on the
+    sample, the noisy copy, `purpose` and `index`, [batch, length] long, which holds positions, or
+    block indices for one number per block."""
     bits = noise_key(batch.noise_key, index, mix_bits(batch.view + 1) ^ purpose)
     dtype = widest(index.device)
     return ((bits.to(dtype) + 0.5) * 2.0**-32).clamp(max=1 - torch.finfo(dtype).eps)

@@ -1,5 +1,5 @@
-"""The choice of positions and tokens to reveal in noisy copies, which makes the states that a head
-is trained on."""
+"""The choice of positions and tokens to reveal in noisy copies, which makes the states on which a
+head is trained."""
 
 from dataclasses import dataclass
 
@@ -25,15 +25,15 @@ def block_numbers(batch: PackedBatch) -> Tensor:
 
 @dataclass(frozen=True)
 class Reveals:
-    """A rule that chooses the next reveals in each block; nothing after the end of a text is ever
-    revealed.
+    """A rule that chooses the next reveals in each block; no position after the end of a text is
+    ever revealed.
 
     Attributes:
-        rule: `on_policy`: as in decoding, the most confident position with the model's own token.
-            `random`: one position with its true token (as published).
+        rule: `on_policy`: as in decoding, the most confident position, with the model's own token.
+            `random`: a random position, with its true token (as published).
         eager_share: Under `on_policy`, the share of blocks in which everything above a threshold is
-            revealed, as `dynamic` does: such states occur in its drafts, in `mrp_remask` and in
-            `mrp_direct`.
+            revealed, as `dynamic` does: such states occur in the drafts of `dynamic`, in
+            `mrp_remask` and in `mrp_direct`.
     """
 
     rule: RevealRule
@@ -57,8 +57,8 @@ class Reveals:
             masked: [batch, length] bool, the positions that may be revealed.
             hidden: [batch, length, hidden_size], the model's hidden states for `ids`.
             sampler: Picks the model's own token and its log-odds.
-            step: Number of the reveal: `random` draws anew at each, but a block's threshold for
-                eager reveals stays.
+            step: Number of the reveal: `random` draws again at each step, but a block keeps its
+                threshold for eager reveals.
 
         Returns:
             `ids` and `masked` after the reveals.
@@ -98,8 +98,8 @@ class Reveals:
 
 
 def _rank(score: Tensor, group: Tensor, groups: int) -> Tensor:
-    """Rank scores [n] within their groups [n], from 0 for the highest; equal scores from left to
-    right."""
+    """Rank scores [n] within their groups [n], from 0 for the highest; equal scores are ranked from
+    left to right."""
     order = score.argsort(descending=True, stable=True)
     order = order[group[order].argsort(stable=True)]
     size = torch.zeros(groups, dtype=torch.long, device=group.device).index_add(

@@ -1,4 +1,5 @@
-"""Training runs of the command line: opened, trained or resumed, and saved; or only estimated."""
+"""Training runs of the command line: their opening, training or resumption, and saving; or only an
+estimate of their needs."""
 
 import hashlib
 import json
@@ -45,14 +46,14 @@ _FULL_DISK_REMEDY = (
 
 @dataclass(frozen=True)
 class OpenRun:
-    """A training run with its model and data loaded and checked. Its main process holds a lock on
+    """A training run whose model and data are loaded and checked. Its main process holds a lock on
     the folder, which the system releases if the process is killed."""
 
     settings: Settings
     trainer: MRPTrainer
     tokenizer: PreTrainedTokenizerBase
     lock: FileLock
-    prompts: Sequence[Sequence[int]] = ()  # of the verdict
+    prompts: Sequence[Sequence[int]] = ()  # prompts of the verdict
 
     @property
     def folder(self) -> Path:
@@ -60,8 +61,8 @@ class OpenRun:
         return Path(self.settings.training["output_dir"])
 
     def train(self) -> Path:
-        """Train from the last complete checkpoint on, if any, save the result, and return the
-        folder."""
+        """Train, from the last complete checkpoint on if there is one; save the result, and return
+        the folder."""
         newest = self.trainer.newest_checkpoint()
         if newest is not None and self.trainer.args.process_index == 0:
             print(f"resuming from {newest.name}")
@@ -71,7 +72,7 @@ class OpenRun:
     def _train(self, newest: Path | None) -> Path:
         checkpoint = None if newest is None else str(newest)
         state = self.trainer.state
-        if self.trainer.args.world_size > 1:  # which would stop at different steps
+        if self.trainer.args.world_size > 1:  # the processes would stop at different steps
             self.trainer.train(resume_from_checkpoint=checkpoint)
         else:
             with StopAtInterrupt() as stop:
@@ -106,8 +107,8 @@ class OpenRun:
         return self.folder
 
     def _verdict(self) -> list[str]:
-        """Compare decodes without the head and with it, in all processes; add the numbers to the
-        log, and return lines that say whether the head is worth publishing."""
+        """Compare decodes without the head and with it, in all processes. Add the numbers to the
+        log, and return lines that tell whether the head is worth publishing."""
         if self.settings.objective != "mrp" or not self.settings.options.verdict_prompts:
             return []
         if not self.prompts:
@@ -128,7 +129,7 @@ class OpenRun:
 
 
 def closing_lines(history: Sequence[dict[str, float]]) -> list[str]:
-    """Say what the last numbers of a run's log mean."""
+    """Explain the last numbers of a run's log."""
     last: dict[str, float] = {}
     for line in history:
         last |= line
@@ -142,14 +143,14 @@ def closing_lines(history: Sequence[dict[str, float]]) -> list[str]:
 
 
 def open_run(settings: Settings, restart: bool = False) -> OpenRun:
-    """Load what a run needs, and write its settings to `run.yaml` in its folder; `restart` removes
-    the folder's checkpoints.
+    """Load the model and data of a run, and write its settings to `run.yaml` in its folder;
+    `restart` removes the folder's checkpoints.
 
     Raises:
         ValueError: if the folder holds a run that has other settings or data, or is still running;
-            if there is no data, or a tracker is not installed; if model, data, tokenizer and
-            settings do not fit together.
-        OSError: if a checkpoint is not there.
+            if there are no data, or a tracker is not installed; if model, data, tokenizer and
+            settings do not fit each other.
+        OSError: if a checkpoint does not exist.
     """
     options = settings.options
     held_out = None
@@ -206,8 +207,8 @@ def _data_digest(paths: Sequence[str]) -> str | None:
 
 
 def _claim_folder(folder: Path, lock: FileLock, settings: Settings, restart: bool) -> None:
-    """Make a run's folder if needed, lock it, and write the run's settings; `ValueError` if another
-    run has the folder."""
+    """Create a run's folder if needed, lock it, and write the run's settings; `ValueError` if
+    another run uses the folder."""
     output = OwnFolder(folder)
     path = folder / RUN_FILE
     checkpoints = checkpoints_in(folder)
@@ -244,8 +245,8 @@ def _claim_folder(folder: Path, lock: FileLock, settings: Settings, restart: boo
 
 
 def _resume_hint(folder: Path, settings: Settings) -> str:
-    """Return a hint on how to train a run's result further, a sentence that begins with a space;
-    nothing for an adapter."""
+    """Return a hint on how to continue training a run's result, as a sentence that begins with a
+    space; empty for an adapter."""
     if settings.options.lora_rank:
         return ""
     component, flag = ("head", "head") if settings.objective == "mrp" else ("backbone", "model")
@@ -254,7 +255,8 @@ def _resume_hint(folder: Path, settings: Settings) -> str:
 
 def load_model(settings: Settings) -> Any:
     """Load the model that a run trains. Frozen weights have the dtype of the passes, bfloat16 or
-    float32; trained ones are always float32: in bfloat16 most updates would be rounded away."""
+    float32; trained weights are always float32, since in bfloat16 most updates would be rounded
+    away."""
     options = settings.options
     hub_options: dict[str, Any] = {}
     if options.revision is not None:
@@ -275,7 +277,8 @@ def load_model(settings: Settings) -> Any:
                 "adapter: name a checkpoint of a head as model, or leave lora_rank out"
             )
         if os.path.isdir(options.model):
-            model.name_or_path = os.path.abspath(options.model)  # the adapter names it
+            # the adapter's config names this path
+            model.name_or_path = os.path.abspath(options.model)
         return _with_adapter(model, options)
     model = MRPForCausalLM.from_backbone(options.model, options.head, **hub_options)
     if options.head is None:
@@ -285,7 +288,7 @@ def load_model(settings: Settings) -> Any:
 
 
 def _with_adapter(model: Any, options: RunOptions) -> Any:
-    """Wrap a model in a LoRA adapter of the matrices of its head, which alone trains."""
+    """Wrap a model in a LoRA adapter of the matrices of its head; only the adapter is trained."""
     alpha = 2 * options.lora_rank if options.lora_alpha is None else options.lora_alpha
     lora = LoraConfig(
         r=options.lora_rank, lora_alpha=alpha, target_modules=_HEAD_MATRICES, task_type="CAUSAL_LM"
@@ -305,8 +308,8 @@ def _block_fields(options: RunOptions) -> dict[str, Any]:
 
 
 def dry_run(settings: Settings) -> str:
-    """Describe a run's needs: parameters, memory of a process, rows per step, and FLOPs of a step.
-    Errors: see `meta_model`."""
+    """Describe the needs of a run: parameters, memory of a process, rows per step, and FLOPs of a
+    step. Errors are those of `meta_model`."""
     arguments = settings.arguments(bf16=False, fp16=False, use_cpu=True)
     model = meta_model(settings)
     parameters = model.num_parameters()
@@ -317,7 +320,7 @@ def dry_run(settings: Settings) -> str:
             if parameter.dim() == 2 and "layers." in name:
                 matrices += parameter.numel()
     memory = {"weights": 4 * parameters, "gradients": 4 * trained, "optimizer": 8 * trained}
-    if settings.training.get("bf16"):  # autocast copies what trains
+    if settings.training.get("bf16"):  # autocast copies the trained weights
         memory["weights"] = 2 * (parameters - trained) + 6 * trained
     if arguments.muon_learning_rate is not None:
         memory["optimizer"] -= 4 * matrices
@@ -346,8 +349,9 @@ def dry_run(settings: Settings) -> str:
 
 
 def _seconds_of(teraflops: float) -> str:
-    """Say how long products take: at the rate that is measured on a CUDA device that is here, or at
-    a named one's; at 60 % of it, which large products reach, and at all of it, the floor."""
+    """Describe how long products take: at 60 % of a device's rate, which large products reach, and
+    at its full rate. The device is the CUDA device of this machine, whose rate is measured, or else
+    an H100."""
     name, rate = "an H100's 989 TFLOP/s in bfloat16", 989.0
     if torch.cuda.is_available():
         measured = measure_device(torch.device("cuda"), torch.bfloat16)
@@ -359,13 +363,15 @@ def _seconds_of(teraflops: float) -> str:
 
 
 def _relative_work(model: Any, arguments: MRPTrainingArguments) -> str:
-    """Say how much a recipe computes for a token of the data, beside the published one."""
+    """Describe how much a recipe computes per token of the data, relative to the published
+    recipe."""
     head = sum(weight.numel() for weight in model.get_submodule("mrp_head").parameters())
     backbone = sum(weight.numel() for weight in model.get_submodule("model").parameters())
     backbone -= model.get_input_embeddings().weight.numel()
 
     def work(copies: int, unroll: int, reread: bool) -> int:
-        # the first pass of each is over the clean text, too; the head's are forward and backward
+        # the first pass of each network also covers the clean text; passes of the head are forward
+        # and backward
         columns = 1 + copies + copies * (unroll + reread)
         return columns * backbone + 3 * (1 + copies * unroll) * head
 
@@ -375,9 +381,9 @@ def _relative_work(model: Any, arguments: MRPTrainingArguments) -> str:
 
 
 def meta_model(settings: Settings) -> Any:
-    """Make, on the meta device, the model that a run would train, from configs alone: nothing is
-    allocated, downloaded or written. `ValueError` if there is no head to train further, `OSError`
-    if a config is neither here nor in the cache."""
+    """Make, on the meta device, the model that a run would train, from configs only: nothing is
+    allocated, downloaded or written. `ValueError` if there is no head to continue training,
+    `OSError` if a config is neither local nor in the cache."""
     options = settings.options
     fields = stored_json(options.model, revision=options.revision, local_files_only=True)[0]
     if fields.get("model_type") in AUTOREGRESSIVE:
@@ -404,7 +410,7 @@ def meta_model(settings: Settings) -> Any:
 
 
 def rounded(state: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return tensors by name, floating ones in another dtype."""
+    """Return tensors by name, with floating-point tensors cast to another dtype."""
     tensors = {}
     for name, tensor in state.items():
         tensors[name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
@@ -414,8 +420,8 @@ def rounded(state: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
 def _save(
     trainer: MRPTrainer, settings: Settings, folder: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Save the head alone or the whole model, as the settings say, in the dtype of the passes, or
-    the adapter, and the tokenizer."""
+    """Save the tokenizer and, as the settings require, the head alone or the whole model, in the
+    dtype of the passes, or the adapter."""
     state = None
     if trainer.is_fsdp_enabled:
         state = trainer.accelerator.get_state_dict(trainer.model_wrapped)

@@ -1,5 +1,5 @@
-"""The settings of a training run: flags override a YAML file, which overrides defaults; each is
-checked against its type."""
+"""The settings of a training run: flags override a YAML file, which overrides defaults; each
+setting is checked against its type."""
 
 import difflib
 from collections.abc import Mapping, Sequence
@@ -18,8 +18,8 @@ RECIPES = Path(__file__).parent / "recipes"
 RUN_FILE = "run.yaml"
 # Fields that the run decides itself.
 _NOT_SET = {"remove_unused_columns", "resume_from_checkpoint", "do_train", "do_eval", "do_predict"}
-# A resumed run may change these: they decide what is measured, logged and kept, but not the
-# weights.
+# A resumed run may change these settings: they affect measurements, logs and saved files, but not
+# the weights.
 _FREE = {
     "output_dir",
     "save",
@@ -57,7 +57,7 @@ _EXTRA_TYPES: dict[str, Any] = {
 
 @dataclass
 class Settings:
-    """The settings of a run: `training` are the given fields of `MRPTrainingArguments`,
+    """The settings of a run. `training` has the given fields of `MRPTrainingArguments`;
     `data_digest` is a digest of the training files, None before they are read and for a dataset on
     the Hub."""
 
@@ -78,8 +78,8 @@ class Settings:
         return settings
 
     def differences(self, previous: Mapping[str, Any]) -> list[str]:
-        """List the settings that change the weights and differ from `previous` (as from `as_dict`),
-        each with both values."""
+        """List the settings that change the weights and differ from `previous` (in the form of
+        `as_dict`), each with both values."""
         current = self.as_dict()
         differences = []
         for name in {**previous, **current}:
@@ -94,10 +94,10 @@ class Settings:
         return MRPTrainingArguments(objective=self.objective, **{**self.training, **others})
 
     def with_defaults(self, arguments: MRPTrainingArguments, data_digest: str | None) -> "Settings":
-        """Return the settings with the data's digest, and with values for options left at defaults,
-        as these may change."""
+        """Return the settings with the data's digest, and with explicit values for options left at
+        their defaults, since defaults may change."""
         values = {name: getattr(arguments, name) for name in _WRITTEN.split()}
-        # an enum by now
+        # `TrainingArguments` has made it an enum
         values["lr_scheduler_type"] = str(
             arguments.lr_scheduler_type.value  # type: ignore[attr-defined]
         )
@@ -105,7 +105,7 @@ class Settings:
 
 
 def changes_weights(name: str) -> bool:
-    """Return whether a setting changes the weights, and not just measurements, logs or places."""
+    """Return whether a setting changes the weights, and not only measurements, logs or paths."""
     return name not in _FREE and not name.startswith(_FREE_PREFIXES)
 
 
@@ -115,17 +115,17 @@ def read_settings(
     flags: Mapping[str, Any] | None = None,
     assignments: Sequence[str] = (),
 ) -> Settings:
-    """Read the settings of a run: flags win over assignments "name=value", these over a YAML file
-    or a recipe of the package, and that over the defaults. Names are fields of `RunOptions` and
-    `MRPTrainingArguments`.
+    """Read the settings of a run: flags override assignments "name=value", which override a YAML
+    file or a recipe of the package, which overrides the defaults. Names are fields of `RunOptions`
+    and `MRPTrainingArguments`.
 
     Raises:
-        ValueError: for an unknown name, a value of another type, values that do not go together, or
-            an unreadable file.
+        ValueError: for an unknown name, a value of another type, values that conflict, or an
+            unreadable file.
     """
     values_by_name: dict[str, Any] = {}
     of_file = {} if config is None else read_yaml(_config_path(config))
-    of_file.pop("data_digest", None)  # it was of the files at that time
+    of_file.pop("data_digest", None)  # it describes the files at the time of that run
     for source, values in (
         (config, of_file),
         ("--set", parse_assignments(assignments)),
@@ -169,7 +169,7 @@ def read_settings(
 
 
 def _check_adapter(values: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for settings that do not go together with those of an adapter, or without
+    """Raise `ValueError` for settings that conflict with the use of an adapter, or that need
     one."""
     if not values.get("lora_rank"):
         if values.get("lora_alpha") is not None:
@@ -210,7 +210,7 @@ def _config_path(config: str) -> Path:
 
 
 def read_yaml(path: Path) -> dict[Any, Any]:
-    """Read a YAML file of lines 'name: value'; `ValueError` for anything else."""
+    """Read a YAML file of lines 'name: value'; `ValueError` for any other content."""
     content = parse_yaml(path.read_text(encoding="utf-8"), str(path))
     if not isinstance(content, dict):
         raise ValueError(
@@ -237,7 +237,7 @@ def _default(name: str) -> Any:
 
 
 def _checked(objective: str, name: str, value: Any, source: str) -> Any:
-    """Return a value in the type of its field; `ValueError` if it is of another type, or no field
+    """Convert a value to the type of its field; `ValueError` if it is of another type, or no field
     has that name."""
     if name not in (names := known_names(objective)):
         similar = difflib.get_close_matches(name, names, n=3)

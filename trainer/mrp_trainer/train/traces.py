@@ -1,9 +1,9 @@
 """Log-probabilities, with gradients, of texts of `generate` at the states where their tokens were
-revealed: what a policy gradient needs.
+revealed, as a policy gradient needs them.
 
 A state is a block in which the tokens of earlier denoising steps are shown and all others masked.
-The states of a text are noisy copies of its blocks, so they are packed as training passes are,
-[states | clean text], under the same rule of attention.
+The states of a text are noisy copies of its blocks, so they are packed like training passes,
+[states | clean text], with the same attention rule.
 """
 
 from collections.abc import Iterator, Sequence
@@ -43,9 +43,9 @@ def trace_logprobs(
     For texts that `generate` made under any target, drafted or not, this equals its
     `token_logprobs`, with gradients: the distribution is the backbone's, with temperature, before
     truncation, without logits processors, minimum lengths or infills, which bar tokens. In
-    `mrp_direct` and `mrp_remask` the head reveals and re-masks, too, which is no part of this.
-    Memory is that of a training pass over `tokens_per_forward` tokens: of several passes, each is
-    computed again in the backward pass.
+    `mrp_direct` and `mrp_remask` the head also reveals and re-masks, which is not included. Memory
+    is that of a training pass over `tokens_per_forward` tokens: if there are several passes, each
+    is computed again in the backward pass.
 
     Args:
         model: An `MRPForCausalLM`, bare or in a peft model; in eval mode, unless it has no dropout.
@@ -81,7 +81,7 @@ def trace_logprobs(
     logprobs = weight.new_zeros(
         reveal_step.shape, dtype=torch.promote_types(weight.dtype, torch.float32)
     )
-    if not passes:  # with a graph all the same, so that a loss of it has a backward pass
+    if not passes:  # with an autograd graph, so that a loss computed from it has a backward pass
         trained = next((each for each in bare.parameters() if each.requires_grad), weight)
         return logprobs + 0 * trained.sum()
     hidden = []
@@ -119,7 +119,7 @@ class _Text:
     Attributes:
         ids: [tokens] long, the tokens at the end of decoding, masks where nothing was revealed.
         steps: [tokens] long, the step that revealed each token, `_GIVEN` or `_NEVER`.
-        scored: [tokens] bool, the tokens of which the log-probability is asked.
+        scored: [tokens] bool, the tokens whose log-probability is requested.
         prompt: Number of tokens of the prompt.
     """
 
@@ -131,13 +131,13 @@ class _Text:
 
 @dataclass(frozen=True)
 class _State:
-    """A block of a text as a denoising step saw it.
+    """The state of a block of a text before a denoising step.
 
     Attributes:
         row: Index of the text.
         block: Index of the block.
-        step: The step: tokens of earlier ones are shown.
-        view: Number of the state among those of its block, from 1.
+        step: The number of the step; tokens of earlier steps are shown.
+        view: Number of the state among the states of its block, counted from 1.
         positions: Positions of the tokens to score, which the step revealed.
     """
 
@@ -243,7 +243,7 @@ def _states_of(texts: Sequence[_Text], block_size: int) -> Iterator[_State]:
 
 
 def _passes(texts: Sequence[_Text], block_size: int, limit: int) -> Iterator[list[_State]]:
-    """Divide states into passes of at most `limit` tokens, those of clean texts included."""
+    """Divide states into passes of at most `limit` tokens, including clean texts."""
     states: list[_State] = []
     clean: dict[int, int] = {}
     for state in _states_of(texts, block_size):
@@ -259,15 +259,15 @@ def _passes(texts: Sequence[_Text], block_size: int, limit: int) -> Iterator[lis
 
 
 def _clean_length(state: _State, block_size: int) -> int:
-    """Count the tokens of the blocks before a state, to which it attends; at least one block, which
-    a state of the first block does not see."""
+    """Count the tokens of the blocks before a state, to which the state attends. The count is at
+    least one block, which a state of the first block does not see."""
     return max(1, state.block) * block_size
 
 
 def _packed(
     states: Sequence[_State], texts: Sequence[_Text], config: Any, device: torch.device
 ) -> PackedBatch:
-    """Pack states, and the clean texts before them, into one row; tokens to score have weight 1, in
+    """Pack states, and the clean texts before them, into one row. Tokens to score have weight 1, in
     the order of the states' positions."""
     size = config.block_size
     columns: dict[str, list[Tensor]] = {
@@ -308,7 +308,7 @@ def _hidden_at_reveals(model: MRPForCausalLM, batch: PackedBatch) -> Tensor:
     """Compute the hidden states [n, hidden_size] that predict the tokens to score."""
     device = batch.input_ids.device
     choice = "auto" if device.type == "cpu" else model.config._attn_implementation
-    # set here, as a checkpoint calls this in the backward pass, too
+    # set here, since gradient checkpointing also calls this in the backward pass
     with attention_implementation(model, training_attention(model, choice, device)):
         hidden = model.backbone(batch.input_ids, batch.position_ids, packed_masks(model, batch)[0])
     if model.model.shifted:

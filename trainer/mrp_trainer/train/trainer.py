@@ -47,8 +47,8 @@ from .packed import PackedBatch
 Objective = Callable[[Any, PackedBatch], tuple[Tensor, Measured]]
 logger = logging.get_logger(__name__)
 
-# In nats: a smaller KL(B||A) is rounding, as where the one token of a reveal is masked again, so
-# that A and B are equal.
+# In nats: a smaller KL(B||A) is caused by rounding, as where the only token of a reveal is masked
+# again, so that A and B are equal.
 _NO_GAP = 1e-6
 
 
@@ -63,19 +63,20 @@ class MRPTrainer(Trainer):
 
     Args:
         model: The model. Objective `mrp` freezes all but its head, `block_diffusion` freezes its
-            head; in a peft model, what is trainable stays trainable. Trainable weights become
+            head; in a peft model, trainable weights stay trainable. Trainable weights become
             float32.
         args: The training arguments.
         train_dataset: Records: a `datasets.Dataset`, a list or a path (see `source_of`); or rows of
             samples, by number (see `LengthBucketSampler`).
-        eval_dataset: The same, held out; or a mapping of several.
+        eval_dataset: Held-out records or rows, in the same form; or a mapping of several such
+            datasets.
         data_collator: By default the `DiffusionCollator` that the options describe.
         processing_class: The tokenizer, which encodes records and is saved with the model.
         kwargs: Further arguments of `Trainer`.
 
     Raises:
         RecordError: if records are malformed or a path is missing.
-        ValueError: if model, data, tokenizer and options do not go together.
+        ValueError: if model, data, tokenizer and options do not fit each other.
     """
 
     args: MRPTrainingArguments
@@ -126,7 +127,7 @@ class MRPTrainer(Trainer):
                     f"eval_prompts is {args.eval_prompts}: give eval_dataset, with prompts, and "
                     "processing_class, the tokenizer"
                 )
-        # an adapter of the backbone beside one of the head may get no gradient
+        # an adapter of the backbone may get no gradient if the head has one, too
         if args.ddp_find_unused_parameters is None:
             args.ddp_find_unused_parameters = bare is not model
         if data_collator is None:
@@ -171,8 +172,8 @@ class MRPTrainer(Trainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
         """Train as `Trainer.train` does; `resume_from_checkpoint=True` resumes from the newest
-        complete checkpoint, if any. A run whose last step is done makes no further one.
-        `ValueError` if the checkpoint is not whole, `FloatingPointError` if a gradient norm or a
+        complete checkpoint, if any. A run whose last step is done makes no further step.
+        `ValueError` if the checkpoint is incomplete, `FloatingPointError` if a gradient norm or a
         weight is not finite."""
         if resume_from_checkpoint is True:
             newest = self.newest_checkpoint()
@@ -187,7 +188,7 @@ class MRPTrainer(Trainer):
                 )
             self._steps_done = steps_done
         if self.args.objective == "block_diffusion":
-            # trained, it is no longer the one of that name
+            # after training, the backbone differs from the one with that name
             bare_model(self.model).backbone_source = None
         bare = bare_model(self.model)
         attention = training_attention(bare, self.args.packed_attention, self.args.device)
@@ -203,8 +204,8 @@ class MRPTrainer(Trainer):
         return output
 
     def _widths(self, collator: DiffusionCollator) -> tuple[int, int]:
-        """Compute the columns that batches of all datasets are padded to: attention is compiled
-        once for them."""
+        """Compute the numbers of columns to which the batches of all datasets are padded, so that
+        attention is compiled once."""
         held_out = self.eval_dataset
         datasets = [self.train_dataset]
         datasets += held_out.values() if isinstance(held_out, Mapping) else [held_out]
@@ -216,7 +217,7 @@ class MRPTrainer(Trainer):
         return widths
 
     def newest_checkpoint(self) -> Path | None:
-        """Find the newest whole checkpoint of the output folder, in all processes; see
+        """Find the newest complete checkpoint of the output folder, in all processes; see
         `last_whole_checkpoint`."""
         newest: Path | None = None
         if self.is_world_process_zero():
@@ -226,8 +227,8 @@ class MRPTrainer(Trainer):
         return newest
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
-        """Compute epochs and steps as `Trainer` does, but leave no epoch if the resumed checkpoint
-        is of the last step: the Trainer checks only after a step whether training is done."""
+        """Compute epochs and steps as `Trainer` does, but no epoch if the resumed checkpoint is of
+        the last step, since `Trainer` checks only after a step whether training is done."""
         epochs, steps_per_epoch, *counts, max_steps = super().set_initial_training_values(
             args, dataloader
         )
@@ -236,8 +237,8 @@ class MRPTrainer(Trainer):
         return epochs, steps_per_epoch, *counts, max_steps
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Create the optimizer as `Trainer` does, or if a rate for Muon is given, Muon and AdamW as
-        one."""
+        """Create the optimizer as `Trainer` does; if a rate for Muon is given, create Muon and
+        AdamW as one optimizer."""
         args = self.args
         if self.optimizer is None and args.muon_learning_rate is not None:
             rates = args.learning_rate, args.muon_learning_rate, args.weight_decay
@@ -270,8 +271,8 @@ class MRPTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
     ) -> tuple[list[dict[str, Any]], Tensor | int | None]:
-        """Return the batches of a step, and the number of response tokens in the step's batches of
-        all processes, [] long."""
+        """Return the batches of a step, and the number of response tokens in the step's batches
+        over all processes, [] long."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         counts = [batch["response_tokens"] for batch in batches]
         total = torch.zeros((), dtype=torch.long, device=device)
@@ -296,7 +297,7 @@ class MRPTrainer(Trainer):
             )
 
     def _check_trained_weights(self) -> None:
-        """Raise `FloatingPointError`, in all processes, if a weight that trains is not finite."""
+        """Raise `FloatingPointError`, in all processes, if a trainable weight is not finite."""
         finite = all(
             _is_finite(weight) for weight in self.model.parameters() if weight.requires_grad
         )
@@ -308,8 +309,9 @@ class MRPTrainer(Trainer):
 
     @contextmanager
     def _training_attention(self) -> Iterator[None]:
-        """Give the model the attention of packed passes while the context is open; outside of it
-        the model attends as it was loaded, so that callbacks can decode with it."""
+        """Give the model the attention for packed passes while the context is open; outside of it
+        the model has the attention with which it was loaded, so that callbacks can decode with
+        it."""
         bare = bare_model(self.model)
         attention = training_attention(bare, self.args.packed_attention, self.args.device)
         with attention_implementation(bare, attention):
@@ -367,8 +369,8 @@ class MRPTrainer(Trainer):
 
         The wrappers of DDP, FSDP and peft synchronise gradients, gather shards and choose adapters
         in their own forward. They also change its arguments and outputs: peft passes arguments by
-        name, and FSDP rounds to bfloat16. So the batch bypasses them, and of their output only the
-        graph is used.
+        name, and FSDP rounds to bfloat16. So the batch bypasses the wrappers, and only the autograd
+        graph of their output is used.
         """
         bare = bare_model(self.accelerator.unwrap_model(model))
         own_forward = vars(bare).get("forward")
@@ -376,7 +378,7 @@ class MRPTrainer(Trainer):
 
         def forward(*args: Any, **kwargs: Any) -> Tensor:
             if isinstance(bare.lm_head, FSDPModule) and not bare.lm_head.weight.requires_grad:
-                # its weight is read without its forward, which would do that
+                # its weight is read directly, and only its forward would gather it
                 bare.lm_head.unshard()
             with self.accelerator.autocast():
                 total, measured = objective(bare, batch)
@@ -407,15 +409,15 @@ class MRPTrainer(Trainer):
 
     @contextmanager
     def decoding_model(self) -> Iterator[Any]:
-        """Yield the bare model with whole weights, under autocast: frozen weights may be bfloat16
-        and trained ones float32."""
+        """Yield the bare model with complete weights, under autocast, since frozen weights may be
+        bfloat16 while trained ones are float32."""
         with gathered(self.model), self.accelerator.autocast():
             yield bare_model(self.model)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model, of a run that trains a head the head alone, if its backbone has a name;
-        also where FSDP's state dict is sharded: there `Trainer.save_model` silently saves
-        nothing."""
+        """Save the model. A run that trains a head saves only the head, if its backbone has a name.
+        This also works where FSDP's state dict is sharded, for which `Trainer.save_model` silently
+        saves nothing."""
         with self._saving_head_only(self.args.push_to_hub):
             if _internal_call or not self.is_fsdp_enabled:
                 super().save_model(output_dir, _internal_call)
@@ -432,11 +434,12 @@ class MRPTrainer(Trainer):
             super()._save(output_dir, state_dict)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Save a checkpoint as `Trainer` does; `FloatingPointError` if a weight that trains is not
+        """Save a checkpoint as `Trainer` does; `FloatingPointError` if a trainable weight is not
         finite.
 
-        In a folder of `mrp train`, only checkpoints that its listing names make room for others
-        (`save_total_limit`), and one that cannot be saved, as on a full disk, is removed.
+        In a folder of `mrp train`, only checkpoints in its listing are removed to make room for
+        others (`save_total_limit`). A checkpoint that cannot be saved, as on a full disk, is
+        removed.
         """
         self._check_trained_weights()
         folder = OwnFolder(str(self.args.output_dir))
@@ -460,8 +463,8 @@ class MRPTrainer(Trainer):
 
     @contextmanager
     def _saving_head_only(self, pushed: bool) -> Iterator[None]:
-        """Make the model save its head alone while the context is open, if its frozen backbone has
-        a name (one on the Hub if the result is `pushed`); otherwise everything is saved."""
+        """Make the model save only its head while the context is open, if its frozen backbone has a
+        name (a name on the Hub if the result is `pushed`); otherwise everything is saved."""
         bare: Any = bare_model(self.model)
         head_only = self.args.objective == "mrp" and bare is self.model
         source = bare.backbone_source if head_only else None
@@ -479,9 +482,9 @@ class MRPTrainer(Trainer):
         revision: str | None = None,
         tags: str | Sequence[str] = (),
     ) -> CommitInfo | None:
-        """Save to the output folder, and push it as `mrp_trainer.publish.push` does, with its
-        errors: in one commit, with a card, without pickles; the head alone if the backbone has a
-        name on the Hub. Processes other than the first return None."""
+        """Save to the output folder, and push it as `mrp_trainer.publish.push` does, with the same
+        errors: in one commit, with a card, without pickles. Only the head is pushed if the backbone
+        has a name on the Hub. Processes other than the first return None."""
         if self.hub_model_id is None:
             self.init_hf_repo()
         with self._saving_head_only(pushed=True):
@@ -500,7 +503,7 @@ class MRPTrainer(Trainer):
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Push a checkpoint's model or head as `mrp push` does, with `hub_strategy="every_save"`;
-        a push that fails is a warning, and training goes on."""
+        if a push fails, a warning is logged and training continues."""
         if not self.is_world_process_zero() or self.args.hub_strategy != "every_save":
             return
         try:
@@ -517,8 +520,8 @@ class MRPTrainer(Trainer):
     def create_model_card(
         self, model_name: str | None = None, tags: str | Sequence[str] = (), **metadata: Any
     ) -> None:
-        """Write the card that `mrp push` renders into the output folder, as README.md; what is
-        given is added to its metadata. `ValueError` if no model is saved there."""
+        """Write the card that `mrp push` renders into the output folder, as README.md; the
+        arguments are added to its metadata. `ValueError` if no model is saved there."""
         if not self.is_world_process_zero():
             return
         folder = Path(str(self.args.output_dir))
@@ -534,8 +537,8 @@ class MRPTrainer(Trainer):
         (folder / "README.md").write_text(str(card), encoding="utf-8")
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Warn as `Trainer` does, but not of missing frozen weights; `ValueError` if others are
-        missing."""
+        """Warn as `Trainer` does, but not about missing frozen weights; `ValueError` if other
+        weights are missing."""
         frozen = {
             name for name, parameter in self.model.named_parameters() if not parameter.requires_grad
         }
@@ -548,15 +551,15 @@ class MRPTrainer(Trainer):
         super()._issue_warnings_after_load(load_result._replace(missing_keys=[]))
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Save random states as `Trainer` does, and wait for all processes: the next file marks the
-        checkpoint as complete."""
+        """Save random states as `Trainer` does, and wait for all processes, as the next file marks
+        the checkpoint as complete."""
         super()._save_rng_state(output_dir)
         self.accelerator.wait_for_everyone()
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log as `Trainer.log` does, with means of KL(B||A) and KL(B||A+C) in nats (A, B: logits
-        before and after a reveal; C: the head's), the share of that gap closed, and how often A+C
-        and B agree."""
+        """Log as `Trainer.log` does, together with means of KL(B||A) and KL(B||A+C) in nats, the
+        share of the first that C removes, and how often A+C and B agree. A and B are the logits
+        before and after a reveal, C is the head's correction."""
         if "loss" in logs:
             logs = {**logs, **_summary(self._trained.take(self.accelerator))}
         super().log(logs, *args, **kwargs)
@@ -596,7 +599,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
 
 
 def _is_finite(weight: Any) -> bool:
-    """Return whether the part of a weight that this process holds is finite."""
+    """Return whether this process's part of a weight is finite."""
     return bool(getattr(weight, "to_local", lambda: weight)().isfinite().all())
 
 

@@ -1,4 +1,5 @@
-"""The verdict on a trained head: held-out prompts decoded without it and with it."""
+"""The verdict on a trained head: a comparison of held-out prompts decoded without the head and with
+it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from ..evaluate.decoded import decode_prompts
 
 TARGETS = ("static", "dynamic")
 STATES = 8
-_SHORTLIST = 16  # what a vocabulary of a published size has by default
+_SHORTLIST = 16  # the default shortlist of a vocabulary of a published size
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Comparison:
     (`mrp_spec`).
 
     Attributes:
-        without: Tokens per forward without the head, which are also those per unit.
+        without: Tokens per forward without the head, which equal its tokens per unit.
         drafted: Tokens per forward with the head.
         per_unit: Tokens per unit with the head, whose passes are charged.
     """
@@ -32,11 +33,11 @@ class Comparison:
 
     @property
     def gain(self) -> float:
-        """Divide the tokens per unit with the head by those without."""
+        """Divide the tokens per unit with the head by the tokens per unit without it."""
         return self.per_unit / self.without
 
     def as_log(self) -> dict[str, float]:
-        """Return the numbers as they stand in a run's log."""
+        """Return the numbers in the form of a run's log."""
         return {
             f"verdict_{self.target}_stale_tokens_per_forward": self.without,
             f"verdict_{self.target}_tokens_per_forward": self.drafted,
@@ -76,8 +77,8 @@ def compare(
 
 
 def verdict(comparisons: Sequence[Comparison], prompts: int, shape: str) -> str:
-    """Say in a table and a sentence whether a head is worth publishing: for which targets it makes
-    more tokens a unit than drafts without a head."""
+    """Describe in a table and a sentence whether a head is worth publishing: the targets for which
+    it makes more tokens per unit than drafts without a head."""
     lines = [
         f"{prompts} held-out prompts, tokens per forward at K = {STATES}, and per unit, which "
         f"charges the head's passes as at {shape}:",
