@@ -146,9 +146,9 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPDecidingMixin, MRPG
 
         With `labels`, each learned token is masked with probability t ~ U(0, 1], drawn per
         sequence; in eval mode the seed is derived from the tokens, so that the loss is
-        reproducible. One pass holds [x_t
-        | x_0]; the loss is the cross-entropy at masks, weighted 1 / t, divided by the number of
-        learned tokens (SDAR, equation 3). The logits are those of x_t.
+        reproducible. One pass holds [x_t | x_0]; the loss is the cross-entropy at masks, weighted
+        1 / t, divided by the number of learned tokens (SDAR, equation 3). The logits are those of
+        x_t.
 
         Args:
             input_ids: [batch, length] long. Positions that hold `mask_token_id` are predicted.

@@ -142,7 +142,8 @@ class MRPGenerationMixin(GenerationMixin):
             >>> ids = model.generate(**inputs, decoding="mrp_spec", max_new_tokens=64)
             >>> new = ids[0, inputs["input_ids"].shape[1] :]
             >>> print(tokenizer.decode(new, skip_special_tokens=True))
-            def number(number): return sum(5 + n for n in number if n % 2 == 0)
+            def number(number):
+                return sum(5 + n for n in number if n % 2 == 0)
         """
         cache = chosen_cache(cache, past_key_values)
         if custom_generate is not None:
