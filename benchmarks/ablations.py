@@ -143,10 +143,10 @@ def decoded_records(work: Path, count: int) -> list[dict[str, Any]]:
     """Decode training problems with the embedded backbone, or read those decoded before."""
     path = work / f"decoded-{count}.jsonl"
     if not path.exists():
-        asked = work / f"math-{count}.jsonl"
+        requests = work / f"math-{count}.jsonl"
         lines = training_lines("math", "train", count)
-        asked.write_text("".join(f"{line.strip()}\n" for line in lines))
-        decode(DecodeOptions(model=str(TINY), data=[str(asked)], output=str(path)))
+        requests.write_text("".join(f"{line.strip()}\n" for line in lines))
+        decode(DecodeOptions(model=str(TINY), data=[str(requests)], output=str(path)))
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -159,8 +159,8 @@ def table(path: Path) -> str:
         if "cell" not in line:
             continue
         row = [line["cell"], f"{line['gap_closed']:.2f}"]
-        for right in line["solved"]:
-            interval = wilson(right, line["problems"])
+        for correct in line["solved"]:
+            interval = wilson(correct, line["problems"])
             row.append(
                 f"{100 * interval.value:.0f} ({100 * interval.low:.0f}-{100 * interval.high:.0f})"
             )
@@ -190,13 +190,13 @@ def main(arguments: list[str] | None = None) -> None:
     if options.output is None:
         parser.error("no --output: name the file that gets the lines")
     options.work.mkdir(parents=True, exist_ok=True)
-    done = set()
+    finished = set()
     if options.output.exists():
         lines = map(json.loads, options.output.read_text().splitlines())
-        done = {line.get("cell") for line in lines}
+        finished = {line.get("cell") for line in lines}
     records = decoded_records(options.work, options.records)
     with options.output.open("a") as file:
-        if missing := [name for name in options.cell if name not in done]:
+        if missing := [name for name in options.cell if name not in finished]:
             emit(header("ablations", options), file)
         for name in missing:
             cell = {**DEFAULTS, **CELLS[name]}

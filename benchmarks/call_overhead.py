@@ -59,12 +59,12 @@ def table(layers: int, head_layers: int, repetitions: int) -> str:
     model = random_model(config, float32, device("cpu"))
     pack(model)
     model_key = fingerprint(model)
-    both = (model.model, model.mrp_head)
+    pair = (model.model, model.mrp_head)
 
     def record(versions_of: Any) -> list[Any]:
-        return [weight_versions(network, versions_of) for network in both]
+        return [weight_versions(network, versions_of) for network in pair]
 
-    parts: dict[str, tuple[Callable[[], Any] | None, Callable[[], Any]]] = {
+    components: dict[str, tuple[Callable[[], Any] | None, Callable[[], Any]]] = {
         "fingerprint": (None, partial(fingerprint, model)),
         "adapters and lm_head": (
             partial(check_weights, model),
@@ -82,12 +82,12 @@ def table(layers: int, head_layers: int, repetitions: int) -> str:
     }
     rows = []
     totals = [0.0, 0.0]
-    for name, (first, later) in parts.items():
+    for name, (first, later) in components.items():
         cost = milliseconds(later, repetitions)
-        whole = cost if first is None else milliseconds(first, repetitions)
-        totals[0] += whole
+        total = cost if first is None else milliseconds(first, repetitions)
+        totals[0] += total
         totals[1] += cost
-        rows.append([name, f"{whole:.2f}", f"{cost:.2f}"])
+        rows.append([name, f"{total:.2f}", f"{cost:.2f}"])
     rows.append(["sum", f"{totals[0]:.2f}", f"{totals[1]:.2f}"])
     return markdown_table(["part", "whole model, ms", "model unchanged, ms"], rows)
 

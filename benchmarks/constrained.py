@@ -102,7 +102,7 @@ def decode_batch(model: MRPForCausalLM, rng: random.Random, target: str) -> Coun
     if rng.random() < 0.5:
         options |= {"do_sample": True, "seed": rng.randrange(1 << 20)}
         options |= rng.choice(({}, {"top_k": 9}, {"top_p": 0.9}, {"temperature": 1.7}))
-    alone: Any = model.generate(decoding=target, **options)
+    undrafted: Any = model.generate(decoding=target, **options)
     drafted: Any = model.generate(
         decoding=rng.choice(("self_spec", "mrp_spec")),
         target=target,
@@ -113,11 +113,11 @@ def decode_batch(model: MRPForCausalLM, rng: random.Random, target: str) -> Coun
     for index, case in enumerate(cases):
         if case is None:
             continue
-        new = alone[index, inputs["input_ids"].shape[1] :].tolist()
+        new = undrafted[index, inputs["input_ids"].shape[1] :].tolist()
         text = tokenizer_of().decode(new, skip_special_tokens=True) if embedded else text_of(new)
         counts["texts"] += 1
         counts["invalid"] += not case.holds(text)
-        counts["changed"] += not drafted[index].equal(alone[index])
+        counts["changed"] += not drafted[index].equal(undrafted[index])
     return counts
 
 
@@ -204,30 +204,30 @@ def print_tables(options: Namespace) -> None:
                 if states > 1:
                     mode = {"decoding": "mrp_spec", "target": target, "num_draft_states": states}
                 free, texts, _ = decode_problems(model, problems, tokenizer, **mode)
-                held, texts_held, micros = decode_problems(
+                constrained, texts_held, micros = decode_problems(
                     model, problems, tokenizer, **mode, **language
                 )
                 held_texts.append(texts_held)
-                cells = [name, f"`{target}`", str(states)]
+                fields = [name, f"`{target}`", str(states)]
                 if "regex" in language:
-                    cells.append(
+                    fields.append(
                         f"{solved(problems, texts):.0f}, {solved(problems, texts_held):.0f}"
                     )
                 else:
-                    cells.append("")
-                for counts in (free, held):
-                    cells.append(f"{counts['forwards'] / counts['tokens']:.3f}")
-                cells.append(f"{100 * held['filled'] / held['tokens']:.0f}")
-                cells.append(f"{micros:.0f}")
-                print("| " + " | ".join(cells) + " |", flush=True)
+                    fields.append("")
+                for counts in (free, constrained):
+                    fields.append(f"{counts['forwards'] / counts['tokens']:.3f}")
+                fields.append(f"{100 * constrained['filled'] / constrained['tokens']:.0f}")
+                fields.append(f"{micros:.0f}")
+                print("| " + " | ".join(fields) + " |", flush=True)
             if held_texts[0] != held_texts[1]:
                 raise AssertionError(f"drafts changed a text of {name} under {target}")
 
 
 def solved(problems: ProblemSet, texts: Sequence[str]) -> float:
     """Return the share of problems that texts solve, in percent."""
-    right = problems.judge(list(texts))
-    return 100 * sum(map(bool, right)) / len(texts)
+    correct = problems.judge(list(texts))
+    return 100 * sum(map(bool, correct)) / len(texts)
 
 
 def words(count: int) -> list[bytes]:
@@ -348,11 +348,11 @@ def print_schemas(options: Namespace) -> None:
                     counts["texts"] += 1
                     counts["valid texts"] += validator.is_valid(json.loads(text))
             for test in case["tests"]:
-                held = accepts(automaton, json.dumps(test["data"], ensure_ascii=False))
+                constrained = accepts(automaton, json.dumps(test["data"], ensure_ascii=False))
                 counts["invalid instances"] += not test["valid"]
-                counts["invalid instances that are texts"] += held and not test["valid"]
+                counts["invalid instances that are texts"] += constrained and not test["valid"]
                 counts["valid instances"] += test["valid"]
-                counts["valid instances that are texts"] += held and test["valid"]
+                counts["valid instances that are texts"] += constrained and test["valid"]
     for name, count in counts.items():
         print(f"{name}: {count}")
     print("refused by:", ", ".join(f"{name} {count}" for name, count in reasons.most_common()))

@@ -88,13 +88,13 @@ def charge(rounds: Sequence[tuple[int, int, int, int]], costs: RoundCosts) -> fl
 def tables(model: MRPForCausalLM) -> dict[str, RoundCosts]:
     """Make the tables of costs by name."""
     cpu = Rates(2e10, 2 * CPU_FLOPS, CPU_LAYER)
-    made = {"tiny, CPU": costs_at(model.config, cpu, 4)}
+    created = {"tiny, CPU": costs_at(model.config, cpu, 4)}
     shape = PUBLISHED[SIZE]
     sizes = SimpleNamespace(**vars(shape), num_nextn_predict_layers=shape.head_layers)
     for name, device in DEVICES.items():
         rates = Rates(device.bandwidth, device.peak * device.achievable, GRAPH_LAYER)
-        made[f"{SIZE}, {name}"] = costs_at(sizes, rates, 2, SHORTLIST)
-    return made
+        created[f"{SIZE}, {name}"] = costs_at(sizes, rates, 2, SHORTLIST)
+    return created
 
 
 @torch.inference_mode()
@@ -116,8 +116,8 @@ def rounds_of(
     rounds = []
     texts = []
     for begin in range(0, len(prompts), batch):
-        some = prompts[begin : begin + batch]
-        networks, rows = greedy_decode(model, mode, some, NEW, [], WIDTHS[-1])
+        sample = prompts[begin : begin + batch]
+        networks, rows = greedy_decode(model, mode, sample, NEW, [], WIDTHS[-1])
         charged = Charged(amount())
         Decoder(mode, networks, charged).decode(rows, [0] * len(rows))
         rounds += charged.rounds
@@ -171,15 +171,15 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
     """Make the table of measured lines."""
     rows = ["| table of costs | batch | mode | " + " | ".join(TARGETS) + " |"]
     rows.append("|" + "---|" * (3 + len(TARGETS)))
-    cells: dict[tuple[str, int, str], dict[str, str]] = defaultdict(dict)
+    fields: dict[tuple[str, int, str], dict[str, str]] = defaultdict(dict)
     for line in lines:
         share = line["best"] / line["auto"]
         best = f"{line['best_states']}{' + head' * line['best_passes']}"
         gain = line["alone"] / line["auto"]
-        cells[line["table"], line["batch"], line["mode"]][line["target"]] = (
+        fields[line["table"], line["batch"], line["mode"]][line["target"]] = (
             f"{share:.3f} ({gain:.2f}x; {best})"
         )
-    for (name, batch, mode), by_target in cells.items():
+    for (name, batch, mode), by_target in fields.items():
         values = " | ".join(by_target.get(target, "") for target in TARGETS)
         rows.append(f"| {name} | {batch} | `{mode}` | {values} |")
     shares = sorted(line["best"] / line["auto"] for line in lines)

@@ -56,19 +56,21 @@ def differing(seed: int, count: int, file: TextIO | None) -> tuple[int, int]:
         elif not manager.is_running():
             raise RuntimeError("the manager has ended") from manager.fatal_error
     manager.stop()
-    compared = wrong = 0
+    compared = mismatches = 0
     for name, output in outputs.items():
         if output.error is not None:
-            wrong += output.error != "it was cancelled"
+            mismatches += output.error != "it was cancelled"
             continue
         prompt, options = cases[name]
-        alone: Any = model.generate(torch.tensor([prompt]), return_dict_in_generate=True, **options)
+        undrafted: Any = model.generate(
+            torch.tensor([prompt]), return_dict_in_generate=True, **options
+        )
         compared += 1
-        same = prompt + output.generated_tokens == alone.sequences[0].tolist()
-        if not same or output.reveal_step != alone.reveal_step[0].tolist():
-            wrong += 1
+        equal = prompt + output.generated_tokens == undrafted.sequences[0].tolist()
+        if not equal or output.reveal_step != undrafted.reveal_step[0].tolist():
+            mismatches += 1
             emit({"seed": seed, "prompt": prompt, "options": repr(options)}, file)
-    return compared, wrong
+    return compared, mismatches
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -79,8 +81,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help="a file that is appended to")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    begun = time.monotonic()
-    compared = wrong = 0
+    started = time.monotonic()
+    compared = mismatches = 0
     with ExitStack() as files:
         file = None
         if options.output is not None:
@@ -91,16 +93,16 @@ def main(arguments: list[str] | None = None) -> int:
             count = min(_OF_MODEL, options.requests - index * _OF_MODEL)
             texts, differ = differing(options.seed + index, count, file)
             compared += texts
-            wrong += differ
+            mismatches += differ
         line = {
             "requests": options.requests,
             "compared": compared,
-            "differ": wrong,
+            "differ": mismatches,
             "seed": options.seed,
-            "seconds": round(time.monotonic() - begun),
+            "seconds": round(time.monotonic() - started),
         }
         emit(line, file)
-    return int(wrong > 0)
+    return int(mismatches > 0)
 
 
 if __name__ == "__main__":

@@ -100,8 +100,8 @@ def main() -> None:
         problems = family_set(family, "heldout", tokenizer, options.count)
         for mode in ("self_spec", "mrp_spec"):
             for states in options.states:
-                cells = row_of(model, problems.prompts, problems.max_new_tokens, mode, states)
-                print("| " + " | ".join([family, *cells]) + " |", flush=True)
+                fields = row_of(model, problems.prompts, problems.max_new_tokens, mode, states)
+                print("| " + " | ".join([family, *fields]) + " |", flush=True)
 
 
 if __name__ == "__main__":

@@ -88,8 +88,8 @@ def main() -> None:
         model.config.block_size = block
         for mode in ("self_spec", "mrp_spec"):
             for states in options.states:
-                cells = [cell_of(model, prompts, target, mode, states) for target in TARGETS]
-                row = [str(block), f"`{mode}`", str(states), *cells]
+                fields = [cell_of(model, prompts, target, mode, states) for target in TARGETS]
+                row = [str(block), f"`{mode}`", str(states), *fields]
                 print("| " + " | ".join(row) + " |", flush=True)
 
 

@@ -97,13 +97,13 @@ def main() -> None:
                     text = outputs[-1].sequences[0, ids.shape[1] :]
                     print(f"\n[{kind}, block {block}]\n{tokenizer.decode(text)}\n", flush=True)
             tokens = 0
-            alone = 0
+            undrafted = 0
             for ids, output in zip(inputs, outputs, strict=True):
                 tokens += output.sequences.shape[1] - ids.shape[1]
-                alone += int(output.stats.row_forwards.sum())
+                undrafted += int(output.stats.row_forwards.sum())
             for states in options.states:
                 different = 0
-                cells = [f"{tokens / alone:.2f}"]
+                cells = [f"{tokens / undrafted:.2f}"]
                 for drafts in DRAFTS.values():
                     forwards = 0
                     for ids, output in zip(inputs, outputs, strict=True):

@@ -84,10 +84,10 @@ def summary_of(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def added(earlier: dict[str, Any], summary: dict[str, Any]) -> dict[str, Any]:
     """Add what an earlier result counted to a summary; `ValueError` if its cases are of another
     seed or registry."""
-    for name, now in (("seed", summary["options"]["seed"]), ("registry", summary["registry"])):
+    for name, current in (("seed", summary["options"]["seed"]), ("registry", summary["registry"])):
         then = earlier["options"]["seed"] if name == "seed" else earlier["registry"]
-        if then != now:
-            raise ValueError(f"{name} was {then} and is {now}: begin again, without --add")
+        if then != current:
+            raise ValueError(f"{name} was {then} and is {current}: begin again, without --add")
     pairs = Counter(earlier["cases_by_pair"])
     pairs.update(summary["cases_by_pair"])
     together = {"pairs": len(pairs), "cases_by_pair": dict(sorted(pairs.items()))}

@@ -105,18 +105,18 @@ def case_of(number: int, seed: int, prompts: list[str], tokens: int) -> Case:
         return Case(kind, path, body)
     options = draw.randrange(len(OPTIONS))
     chat = kind != "completion"
-    asked = [draw.choice(prompts) for _ in range(1 if chat else draw.choice((1, 2, 3)))]
+    requests = [draw.choice(prompts) for _ in range(1 if chat else draw.choice((1, 2, 3)))]
     fields: dict[str, Any] = {"temperature": 0, "max_tokens": tokens, **OPTIONS[options][0]}
     fields["stream"] = kind in ("stream", "cut", "slow")
     if chat:
-        fields["messages"] = [{"role": "user", "content": asked[0]}]
+        fields["messages"] = [{"role": "user", "content": requests[0]}]
     else:
-        fields["prompt"] = asked
+        fields["prompt"] = requests
     case = Case(kind, CHAT if chat else COMPLETION, json.dumps(fields).encode())
     if kind in ("cut", "left"):
         case.cut = draw.randrange(600) if kind == "cut" else 0
     elif kind != "half_open":
-        case.prompts, case.options = asked, options
+        case.prompts, case.options = requests, options
     return case
 
 
@@ -141,8 +141,8 @@ def ask(case: Case, port: int) -> None:
                 reply = connection.getresponse()
                 case.status = reply.status
                 content = b""
-                while case.kind == "slow" and (piece := reply.read(64)):
-                    content += piece
+                while case.kind == "slow" and (chunk := reply.read(64)):
+                    content += chunk
                     time.sleep(0.02)
                 content += reply.read(case.cut)
                 if case.status == 429:
@@ -221,11 +221,11 @@ class Served:
         with self.log.open("w") as log:
             self.process = subprocess.Popen([*command, *flags], stdout=log, stderr=log)
         until = time.monotonic() + PATIENCE
-        while not (found := re.search(r"running on http://\S+:(\d+)", self.log.read_text())):
+        while not (matches := re.search(r"running on http://\S+:(\d+)", self.log.read_text())):
             if self.process.poll() is not None or time.monotonic() > until:
                 raise RuntimeError(f"the server did not start:\n{self.log.read_text()[-4000:]}")
             time.sleep(0.2)
-        self.port = int(found[1])
+        self.port = int(matches[1])
 
     def resident_mb(self) -> int:
         """Read its memory."""
@@ -265,10 +265,10 @@ def figures(served: Served, turns: int) -> dict[str, Any]:
     for _ in range(turns):
         seconds = []
         for clients in (1, len(prompts)):
-            begun = time.monotonic()
+            started = time.monotonic()
             with ThreadPoolExecutor(clients) as pool:
                 list(pool.map(lambda prompt: ask(chat_of(prompt), served.port), prompts))
-            seconds.append(time.monotonic() - begun)
+            seconds.append(time.monotonic() - started)
         ratios.append(round(seconds[1] / seconds[0], 2))
     endless = chat_of(prompts[0], max_tokens=900, ignore_eos=True, stream=True)
     head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(endless.body)}\r\n\r\n"
@@ -285,19 +285,19 @@ def figures(served: Served, turns: int) -> dict[str, Any]:
 
     for client in opened(10):
         client.close()
-    begun = time.monotonic()
+    started = time.monotonic()
     ask(chat_of(prompts[1], max_tokens=1), served.port)
-    following = time.monotonic() - begun
+    following = time.monotonic() - started
     served.wait_until_idle()
-    begun = time.monotonic()
+    started = time.monotonic()
     large = Case("malformed", CHAT, b"x" * (8 << 20))
     ask(large, served.port)
-    refused = time.monotonic() - begun
+    refused = time.monotonic() - started
     waiting = opened(6)
-    begun = time.monotonic()
+    started = time.monotonic()
     served.process.send_signal(signal.SIGTERM)
     served.process.wait()
-    ended = time.monotonic() - begun
+    ended = time.monotonic() - started
     for client in waiting:
         with suppress(OSError):
             client.close()
@@ -318,31 +318,33 @@ def soak(served: Served, options: Any) -> Iterator[dict[str, Any]]:
         prompts += [problem.prompt for problem in problems(family, "heldout", 12)]
     cases: list[Case] = []
     resident = []
-    begun = time.monotonic()
-    part = max(1, options.requests // 20)
+    started = time.monotonic()
+    component = max(1, options.requests // 20)
     with ThreadPoolExecutor(options.clients) as pool:
-        while len(cases) < options.requests and time.monotonic() - begun < 60 * options.minutes:
-            numbers = range(len(cases), min(len(cases) + part, options.requests))
-            asked = [case_of(number, options.seed, prompts, options.tokens) for number in numbers]
-            list(pool.map(lambda case: ask(case, served.port), asked))
-            cases += asked
+        while len(cases) < options.requests and time.monotonic() - started < 60 * options.minutes:
+            numbers = range(len(cases), min(len(cases) + component, options.requests))
+            requests = [
+                case_of(number, options.seed, prompts, options.tokens) for number in numbers
+            ]
+            list(pool.map(lambda case: ask(case, served.port), requests))
+            cases += requests
             resident.append(served.resident_mb())
             yield {"so_far": len(cases), "resident_mb": resident[-1]}
-    seconds = time.monotonic() - begun
+    seconds = time.monotonic() - started
     served.wait_until_idle()
     counts = served.metrics()
-    alone = Alone(options.tokens)
+    undrafted = Alone(options.tokens)
     lost = [case for case in cases if case.status is None]
-    wrong = [case for case in cases if case.status is not None and not case.expected]
+    mismatches = [case for case in cases if case.status is not None and not case.expected]
     texts = differ = 0
     for case in cases:
         for index, text in enumerate(case.texts):
             texts += 1
-            expected = alone(case.prompts[index], case.path == CHAT, case.options, index)
+            expected = undrafted(case.prompts[index], case.path == CHAT, case.options, index)
             if text != expected:
                 differ += 1
                 yield {"body": case.body[:300].decode(), "got": text, "expected": expected}
-    for case in lost + wrong:
+    for case in lost + mismatches:
         body = case.body[:200].decode(errors="replace")
         yield {"case": case.kind, "body": body, "status": case.status, "error": case.error}
     yield {
@@ -350,7 +352,7 @@ def soak(served: Served, options: Any) -> Iterator[dict[str, Any]]:
         "by_kind": dict(Counter(case.kind for case in cases)),
         "by_status": dict(sorted(Counter(str(case.status) for case in cases).items())),
         "lost": len(lost),
-        "wrong": len(wrong),
+        "wrong": len(mismatches),
         "texts": texts,
         "differ": differ,
         "still_at_work": int(counts["mrp_requests_running"] + counts["mrp_requests_waiting"]),

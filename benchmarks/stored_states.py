@@ -155,7 +155,7 @@ def measured(name: str, records: list[Any], steps: int, folder: str) -> dict[str
     np.save(path, states)
     written = time.perf_counter()
     read = np.load(path).sum()
-    done = time.perf_counter()
+    finished = time.perf_counter()
     assert read == states.size
     return {
         "measured": "a step on the embedded checkpoint",
@@ -165,7 +165,7 @@ def measured(name: str, records: list[Any], steps: int, folder: str) -> dict[str
         "learned_tokens": tokens,
         "bytes_stored": states.nbytes,
         "seconds_to_write": round(written - started, 4),
-        "seconds_to_read_back": round(done - written, 4),
+        "seconds_to_read_back": round(finished - written, 4),
     }
 
 

@@ -60,9 +60,9 @@ def chats(count: int) -> Iterator[str]:
         )
         question = f"Ana has {number} {words}. How many does she have?"
         answer = f"n = {number} + 0 = {number}\n#### {number}"
-        turns = (("user", question), ("assistant", answer))
+        repeats = (("user", question), ("assistant", answer))
         yield json.dumps(
-            {"messages": [{"role": role, "content": content} for role, content in turns]}
+            {"messages": [{"role": role, "content": content} for role, content in repeats]}
         )
 
 
@@ -70,15 +70,15 @@ def run(arguments: list[str], folder: Path) -> tuple[str, float, float, float]:
     """Run Python with arguments; return its output, when it started, and its seconds of wall clock
     and of CPUs."""
     environment = {**os.environ, "HF_DATASETS_CACHE": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
-    before = _cpu_seconds()
+    previous = _cpu_seconds()
     started = time.time()
-    done = subprocess.run(
+    finished = subprocess.run(
         [sys.executable, *arguments], env=environment, capture_output=True, text=True
     )
     wall = time.time() - started
-    if done.returncode:
-        raise SystemExit(done.stderr)
-    return done.stdout, started, wall, _cpu_seconds() - before
+    if finished.returncode:
+        raise SystemExit(finished.stderr)
+    return finished.stdout, started, wall, _cpu_seconds() - previous
 
 
 def _cpu_seconds() -> float:

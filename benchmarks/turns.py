@@ -78,7 +78,7 @@ def spread(values: Sequence[float] | np.ndarray, digits: int = 3) -> dict[str, A
 def speed_ratios(seconds: Sequence[float], base: Sequence[float]) -> dict[str, Any]:
     """Return the spread of `base` / `seconds`, turn by turn: the speed of one way to decode over
     that of another."""
-    return spread([reference / own for own, reference in zip(seconds, base, strict=True)])
+    return spread([reference / private for private, reference in zip(seconds, base, strict=True)])
 
 
 class TimedDecoder:

@@ -113,24 +113,24 @@ def row_of(
     ratios: dict[str, list[float]] = {}
     for _ in range(turns):
         joining = joined(model, prompts, at_once, **mode)
-        others = {
+        counterparts = {
             "padded": padded(model, prompts, at_once, **mode),
             "halved": halved(model, prompts, at_once, **mode),
         }
-        for name, other in others.items():
-            if joining.texts != other.texts:
+        for name, counterpart in counterparts.items():
+            if joining.texts != counterpart.texts:
                 raise AssertionError(f"{mode} gave other texts where rows join")
-            ratios.setdefault(f"wall, {name}", []).append(joining.wall / other.wall)
-            ratios.setdefault(f"CPU, {name}", []).append(joining.cpu / other.cpu)
-    if others["padded"].forwards != others["halved"].forwards:
+            ratios.setdefault(f"wall, {name}", []).append(joining.wall / counterpart.wall)
+            ratios.setdefault(f"CPU, {name}", []).append(joining.cpu / counterpart.cpu)
+    if counterparts["padded"].forwards != counterparts["halved"].forwards:
         raise AssertionError(f"{mode} took other forwards where the batch is halved")
     return [
         " ".join(map(str, (mode["decoding"], mode.get("num_draft_states", "")))).strip(),
-        f"{others['padded'].idle:.1%}",
-        f"{others['halved'].idle:.1%}",
+        f"{counterparts['padded'].idle:.1%}",
+        f"{counterparts['halved'].idle:.1%}",
         f"{joining.idle:.1%}",
-        str(others["padded"].forwards),
-        f"{joining.forwards} ({joining.forwards / others['padded'].forwards:.2f})",
+        str(counterparts["padded"].forwards),
+        f"{joining.forwards} ({joining.forwards / counterparts['padded'].forwards:.2f})",
         spread(ratios["wall, padded"]),
         spread(ratios["wall, halved"]),
         spread(ratios["CPU, padded"]),
@@ -164,9 +164,9 @@ def main() -> None:
     )
     print("| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS), sep="\n")
     for mode in MODES:
-        how = {**mode, "max_new_tokens": limit}
-        cells = row_of(model, prompts, options.batch_size, options.turns, how)
-        print("| " + " | ".join(cells) + " |", flush=True)
+        settings = {**mode, "max_new_tokens": limit}
+        fields = row_of(model, prompts, options.batch_size, options.turns, settings)
+        print("| " + " | ".join(fields) + " |", flush=True)
 
 
 if __name__ == "__main__":

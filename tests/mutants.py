@@ -30,7 +30,7 @@ RECORD = ROOT / "tests" / "mutants.json"
 # the others, the whole fuzz.
 FIRST = [f"tests/generate/test_fuzz.py::test_random_decodes[{seed}]" for seed in range(8)]
 SELECTION = {
-    "rules": ("rules", "golden_traces"),
+    "rules": ("rules", "gain", "golden_traces"),
     "generate": ("golden_traces", "decoding", "cache", "score", "unscored"),
     "networks": ("cache", "sampling", "graphs", "layers"),
     "kernels": ("pick", "kernels", "round_layers", "sampling", "recorded_kernels"),

@@ -14,6 +14,7 @@ from transformers import GenerationConfig, NoBadWordsLogitsProcessor, NoRepeatNG
 
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.generate import generation
+from modeling_mrp.generate.loop import Decoder
 from modeling_mrp.rules.gain import Fixed
 from tests.random_cases import dampened, make_model, random_prompts
 
@@ -29,6 +30,26 @@ def test_where_nothing_is_drafted_a_round_is_the_targets(
         for mode in ("static", "mrp_spec")
     )
     assert undrafted.stats.row_forwards.equal(alone.stats.row_forwards)
+
+
+@pytest.mark.parametrize("mode", ["static", "mrp_spec"])
+def test_scored_states_are_kept_for_drafts_alone(
+    random_model: MRPForCausalLM, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """Their scores hold hidden states of a whole round."""
+    accept = Decoder.accept
+    kept = []
+
+    def watched(self: Decoder, rows: Any, *others: Any) -> Any:
+        frontiers = accept(self, rows, *others)
+        for row in rows:
+            kept.append(len(row.memory))
+        return frontiers
+
+    monkeypatch.setattr(Decoder, "accept", watched)
+    generate(random_model, PROMPTS, decoding=mode, num_draft_states=4, max_new_tokens=12)
+    assert len(kept) > 4
+    assert any(kept) == (mode == "mrp_spec")
 
 
 def test_the_model_keeps_nothing_of_a_call(random_model: MRPForCausalLM) -> None:
