@@ -30,7 +30,7 @@ from mrp_trainer.publish.card import markdown_table
 from torch.utils._python_dispatch import _disable_current_modes
 
 from modeling_mrp.generate.loop import RoundDecoder
-from modeling_mrp.kernels.pick import PICK
+from modeling_mrp.kernels.pick import LIST, PICK, Listed
 from modeling_mrp.networks import graphs
 from modeling_mrp.networks.networks import Networks
 
@@ -128,6 +128,14 @@ def _picked(_: Any, logits: torch.Tensor, *others: Any) -> tuple[torch.Tensor, t
     return torch.full((len(logits),), 3), logits.new_ones(len(logits))
 
 
+def _listed(_: Any, logits: torch.Tensor, *others: Any) -> Listed:
+    """Stand for the kernel that lists tokens beside the pick, likewise."""
+    rows = len(logits)
+    token, odds = _picked(_, logits)
+    ids = odds.new_empty(rows, 16)
+    return Listed(token, odds, ids, ids, None, odds.new_empty(rows, 1))
+
+
 def launches_of(
     layers: int, head_layers: int, rows: int, states: int
 ) -> tuple[dict[str, int], list[int]]:
@@ -163,6 +171,7 @@ def launches_of(
         patch.setitem(graphs.RECORDERS, "cpu", tape.TapeRecorder)
         patch.setattr(tape.GridExecutor, "__call__", lambda *_, **__: None)
         patch.setattr(PICK, "launch", _picked)
+        patch.setattr(LIST, "launch", _listed)
         patch.setattr(graphs.Graphs, "call", outside)
         patch.setattr(Networks, "_network", noted)
         with each_round(seen.operations.clear, end), seen:

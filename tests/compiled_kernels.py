@@ -29,8 +29,14 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from modeling_mrp.kernels.pick import Unembedding, pick_rows
-from modeling_mrp.kernels.round_layers import RoundMask, rotated, round_attention, sum_and_norm
+from modeling_mrp.kernels.pick import Unembedding, list_rows, pick_rows
+from modeling_mrp.kernels.round_layers import (
+    RoundMask,
+    gated,
+    rotated,
+    round_attention,
+    sum_and_norm,
+)
 
 SHARED = {80: 164, 86: 100, 89: 100, 90: 228, 100: 228, 120: 100}
 REGISTERS, THREADS = 65_536, {80: 2048, 86: 1536, 89: 1536, 90: 2048, 100: 2048, 120: 1536}
@@ -139,6 +145,11 @@ def launches(dtype: torch.dtype) -> Iterator[tuple[dict[str, Any], Callable[[], 
                 {"launch": "pick", "rows": rows, "sampled": sampled, "truncated": truncated},
                 partial(pick_rows, *given),
             )
+            counts = (64 if sampled else 0, 16)
+            yield (
+                {"launch": "list", "rows": rows, "sampled": sampled, "truncated": truncated},
+                partial(list_rows, *given, *counts),
+            )
         parents = torch.full((1, states), -1, device="meta")
         mask = RoundMask(torch.full((1,), prefix, device="meta"), parents, shape.block_size)
         query = empty(1, rows, heads, dim).transpose(1, 2)
@@ -152,6 +163,9 @@ def launches(dtype: torch.dtype) -> Iterator[tuple[dict[str, Any], Callable[[], 
             "round_attention": partial(round_attention, query, key, value, mask, dim**-0.5),
             "sum_and_norm": partial(
                 sum_and_norm, empty(1, rows, width), empty(1, rows, width), norm_of(width)
+            ),
+            "gated": partial(
+                gated, *empty(1, rows, 2 * shape.intermediate_size).chunk(2, -1), None
             ),
             "rotated": partial(rotated, *inputs, (key[:, :, prefix:], value[:, :, prefix:])),
         }

@@ -29,12 +29,20 @@ from mrp_trainer.doctor.log_odds import check_log_odds, play, scripts_of
 from mrp_trainer.doctor.page import machine_of
 from mrp_trainer.doctor.replays import measure_device
 from torch import Tensor
+from transformers.activations import ACT2FN
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from modeling_mrp.kernels.dispatch import Kernel, relative_error
-from modeling_mrp.kernels.pick import PICK, Unembedding
-from modeling_mrp.kernels.round_layers import ROTATED, ROUND_ATTENTION, SUM_AND_NORM, RoundMask
+from modeling_mrp.kernels.pick import LIST, PICK, Unembedding
+from modeling_mrp.kernels.round_layers import (
+    GATED,
+    ROTATED,
+    ROUND_ATTENTION,
+    SUM_AND_NORM,
+    RoundMask,
+)
 from modeling_mrp.networks.graphs import Graphs, recording_report
+from modeling_mrp.networks.picker import LIKELIEST, SHORTLIST
 from modeling_mrp.rules.draft import noise_key
 
 from ..common import ROOT
@@ -201,6 +209,11 @@ def kernels(session: Session) -> None:
                 given = (pair[0], added, norm_of(size, template))
                 case = f"{name}, {tokens} tokens, {'a' if added is not None else 'no'} sum"
                 compare(session, SUM_AND_NORM, case, partial(tuple, given))
+            given = (
+                *pseudo_random(1, tokens, 4 * size, template=template).chunk(2, -1),
+                ACT2FN["silu"],
+            )
+            compare(session, GATED, f"{name}, {tokens} tokens", partial(tuple, given))
             compare(
                 session,
                 ROTATED,
@@ -234,6 +247,7 @@ def pick_cases(session: Session) -> None:
         given = (Unembedding(logits, 0, 0.7 if sampled else 1.0), logits, None, keys)
         case = f"{rows} rows, {'sampled' if sampled else 'greedy'}"
         compare(session, PICK, case, partial(tuple, given))
+        compare(session, LIST, case, partial(tuple, (*given, LIKELIEST, SHORTLIST)))
 
 
 @torch.no_grad()

@@ -2,13 +2,16 @@
 a token for each row.
 
 `pick_rows` picks tokens and computes their log-odds by a Triton kernel of two launches over the
-vocabulary; `pick_rows_ref` is its PyTorch twin. Logits come from a matrix product, on a GPU in
-float32, so that no two tie by rounding. Noise comes from a counter-based generator, a pure function
-of (seed, position, masks left, token id).
+vocabulary; `pick_rows_ref` is its PyTorch twin. `list_rows` also lists the likeliest tokens, among
+which drafts choose, in the same pass: its first launch lists those of each slice of the vocabulary,
+its second merges the slices. Logits come from a matrix product, on a GPU in float32, so that no two
+tie by rounding. Noise comes from a counter-based generator, a pure function of (seed, position,
+masks left, token id).
 """
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +23,8 @@ from .dispatch import LAUNCH, Kernel, processors, tl, triton
 _UINT32 = 0xFFFFFFFF
 _TILE = 1024  # logits that a program reads at once
 _READERS = 8  # on a multiprocessor, since none loads ahead
+# Tokens of a list that the kernel makes, at most: it compares each with each.
+MOST_LISTED = 128
 # Logits that exist at once, anywhere and on a GPU with much memory, 64 MB and 2 GB in float32; and
 # the share of a GPU's free memory that they may take.
 _LOGITS_AT_ONCE, _MOST_AT_ONCE, _SHARE_OF_MEMORY = 1 << 24, 1 << 29, 32
@@ -117,6 +122,19 @@ def log_odds(scores: Tensor, token: Tensor, picked: bool = False) -> Tensor:
     return odds[:, 0]
 
 
+def odds_of(scores: Tensor, ids: Tensor) -> Tensor:
+    """Compute the log-odds [n, m] of the tokens `ids` [n, m] long under scores [n, vocab]; -inf
+    in place of NaN."""
+    token_scores = scores.gather(1, ids)
+    log_p = token_scores - scores.logsumexp(-1, keepdim=True)
+    odds = log_p - torch.log1p(-log_p.exp())
+    best = token_scores.argmax(-1, keepdim=True)
+    # The likeliest token's log-odds are computed without cancellation, as its probability may be
+    # nearly 1.
+    odds = odds.scatter(1, best, log_odds(scores, ids.gather(1, best)[:, 0])[:, None])
+    return odds.masked_fill(odds.isnan(), -torch.inf)
+
+
 def gumbel_noise(keys: Tensor, vocab: int, dtype: torch.dtype) -> Tensor:
     """Compute Gumbel noise [n, vocab] of all token ids from keys [n] of `noise_key`; float32 and
     float64 use the same bits."""
@@ -128,6 +146,14 @@ def gumbel_noise(keys: Tensor, vocab: int, dtype: torch.dtype) -> Tensor:
     lower = bits < 1 << 31
     nearest = (torch.where(lower, bits, _UINT32 - bits).to(dtype) + 0.5) * 2.0**-32
     return -torch.where(lower, -nearest.log(), -torch.log1p(-nearest)).log()
+
+
+def slices_of(rows: int, vocab: int, device: torch.device) -> tuple[int, int]:
+    """Return the length of the slices of the vocabulary that a program reads, and their number, so
+    that the programs of all rows fill the device."""
+    length = triton.cdiv(vocab, _TILE * triton.cdiv(_READERS * processors(device), rows))
+    length *= _TILE
+    return length, triton.cdiv(vocab, length)
 
 
 def pick_rows(
@@ -150,8 +176,7 @@ def pick_rows(
     device = logits.device
     token = torch.empty(rows, dtype=torch.long, device=device)
     odds = torch.empty(rows, dtype=torch.float32, device=device)
-    length = triton.cdiv(vocab, _TILE * triton.cdiv(_READERS * processors(device), rows)) * _TILE
-    slices = triton.cdiv(vocab, length)
+    length, slices = slices_of(rows, vocab, device)
     slice_results = torch.empty(3, rows, slices, dtype=torch.float32, device=device)
     slice_tokens = torch.empty(rows, slices, dtype=torch.int32, device=device)
     inverse_temperature = 1.0 / unembedding.temperature
@@ -202,10 +227,164 @@ def pick_rows_ref(
 PICK = Kernel("pick", pick_rows, pick_rows_ref)
 
 
+class Listed(NamedTuple):
+    """Picks at n positions, and their likeliest tokens, the likeliest first.
+
+    Of tokens with equal scores the first come first. Those that tie with the last of a list may be
+    any in PyTorch, unless their score is -inf.
+
+    Attributes:
+        token, odds: As `pick_rows` returns them.
+        ids: [n, m], in the dtype of scores.
+        scores: [n, m] in at least float32: logits over the temperature, -inf for tokens that must
+            not be picked.
+        log_odds: [n, m] of these tokens, -inf for those that must not be picked and in place of
+            NaN; None if not asked for.
+        other_logsumexp: [n, 1], the log-sum-exp of the scores of all tokens but the first so many
+            that may be picked; None if not asked for.
+    """
+
+    token: Tensor
+    odds: Tensor
+    ids: Tensor
+    scores: Tensor
+    log_odds: Tensor | None
+    other_logsumexp: Tensor | None
+
+
+def list_rows(
+    unembedding: Unembedding,
+    logits: Tensor,
+    min_logit: Tensor | None,
+    keys: Tensor | None,
+    likeliest: int,
+    shortlist: int,
+) -> Listed:
+    """Pick in each row as `pick_rows` does, and list its likeliest tokens.
+
+    Args:
+        unembedding, logits, keys: As in `pick_rows`.
+        min_logit: As in `pick_rows`, and no more than the largest logit of a row that has one.
+        likeliest: How many tokens to list with their log-odds; 0: log-odds are not asked for.
+        shortlist: How many of the listed tokens `other_logsumexp` leaves out; 0: it is not asked
+            for. As many as the larger of both, at most `MOST_LISTED`, are listed, or all if fewer.
+    """
+    rows, vocab = logits.shape
+    device = logits.device
+    count = min(max(likeliest, shortlist), vocab)
+    listed = triton.next_power_of_2(count)
+    length, slices = slices_of(rows, vocab, device)
+    inverse_temperature = 1.0 / unembedding.temperature
+    slice_keys = torch.empty(rows, slices, count, dtype=torch.long, device=device)
+    slice_results = torch.empty(3, rows, slices, dtype=torch.float32, device=device)
+    slice_tokens = torch.empty(rows, slices, dtype=torch.int32, device=device)
+    _list_slices[(rows, slices)](
+        logits.contiguous(),
+        min_logit,
+        keys,
+        slice_keys,
+        slice_results,
+        slice_tokens,
+        vocab,
+        length,
+        count,
+        inverse_temperature,
+        LISTED=listed,
+        TILE=_TILE,
+        num_stages=1,
+        **LAUNCH,
+    )
+    token = torch.empty(rows, dtype=torch.long, device=device)
+    odds = torch.empty(rows, dtype=torch.float32, device=device)
+    other_logsumexp = torch.empty(rows, 1, dtype=torch.float32, device=device)
+    lists = []
+    for _ in range(3):
+        lists.append(torch.empty(rows, count, dtype=torch.float32, device=device))
+    ids, scores, log_odds = lists
+    _merge_lists[(rows,)](
+        slice_keys,
+        slice_results,
+        slice_tokens,
+        min_logit,
+        token,
+        odds,
+        ids,
+        scores,
+        log_odds,
+        other_logsumexp,
+        slices,
+        count,
+        shortlist,
+        inverse_temperature,
+        LISTED=listed,
+        SLICES=triton.next_power_of_2(slices),
+        TILE=min(_TILE, triton.next_power_of_2(slices * count)),
+        SAMPLED=keys is not None,
+        **LAUNCH,
+    )
+    return Listed(
+        token,
+        odds,
+        ids,
+        scores,
+        log_odds if likeliest else None,
+        other_logsumexp if shortlist else None,
+    )
+
+
+def list_rows_ref(
+    unembedding: Unembedding,
+    logits: Tensor,
+    min_logit: Tensor | None,
+    keys: Tensor | None,
+    likeliest: int,
+    shortlist: int,
+    truncated_logits: Tensor | None = None,
+) -> Listed:
+    """List as `list_rows` does, in PyTorch; `truncated_logits` as in `pick_rows_ref`."""
+    token, odds = pick_rows_ref(unembedding, logits, min_logit, keys, truncated_logits)
+    scores = unembedding.tempered(logits)
+    ids = _likeliest_ids(upcast(logits), max(likeliest, shortlist))
+    listed_logits = logits.gather(1, ids)
+    excluded = listed_logits == -torch.inf
+    if truncated_logits is not None:
+        excluded = truncated_logits.gather(1, ids) == -torch.inf
+    if min_logit is not None:
+        excluded = excluded | (listed_logits < min_logit[:, None])
+    raw = unembedding.tempered(listed_logits)
+    listed_scores = raw.masked_fill(excluded, -torch.inf)
+    log_odds = other_logsumexp = None
+    if likeliest:
+        log_odds = odds_of(scores, ids).masked_fill(excluded, -torch.inf)
+    if shortlist:
+        first = ids[:, :shortlist]
+        included = listed_scores[:, :shortlist] > -torch.inf  # all others keep their share
+        left = raw[:, :shortlist].masked_fill(included, -torch.inf)
+        other_logsumexp = scores.scatter(1, first, left).logsumexp(-1, keepdim=True)
+    return Listed(token, odds, ids.to(scores.dtype), listed_scores, log_odds, other_logsumexp)
+
+
+def _likeliest_ids(logits: Tensor, count: int) -> Tensor:
+    """Return the ids [n, count] of the largest logits of each row of `logits` [n, vocab], or of all
+    if fewer; of equal ones the first come first, and those of -inf are the first there are."""
+    values, ids = likeliest_tokens(logits, count)
+    ids, order = ids.sort(1)
+    values, order = values.gather(1, order).sort(dim=1, descending=True, stable=True)
+    ids = ids.gather(1, order)
+    # Where -inf is listed, fewer tokens than are listed have more, and so the first ids suffice.
+    barred_first = (logits[:, : ids.shape[1]] > -torch.inf).byte().sort(dim=1, stable=True).indices
+    barred = values == -torch.inf
+    return torch.where(barred, barred_first.gather(1, (barred.cumsum(1) - 1).clamp(min=0)), ids)
+
+
+LIST = Kernel("list", list_rows, list_rows_ref)
+
+
 if triton is not None:
 
     @triton.jit
     def _mix32(x):  # type: ignore[no-untyped-def]
+        """Hash uint32 numbers as `mix_bits` does."""
         x = x ^ (x >> 16)
         x = x * 0x7FEB352D
         x = x ^ (x >> 15)
@@ -241,6 +420,20 @@ if triton is not None:
         peak = tl.where(tl.abs(peak) == float("inf"), 0.0, peak)
         return peak + tl.log(tl.sum(tl.exp(x - peak), 0))
 
+    @triton.jit
+    def _candidate_scores(raw, logits, token, row, min_logit, keys):  # type: ignore[no-untyped-def]
+        """Compute by what a row's tokens are picked, from their logits and these over the
+        temperature, `raw`: with noise, if there are keys; never tokens under `min_logit`."""
+        scores = raw
+        if keys is not None:
+            key = tl.load(keys + row).to(tl.uint32)
+            scores = raw + gumbel_of_bits(_mix32(_mix32(token.to(tl.uint32) * 0x9E3779B1) ^ key))
+        if min_logit is not None:
+            scores = tl.where(
+                logits < tl.load(min_logit + row).to(tl.float32), float("-inf"), scores
+            )
+        return tl.where(scores != scores, float("inf"), scores)  # NaN is more than any number
+
     @triton.jit  # `vocab` and `length` tell of aligned rows
     def _score_slices(  # type: ignore[no-untyped-def]
         logits_in,
@@ -271,17 +464,7 @@ if triton is not None:
                 tl.float32
             )
             raw = logits * inverse_temperature
-            scores = raw
-            if keys is not None:
-                key = tl.load(keys + row).to(tl.uint32)
-                scores = raw + gumbel_of_bits(
-                    _mix32(_mix32(token.to(tl.uint32) * 0x9E3779B1) ^ key)
-                )
-            if min_logit is not None:
-                scores = tl.where(
-                    logits < tl.load(min_logit + row).to(tl.float32), float("-inf"), scores
-                )
-            scores = tl.where(scores != scores, float("inf"), scores)  # NaN is more than any number
+            scores = _candidate_scores(raw, logits, token, row, min_logit, keys)
             top = tl.max(scores, 0)
             top_token = tl.min(tl.where(scores == top, token, 0x7FFFFFFF), 0)
             top_logit = tl.sum(tl.where(token == top_token, raw, 0.0), 0)
@@ -330,3 +513,201 @@ if triton is not None:
             odds_out + row,
             tl.where(tl.abs(logit) == float("inf"), float("nan"), logit - other_logsumexp),
         )
+
+    # Keys [int64] are in the order of logits, and for equal logits from the last token to the
+    # first. Those under `_LEAST_KEY` stand for no token; `_TAKEN` is less than all.
+    _LEAST_KEY = tl.constexpr(-(1 << 62))
+    _TAKEN = tl.constexpr(-(1 << 63) + 1)
+    _MOST_KEY = tl.constexpr((1 << 63) - 1)
+
+    @triton.jit
+    def _keys_of(logits, token):  # type: ignore[no-untyped-def]
+        """Make keys of float32 logits and int32 tokens; NaN is more than any number, and 0 is 0
+        whatever its sign."""
+        bits = tl.where(logits == 0.0, 0.0, logits).to(tl.int32, bitcast=True)
+        order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+        order = tl.where(logits != logits, 0x7FFFFFFF, order)
+        return (order.to(tl.int64) << 31) + (0x7FFFFFFF - token)
+
+    @triton.jit
+    def _logits_of(keys):  # type: ignore[no-untyped-def]
+        """Read logits from keys."""
+        order = (keys >> 31).to(tl.int32)
+        return tl.where(order < 0, order ^ 0x7FFFFFFF, order).to(tl.float32, bitcast=True)
+
+    @triton.jit
+    def _empty_list(count, LISTED: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Make a list of `count` keys that stand for no token, and of others that are never
+        replaced."""
+        place = tl.arange(0, LISTED)
+        return tl.where(place < count, _LEAST_KEY - 1 - place.to(tl.int64), _MOST_KEY)
+
+    @triton.jit
+    def _enlist(listed, keys, other_logsumexp, inverse_temperature):  # type: ignore[no-untyped-def]
+        """Put keys in the places of lesser ones in a list; return the list, the keys left, and the
+        log-sum-exp of others with those that lost their places."""
+        least = tl.min(listed, 0)
+        top = tl.max(keys, 0)
+        while top > least:
+            listed = tl.where(listed == least, top, listed)
+            keys = tl.where(keys == top, _TAKEN, keys)
+            lost = tl.where(
+                least < _LEAST_KEY, float("-inf"), _logits_of(least) * inverse_temperature
+            )
+            other_logsumexp = _log_add(other_logsumexp, lost)
+            least = tl.min(listed, 0)
+            top = tl.max(keys, 0)
+        return listed, keys, other_logsumexp
+
+    @triton.jit  # `vocab` and `length` tell of aligned rows
+    def _list_slices(  # type: ignore[no-untyped-def]
+        logits_in,
+        min_logit,
+        keys_in,
+        slice_keys,
+        slice_results,
+        slice_tokens,
+        vocab,
+        length,
+        count,
+        inverse_temperature,
+        LISTED: tl.constexpr,
+        TILE: tl.constexpr,
+    ):
+        """Store, for a program's row and slice of the vocabulary, the keys of its likeliest tokens
+        and the log-sum-exp of all others and, to sample, the best score with its token and that
+        token's logit."""
+        row = tl.program_id(0).to(tl.int64)
+        slice_count = tl.num_programs(0) * tl.num_programs(1)
+        begin = tl.program_id(1) * length
+        end = tl.minimum(begin + length, vocab)
+        listed = _empty_list(count, LISTED)
+        other_logsumexp = tl.full([], float("-inf"), tl.float32)
+        best = float("-inf")
+        best_logit = float("-inf")
+        best_token = begin
+        for first in range(begin, end, TILE):
+            token = first + tl.arange(0, TILE)
+            inside = token < end
+            logits = tl.load(logits_in + row * vocab + token, mask=inside, other=float("-inf")).to(
+                tl.float32
+            )
+            raw = logits * inverse_temperature
+            if keys_in is not None:
+                scores = _candidate_scores(raw, logits, token, row, min_logit, keys_in)
+                top = tl.max(scores, 0)
+                top_token = tl.min(tl.where(scores == top, token, 0x7FFFFFFF), 0)
+                top_logit = tl.sum(tl.where(token == top_token, raw, 0.0), 0)
+                wins = top > best
+                best = tl.where(wins, top, best)
+                best_token = tl.where(wins, top_token, best_token)
+                best_logit = tl.where(wins, top_logit, best_logit)
+            keys = tl.where(inside, _keys_of(logits, token), _TAKEN)
+            listed, keys, other_logsumexp = _enlist(
+                listed, keys, other_logsumexp, inverse_temperature
+            )
+            other_logsumexp = _log_add(
+                other_logsumexp, _log_sum(tl.where(keys == _TAKEN, float("-inf"), raw))
+            )
+        out = row * tl.num_programs(1) + tl.program_id(1)
+        place = tl.arange(0, LISTED)
+        tl.store(slice_keys + out * count + place, listed, mask=place < count)
+        tl.store(slice_results + out, other_logsumexp)
+        if keys_in is not None:
+            tl.store(slice_tokens + out, best_token)
+            tl.store(slice_results + slice_count + out, best)
+            tl.store(slice_results + 2 * slice_count + out, best_logit)
+
+    @triton.jit(do_not_specialize=["slices", "shortlist"])
+    def _merge_lists(  # type: ignore[no-untyped-def]
+        slice_keys,
+        slice_results,
+        slice_tokens,
+        min_logit,
+        token_out,
+        odds_out,
+        ids_out,
+        scores_out,
+        log_odds_out,
+        other_logsumexp_out,
+        slices,
+        count,
+        shortlist,
+        inverse_temperature,
+        LISTED: tl.constexpr,
+        SLICES: tl.constexpr,
+        TILE: tl.constexpr,
+        SAMPLED: tl.constexpr,
+    ):
+        """Merge the slices of a program's row."""
+        row = tl.program_id(0).to(tl.int64)
+        slice_count = tl.num_programs(0) * slices
+        slice_index = tl.arange(0, SLICES)
+        valid = slice_index < slices
+        index = row * slices + slice_index
+        other_logsumexp = _log_sum(tl.load(slice_results + index, mask=valid, other=float("-inf")))
+        listed = _empty_list(count, LISTED)
+        for first in range(0, slices * count, TILE):
+            entry = first + tl.arange(0, TILE)
+            keys = tl.load(
+                slice_keys + row * slices * count + entry, mask=entry < slices * count, other=_TAKEN
+            )
+            keys = tl.where(keys < _LEAST_KEY, _TAKEN, keys)
+            listed, keys, other_logsumexp = _enlist(
+                listed, keys, other_logsumexp, inverse_temperature
+            )
+            raw_left = _logits_of(keys) * inverse_temperature
+            other_logsumexp = _log_add(
+                other_logsumexp, _log_sum(tl.where(keys == _TAKEN, float("-inf"), raw_left))
+            )
+
+        place = tl.arange(0, LISTED)
+        filled = place < count
+        rank = tl.sum(((listed[None, :] > listed[:, None]) & filled[None, :]).to(tl.int32), 1)
+        logits = _logits_of(listed)
+        raw = tl.where(filled, logits * inverse_temperature, float("-inf"))
+        token = 0x7FFFFFFF - (listed & 0x7FFFFFFF).to(tl.int32)
+        # Of each listed token, the log-sum-exp of all others: no sum is taken back.
+        beside = tl.where(place[None, :] == place[:, None], float("-inf"), raw[None, :])
+        peak = tl.max(beside, 1)
+        peak = tl.where(tl.abs(peak) == float("inf"), 0.0, peak)
+        beside_logsumexp = peak + tl.log(tl.sum(tl.exp(beside - peak[:, None]), 1))
+        beside_logsumexp = _log_add(beside_logsumexp, other_logsumexp)
+        excluded = logits == float("-inf")
+        if min_logit is not None:
+            excluded = excluded | (logits < tl.load(min_logit + row).to(tl.float32))
+        shown = tl.where(excluded, float("-inf"), raw)
+        log_odds = raw - beside_logsumexp
+        log_odds = tl.where(excluded | (log_odds != log_odds), float("-inf"), log_odds)
+        out = row * count + rank
+        tl.store(ids_out + out, token.to(tl.float32), mask=filled)
+        tl.store(scores_out + out, shown, mask=filled)
+        tl.store(log_odds_out + out, log_odds, mask=filled)
+        summed = filled & ((rank >= shortlist) | ~(shown > float("-inf")))
+        tl.store(
+            other_logsumexp_out + row,
+            _log_add(other_logsumexp, _log_sum(tl.where(summed, raw, float("-inf")))),
+        )
+
+        picked = filled & (rank == 0)
+        picked_token = tl.sum(tl.where(picked, token, 0), 0)
+        logit = tl.sum(tl.where(picked, raw, 0.0), 0)
+        odds = logit - tl.sum(tl.where(picked, beside_logsumexp, 0.0), 0)
+        if SAMPLED:
+            best = tl.load(slice_results + slice_count + index, mask=valid, other=float("-inf"))
+            winner = tl.min(tl.where(valid & (best == tl.max(best, 0)), slice_index, SLICES), 0)
+            wins = slice_index == winner
+            tokens = tl.load(slice_tokens + index, mask=valid, other=0)
+            best_logits = tl.load(slice_results + 2 * slice_count + index, mask=valid, other=0.0)
+            picked_token = tl.sum(tl.where(wins, tokens, 0), 0)
+            logit = tl.sum(tl.where(wins, best_logits, 0.0), 0)
+            picked = filled & (token == picked_token)
+            # A token that is not listed has a half at most, so that little of 1 - p is lost.
+            log_p = logit - _log_add(other_logsumexp, _log_sum(raw))
+            odds = tl.where(
+                tl.max(picked.to(tl.int32), 0) > 0,
+                logit - tl.sum(tl.where(picked, beside_logsumexp, 0.0), 0),
+                log_p - tl.log(1.0 - tl.exp(log_p)),
+            )
+        tl.store(token_out + row, picked_token.to(tl.int64))
+        tl.store(odds_out + row, tl.where(tl.abs(logit) == float("inf"), float("nan"), odds))

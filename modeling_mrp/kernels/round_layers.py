@@ -3,8 +3,9 @@ between the matrix products.
 
 A layer called module by module launches about seventy operations, nearly all of them on a few
 thousand numbers: on a GPU each takes longer to start than to run, also inside a CUDA graph.
-`run_fused` makes a few launches a layer; four are of kernels here: a sum and its norm (twice); norm
-and rotation of queries and keys, with the copy of keys and values to the cache; attention. Casts
+`run_fused` makes a few launches a layer; five are of kernels here: a sum and its norm (twice); norm
+and rotation of queries and keys, with the copy of keys and values to the cache; attention; SiLU of
+the gate times what it gates. Casts
 are those of transformers' modules: whatever these round to the model's dtype is rounded here, too.
 
 In a round every row submits some states of one block each. A query sees the committed prefix of its
@@ -26,13 +27,15 @@ from .dispatch import AUTOMATIC, LAUNCH, Dispatch, Kernel, processors, tl, trito
 
 _HEADS = 8  # heads per program of `_rotate`, of one token or several
 _PROGRAMS = 2  # of attention per multiprocessor, wanted
+_GATED_AT_ONCE = 1024  # numbers per program of `_gate`, of one token
 _TILE_KEYS = 32
 _KEYS_PER_PROGRAM = 128  # at least: with fewer, merging costs more than splitting saves
 _MOST_SHARES = 16  # of a row's keys: one program merges them one after the other
 _LOG2_E = 1.4426950408889634
 
 Pair = tuple[Tensor, Tensor]
-# A `Plan`: by layer, the layer, its product for queries, keys and values, and that for gate and up.
+# A `Plan`: by layer, the layer, its product for queries, keys and values, that for gate and up, and
+# whether the gate is under a plain SiLU.
 # `Plans`: by network.
 Plan = list[tuple[Any, ...]]
 Plans = dict[Any, Plan]
@@ -127,6 +130,25 @@ def rotated_ref(
     keys.copy_((key * cos).addcmul_(rotate_half(key), sin))
     values.copy_(value.transpose(1, 2))
     return (query * cos).addcmul_(rotate_half(query), sin), keys, values
+
+
+def gated(gate: Tensor, up: Tensor, activation: Any) -> Tensor:
+    """Return `silu(gate) * up` [..., size]; rows of both may be parts of larger ones. `activation`
+    is a module of SiLU."""
+    size = gate.shape[-1]
+    gates = gate.reshape(-1, size)
+    ups = up.reshape(-1, size)
+    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    _gate[(len(gates), triton.cdiv(size, _GATED_AT_ONCE))](
+        *(gates, ups, out, size, gates.stride(0), ups.stride(0)), TILE=_GATED_AT_ONCE, **LAUNCH
+    )
+    return out
+
+
+def gated_ref(gate: Tensor, up: Tensor, activation: Any) -> Tensor:
+    """Compute `gated` in PyTorch, of any activation that makes a new tensor."""
+    activated: Tensor = activation(gate)
+    return activated.mul_(up)
 
 
 @dataclass(frozen=True)
@@ -277,6 +299,7 @@ def round_attention(
 
 SUM_AND_NORM = Kernel("sum_and_norm", sum_and_norm, sum_and_norm_ref)
 ROTATED = Kernel("rotated", rotated, rotated_ref)
+GATED = Kernel("gated", gated, gated_ref)
 ROUND_ATTENTION = Kernel("round_attention", round_attention, round_attention_ref)
 
 
@@ -303,7 +326,7 @@ def run_fused(
     """
     run = mask.dispatch.run
     added = None
-    for layer, of_attention, of_mlp in plan:
+    for layer, of_attention, of_mlp, is_silu in plan:
         hidden, normed = run(SUM_AND_NORM, hidden, added, layer.input_layernorm)
         attention = layer.self_attn
         layer_index = attention.layer_idx
@@ -318,7 +341,9 @@ def run_fused(
         )
         gate_up = of_mlp(normed)
         gate, up = gate_up.chunk(2, -1) if isinstance(gate_up, Tensor) else gate_up
-        added = layer.mlp.down_proj(layer.mlp.act_fn(gate).mul_(up))
+        activation = layer.mlp.act_fn
+        inner = run(GATED, gate, up, activation) if is_silu else gated_ref(gate, up, activation)
+        added = layer.mlp.down_proj(inner)
     _, last = run(SUM_AND_NORM, hidden, added, norm)
     return last
 
@@ -344,6 +369,19 @@ if triton is not None:
         unit = x * tl.rsqrt(tl.sum(x * x, 0) / size + epsilon)
         weight = tl.load(scale + column, mask=inside, other=0.0).to(tl.float32)
         tl.store(normed + offsets, (weight * unit.to(kind).to(tl.float32)).to(kind), mask=inside)
+
+    @triton.jit
+    def _gate(  # type: ignore[no-untyped-def]
+        gates, ups, out, size, gate_row, up_row, TILE: tl.constexpr
+    ):
+        row = tl.program_id(0).to(tl.int64)
+        column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+        inside = column < size
+        kind = out.dtype.element_ty
+        gate = tl.load(gates + row * gate_row + column, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(ups + row * up_row + column, mask=inside, other=0.0).to(tl.float32)
+        activated = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
+        tl.store(out + row * size + column, (activated * up).to(kind), mask=inside)
 
     @triton.jit
     def _normed(  # type: ignore[no-untyped-def]

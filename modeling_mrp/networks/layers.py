@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
 from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3Attention,
     Qwen3DecoderLayer,
@@ -28,6 +29,7 @@ from .inspection import decide
 
 # The module whose hooks only record outputs that a model was asked for, such as hidden states.
 _NOTES_ONLY = "transformers.utils.output_capturing"
+_SILU: type[nn.Module] = type(ACT2FN["silu"])
 _PACKING = threading.Lock()
 # Packages with the classes that kernels replace.
 _OWN_PACKAGES = ("torch.nn.", "transformers.", __name__.partition(".networks.")[0])
@@ -67,7 +69,8 @@ def plan_layers(
             for linears in _linear_groups(layer):
                 weight = _joined_weight(linears) if next(are_adjacent) else None
                 products.append(product(linears, weight))
-            plans[owner].append((layer, *products))
+            is_silu = deviation(layer.mlp.act_fn, _SILU) is None
+            plans[owner].append((layer, *products, is_silu))
     return plans
 
 

@@ -26,7 +26,18 @@ from transformers.generation.logits_process import (
 )
 
 from ..kernels.dispatch import AUTOMATIC, Dispatch
-from ..kernels.pick import PICK, Unembedding, likeliest_tokens, log_odds, pick_rows_ref, upcast
+from ..kernels.pick import (
+    LIST,
+    MOST_LISTED,
+    PICK,
+    Unembedding,
+    likeliest_tokens,
+    list_rows_ref,
+    log_odds,
+    odds_of,
+    pick_rows_ref,
+    upcast,
+)
 from ..rules.bans import Bans
 from ..rules.constraint import TokenSet
 from ..rules.draft import noise_key
@@ -331,36 +342,29 @@ class Picker:
     def _pick(self, logits: Tensor, keys: Tensor | None) -> Picks:
         """Pick from logits [n, vocab], with the noise of keys [n], or without noise."""
         truncated_logits, min_logit = self._truncate_logits(logits)
-        if truncated_logits is logits:
-            token, odds = self.dispatch.run(PICK, self.unembedding, logits, min_logit, keys)
-        else:
-            token, odds = pick_rows_ref(self.unembedding, logits, min_logit, keys, truncated_logits)
+        given = (self.unembedding, logits, min_logit, keys)
+        by_kernel = truncated_logits is logits
+        counts = (max(LIKELIEST, self.shortlist) if self.likeliest else 0, self.shortlist)
         entropy = likeliest = shortlist = None
-        scores = logits
-        if self.entropy or self.likeliest or self.shortlist:
-            scores = self.unembedding.tempered(logits)
         if self.entropy:
-            logp = scores.log_softmax(-1)
+            logp = self.unembedding.tempered(logits).log_softmax(-1)
             entropy = -(logp.exp() * logp.nan_to_num(neginf=0.0)).sum(-1)
-        if self.likeliest or self.shortlist:
-            count = max(LIKELIEST if self.likeliest else 0, self.shortlist)
-            top_scores, ids = likeliest_tokens(scores, count)
-            excluded = truncated_logits.gather(1, ids) == -torch.inf
-            if min_logit is not None:
-                excluded |= logits.gather(1, ids) < min_logit[:, None]
-            top_scores = top_scores.masked_fill(excluded, -torch.inf)
-            if self.likeliest:
-                top_odds = odds_of(scores, ids).masked_fill(excluded, -torch.inf)
-                likeliest = torch.cat([ids.to(top_scores.dtype), top_odds], 1)
-            if self.shortlist:
-                ids = ids[:, : self.shortlist]
-                top_scores = top_scores[:, : self.shortlist]
-                included = top_scores > -torch.inf  # all others keep their share of the sum
-                other_logsumexp = scores.scatter(
-                    1, ids, scores.gather(1, ids).masked_fill(included, -torch.inf)
-                ).logsumexp(-1, keepdim=True)
-                shortlist = torch.cat([ids.to(top_scores.dtype), top_scores, other_logsumexp], 1)
-        return Picks(token, odds, entropy, likeliest, shortlist)
+        if not any(counts):
+            if by_kernel:
+                token, odds = self.dispatch.run(PICK, *given)
+            else:
+                token, odds = pick_rows_ref(*given, truncated_logits)
+            return Picks(token, odds, entropy)
+        if by_kernel and max(counts) <= MOST_LISTED:
+            listed = self.dispatch.run(LIST, *given, *counts)
+        else:
+            listed = list_rows_ref(*given, *counts, truncated_logits)
+        if listed.log_odds is not None:
+            likeliest = torch.cat([listed.ids, listed.log_odds], 1)
+        if listed.other_logsumexp is not None:
+            first = [listed.ids[:, : self.shortlist], listed.scores[:, : self.shortlist]]
+            shortlist = torch.cat([*first, listed.other_logsumexp], 1)
+        return Picks(listed.token, listed.odds, entropy, likeliest, shortlist)
 
     def _truncate_logits(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
         """Truncate logits [n, vocab]; return them and None, or, after a top-k, the whole logits and
@@ -399,19 +403,6 @@ def token_logits(weight: Tensor, hidden: Tensor, ids: Tensor) -> Tensor:
     """Compute the logits [n, m] of some tokens [n, m] long under hidden states [n, hidden_size], in
     at least float32."""
     return (upcast(weight[ids]) @ upcast(hidden)[:, :, None])[:, :, 0]
-
-
-def odds_of(scores: Tensor, ids: Tensor) -> Tensor:
-    """Compute the log-odds [n, m] of the tokens `ids` [n, m] long under scores [n, vocab]; -inf
-    in place of NaN."""
-    token_scores = scores.gather(1, ids)
-    log_p = token_scores - scores.logsumexp(-1, keepdim=True)
-    odds = log_p - torch.log1p(-log_p.exp())
-    best = token_scores.argmax(-1, keepdim=True)
-    # The likeliest token's log-odds are computed without cancellation, as its probability may be
-    # nearly 1.
-    odds = odds.scatter(1, best, log_odds(scores, ids.gather(1, best)[:, 0])[:, None])
-    return odds.masked_fill(odds.isnan(), -torch.inf)
 
 
 def _join(picks: Sequence[Picks]) -> Picks:

@@ -24,8 +24,9 @@ def test_every_kernel_compiles_for_what_is_shipped(capability: int) -> None:
     )
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
-    layers = {"attend", "sum_and_norm", "rotate"}
-    assert {line["kernel"] for line in lines} == {"score_slices", "merge_slices", *layers}
+    layers = {"attend", "sum_and_norm", "rotate", "gate"}
+    picks = {"score_slices", "merge_slices", "list_slices", "merge_lists"}
+    assert {line["kernel"] for line in lines} == {*picks, *layers}
     for line in lines:
         assert line["stack_bytes"] <= (8 if line["programs"] > 1 else 0), line
         assert 0 < line["registers"] <= 255
@@ -34,7 +35,7 @@ def test_every_kernel_compiles_for_what_is_shipped(capability: int) -> None:
         )
         # what an Ada or small Blackwell multiprocessor has
         assert line["shared_bytes"] <= 99 * 1024
-        if line["kernel"] in ("sum_and_norm", "score_slices"):
+        if line["kernel"] in ("sum_and_norm", "gate", "score_slices", "list_slices"):
             assert line["narrow_accesses"] == 0, "all they do is move numbers"
         if line["kernel"] == "attend":
             assert line["matrix_instructions"] > 0

@@ -9,11 +9,13 @@ import pytest
 import torch
 from helpers import close
 from torch import Tensor
+from transformers.activations import ACT2FN
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from modeling_mrp.kernels import round_layers
 from modeling_mrp.kernels.dispatch import triton
 from modeling_mrp.kernels.round_layers import (
+    GATED,
     ROTATED,
     SUM_AND_NORM,
     RoundMask,
@@ -76,6 +78,34 @@ def test_a_sum_and_its_norm(rows: int, size: int, adds: bool, dtype: torch.dtype
     for ours, theirs in zip(got, wanted, strict=True):
         alike(ours, theirs)
         assert ours.isfinite().all()
+
+
+@pytest.mark.parametrize("joined", [True, False])
+@pytest.mark.parametrize(
+    ("tokens", "size", "dtype"), [(3, 40, DTYPES[0]), (2, 2049, DTYPES[1]), (5, 1024, DTYPES[2])]
+)
+def test_a_gate(tokens: int, size: int, joined: bool, dtype: torch.dtype) -> None:
+    """Of one product or of two. Gates that SiLU takes to 0 and infinities pass; NaN stays."""
+    both = numbers(size, 2, tokens, 2 * size, dtype=dtype) * 6
+    both[0, 0, :5] = torch.tensor([-1e4, 1e4, 0, torch.inf, torch.nan], device=DEVICE)
+    gate, up = both.chunk(2, -1)
+    if not joined:
+        gate = gate.contiguous()
+        up = up.contiguous()
+    before = both.clone()
+    activation = ACT2FN["silu"]
+    found = GATED.launch(gate, up, activation)
+    assert both.equal(before) or both.isnan().equal(before.isnan())
+    wanted = GATED.twin(gate, up, activation)
+    assert found.shape == wanted.shape
+    torch.testing.assert_close(
+        found[0, 0, :5], wanted[0, 0, :5], rtol=2**-6, atol=0, equal_nan=True
+    )
+    found[0, 0, :5] = wanted[0, 0, :5] = 0
+    alike(found, wanted)
+    exact = torch.nn.functional.silu(gate.double()) * up.double()
+    exact[0, 0, :5] = 0
+    alike(found, exact.to(dtype))
 
 
 @pytest.mark.parametrize(

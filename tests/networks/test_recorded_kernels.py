@@ -57,15 +57,13 @@ WAYS: dict[str, dict[str, Any]] = {
     "mrp_direct": {"decoding": "mrp_direct", **GREEDY},
     "mrp_remask": {"decoding": "mrp_remask", "confidence_threshold": 0.05, **SAMPLED},
 }
-# Kernels of a decoder layer: products of qkv, o, gate and up, down; kernels of our own; SiLU and
-# the product behind it.
+# Kernels of a decoder layer: products of qkv, o, gate and up, down; kernels of our own.
 LAYER = {
     "mm": 4,
     "triton._sum_and_norm": 2,
     "triton._rotate": 1,
     "triton._attend": 1,
-    "silu": 1,
-    "mul": 1,
+    "triton._gate": 1,
 }
 BACKBONE = 14  # beside its layers: unpacking, embedding, rotary angles, the last norm
 HEAD = 32  # likewise, with the two norms and the product that it begins with
@@ -176,6 +174,8 @@ def test_kernels_are_compared_once_each_at_first_use(monkeypatch: pytest.MonkeyP
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*kernel.*")
         assert all(model.generate(IDS, **options).equal(plain) for _ in range(2))
+        listed = model.generate(IDS, draft_shortlist=16, **options)  # picks with a list
+        assert listed.equal(plain)
     assert sorted(compared) == sorted([*KERNELS, "sum_and_norm"]), "with what is added, and without"
     assert dispatch.failed_kernels() == []
     assert generator.equal(torch.get_rng_state())

@@ -21,8 +21,8 @@ from modeling_mrp.kernels.dispatch import (
     relative_error,
     unusable,
 )
-from modeling_mrp.kernels.pick import PICK, gumbel_noise
-from modeling_mrp.kernels.round_layers import ROTATED, ROUND_ATTENTION, SUM_AND_NORM
+from modeling_mrp.kernels.pick import LIST, PICK, gumbel_noise
+from modeling_mrp.kernels.round_layers import GATED, ROTATED, ROUND_ATTENTION, SUM_AND_NORM
 from modeling_mrp.model.configuration import MRPConfig
 from modeling_mrp.modeling import MRPForCausalLM
 from modeling_mrp.networks.graphs import obstacle, recording_report
@@ -31,7 +31,7 @@ from modeling_mrp.rules.draft import gumbel, noise_key
 from ..evaluate.decoded import pad_left, padding_id
 from .kernels import run_both, samples_of
 
-KERNELS = (PICK, ROUND_ATTENTION, SUM_AND_NORM, ROTATED)
+KERNELS = (PICK, LIST, ROUND_ATTENTION, SUM_AND_NORM, ROTATED, GATED)
 QUESTIONS = (
     "Sum the numbers of a list that are even, each plus 5.",
     "How many seconds are in a day?",

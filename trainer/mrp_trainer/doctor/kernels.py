@@ -7,11 +7,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.activations import ACT2FN
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from modeling_mrp.kernels.dispatch import Kernel
-from modeling_mrp.kernels.pick import PICK, Unembedding
-from modeling_mrp.kernels.round_layers import ROTATED, ROUND_ATTENTION, SUM_AND_NORM, RoundMask
+from modeling_mrp.kernels.pick import LIST, PICK, Unembedding
+from modeling_mrp.kernels.round_layers import (
+    GATED,
+    ROTATED,
+    ROUND_ATTENTION,
+    SUM_AND_NORM,
+    RoundMask,
+)
+from modeling_mrp.networks.picker import LIKELIEST, SHORTLIST
 from modeling_mrp.rules.draft import mix_bits, noise_key
 
 
@@ -97,13 +105,17 @@ def samples_of(config: Any, template: Tensor) -> dict[Kernel, list[tuple[Any, ..
     kv_heads = config.num_key_value_heads
     dim = config.head_dim
     width = config.hidden_size
+    picks = list(_pick_samples(config.vocab_size, template))
+    gates = 4 * pseudo_random(2, 3, 2 * config.intermediate_size, template=template)
     return {
-        PICK: list(_pick_samples(config.vocab_size, template)),
+        PICK: picks,
+        LIST: [(*given, LIKELIEST, SHORTLIST) for given in picks],
         ROUND_ATTENTION: list(_attention_samples(heads, kv_heads, dim, template)),
         SUM_AND_NORM: [
             (_tokens(width, template), _tokens(width, template, 1), _norm(width, template))
         ],
         ROTATED: [_rotation_sample(heads, kv_heads, dim, template)],
+        GATED: [(*gates.chunk(2, -1), ACT2FN["silu"])],
     }
 
 
