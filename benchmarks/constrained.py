@@ -182,7 +182,8 @@ def decode_problems(
         counts["filled"] += int(out.stats.filled.sum())
         texts.append(tokenizer.decode(out.sequences[0, len(prompt) :], skip_special_tokens=True))
     seconds = 0.0
-    for (file, _, function), (_, _, _, cumulative, _) in Stats(profile).stats.items():  # type: ignore[attr-defined]
+    collected: dict[Any, Any] = vars(Stats(profile))["stats"]
+    for (file, _, function), (_, _, _, cumulative, _) in collected.items():
         if (Path(file).name, function) in HOST:
             seconds += cumulative
     return counts, texts, 1e6 * seconds / counts["forwards"]
