@@ -130,10 +130,10 @@ def _picked(_: Any, logits: torch.Tensor, *others: Any) -> tuple[torch.Tensor, t
 
 def _listed(_: Any, logits: torch.Tensor, *others: Any) -> Listed:
     """Stand for the kernel that lists tokens beside the pick, likewise."""
-    rows = len(logits)
     token, odds = _picked(_, logits)
-    ids = odds.new_empty(rows, 16)
-    return Listed(token, odds, ids, ids, None, odds.new_empty(rows, 1))
+    others = odds[:, None]
+    ids = others.expand(-1, 16)  # views, which launch nothing
+    return Listed(token, odds, ids, ids, None, others)
 
 
 def launches_of(
