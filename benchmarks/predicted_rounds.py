@@ -131,9 +131,9 @@ def _picked(_: Any, logits: torch.Tensor, *others: Any) -> tuple[torch.Tensor, t
 def _listed(_: Any, logits: torch.Tensor, *others: Any) -> Listed:
     """Stand for the kernel that lists tokens beside the pick, likewise."""
     token, odds = _picked(_, logits)
-    others = odds[:, None]
-    ids = others.expand(-1, 16)  # views, which launch nothing
-    return Listed(token, odds, ids, ids, None, others)
+    column = odds[:, None]
+    ids = column.expand(-1, 16)  # views, which launch nothing
+    return Listed(token, odds, ids, ids, None, column)
 
 
 def launches_of(

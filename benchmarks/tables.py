@@ -365,7 +365,8 @@ def summary(folder: Path = RESULTS) -> str:
     return (
         f"{table}\n"
         "\n"
-        f"95 % intervals of tokens per unit reach {100 * max(arms):.0f} % to either side at most."
+        "The 95 % intervals of tokens per unit extend at most "
+        f"{100 * max(arms):.0f} % to either side."
     )
 
 

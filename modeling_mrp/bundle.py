@@ -306,7 +306,11 @@ touched by these calls alone. What is read lies in a local folder or, by hugging
 repository on the Hub, whose files its cache on disk keeps: the repository that a call names and,
 where its config names a backbone, that one. With HF_HUB_OFFLINE=1 or local_files_only=True nothing
 is sent. This file itself reads JSON and safetensors, no pickles, and runs no code that a
-checkpoint's config names.
+checkpoint's config names; where a caller passes custom_generate, transformers does (see below).
+
+On load, transformers imports modeling_mrp.py, which imports this file, and calls `from_pretrained`
+below. custom_generate/generate.py is not run then: it is for a caller who passes this repository as
+custom_generate to the `generate` of another model.
 """
 _MEMORY = """
 What else outlives a call, in memory and on disk:
@@ -316,8 +320,9 @@ What else outlives a call, in memory and on disk:
 - On an NVIDIA GPU CUDA graphs and a cache of keys and values stay with the model for later calls,
   until `release_graphs` is called, weights move, or a call needs a larger cache. triton compiles
   kernels, and keeps them in its own cache on disk.
-- The process remembers which kernels failed or were checked; a model, how long rounds took
-  (num_draft_states="auto"); a stock model, the MRP model that was made of it.
+- The process remembers which kernels failed or were checked; a stock model, the MRP model that was
+  made of it.
+- A manager of `init_continuous_batching` decodes in a daemon thread until it is stopped.
 - Weights that a caller offloads (device_map) are kept on disk or in another memory by transformers
   and accelerate, and read from there in each call.
 """

@@ -56,11 +56,14 @@ def plan_layers(
     ):
         return None
     look_at_groups = partial(_adjacent_groups, layers)
+    look_at_gates = partial(_silu_gates, layers)
     if model_key is None:
-        adjacent = look_at_groups()
+        adjacent, silu = look_at_groups(), look_at_gates()
     else:
         adjacent = decide(model, model_key, ("adjacent", with_head), look_at_groups)
+        silu = decide(model, model_key, ("silu", with_head), look_at_gates)
     are_adjacent = iter(adjacent)
+    are_silu = iter(silu)
     plans: Plans = {}
     for owner, network_layers in layers.items():
         plans[owner] = []
@@ -69,8 +72,7 @@ def plan_layers(
             for linears in _linear_groups(layer):
                 weight = _joined_weight(linears) if next(are_adjacent) else None
                 products.append(product(linears, weight))
-            is_silu = deviation(layer.mlp.act_fn, _SILU) is None
-            plans[owner].append((layer, *products, is_silu))
+            plans[owner].append((layer, *products, next(are_silu)))
     return plans
 
 
@@ -96,6 +98,15 @@ def _adjacent_groups(layers: dict[Any, list[Any]]) -> list[bool]:
             for linears in _linear_groups(layer):
                 adjacent.append(packed_weight(linears) is not None)
     return adjacent
+
+
+def _silu_gates(layers: dict[Any, list[Any]]) -> list[bool]:
+    """Tell for each layer whether its gate is under a plain SiLU."""
+    gates = []
+    for network_layers in layers.values():
+        for layer in network_layers:
+            gates.append(deviation(layer.mlp.act_fn, _SILU) is None)
+    return gates
 
 
 def deviation(module: nn.Module, kind: type[nn.Module]) -> str | None:
