@@ -301,16 +301,16 @@ Paths and packages that comments and messages name (docs/, benchmarks/, mrp_trai
 project in which this file is generated, and are not in a model's repository.
 """
 _NETWORK = """
+On load, transformers imports modeling_mrp.py, which imports this file, and calls `from_pretrained`
+below. custom_generate/generate.py is not run then: it is for a caller who passes this repository as
+custom_generate to the `generate` of another model.
+
 Importing this file does no more than importing those packages does. Files and the network are
 touched by these calls alone. What is read lies in a local folder or, by huggingface_hub, in a
 repository on the Hub, whose files its cache on disk keeps: the repository that a call names and,
 where its config names a backbone, that one. With HF_HUB_OFFLINE=1 or local_files_only=True nothing
 is sent. This file itself reads JSON and safetensors, no pickles, and runs no code that a
 checkpoint's config names; where a caller passes custom_generate, transformers does (see below).
-
-On load, transformers imports modeling_mrp.py, which imports this file, and calls `from_pretrained`
-below. custom_generate/generate.py is not run then: it is for a caller who passes this repository as
-custom_generate to the `generate` of another model.
 """
 _MEMORY = """
 What else outlives a call, in memory and on disk:
