@@ -18,7 +18,6 @@ import statistics
 import time
 from collections.abc import Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 from mrp_trainer.data.tasks import Family
@@ -26,9 +25,11 @@ from mrp_trainer.evaluate.decoded import pad_left
 from mrp_trainer.evaluate.problem_sets import family_set
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.generate.loop import Decoder
+from modeling_mrp.generate.loop import Decoder, Mode, draft_amount
+from modeling_mrp.generate.options import resolved
+from modeling_mrp.rules.state import Row
 
-from .common import TINY, deciding, load, parser_of
+from .common import TINY, deciding, greedy_decode, load, parser_of
 
 FAMILIES: tuple[Family, ...] = ("math", "code", "source")
 MODES: tuple[dict[str, Any], ...] = (
@@ -75,13 +76,47 @@ class Counted:
         self.taken += int(stats.row_forwards.sum())
         return self
 
+    def add_kept(
+        self,
+        model: MRPForCausalLM,
+        mode: Mode,
+        prompts: list[list[int]],
+        new_tokens: int,
+        eos: list[int],
+    ) -> None:
+        """Decode prompts in one batch that keeps all rows to its end, and add what it took."""
+        wall = time.perf_counter()
+        cpu = time.process_time()
+        with torch.no_grad():
+            networks, rows = greedy_decode(model, mode, prompts, new_tokens, eos, mode.width)
+            running = [len(rows)]  # before each forward, and at the end
+
+            def count(batch: Sequence[Row]) -> None:
+                running.append(sum(row.stop is None for row in batch))
+
+            amount = draft_amount(mode, networks.picker, model.config, None)
+            decoder = Decoder(mode, networks, amount, [count], len(rows))
+            decoder.decode(rows, [0] * len(rows))
+        self.wall += time.perf_counter() - wall
+        self.cpu += time.process_time() - cpu
+        for row in rows:
+            self.texts.append(row.text[row.prompt : row.stop])
+        self.forwards += len(running) - 1
+        self.places += len(rows) * (len(running) - 1)
+        self.taken += sum(running[:-1])
+
 
 def padded(
     model: MRPForCausalLM, prompts: Sequence[Sequence[int]], at_once: int, **options: Any
 ) -> Counted:
     """Decode prompts in batches of `at_once`, each to its end, with all its rows until then."""
-    with mock.patch.object(Decoder, "smaller", lambda decoder, size, active: size):
-        return halved(model, prompts, at_once, **options)
+    counted = Counted()
+    config, _ = resolved(model, None, dict(options))
+    mode = config.mode(model.config.block_size, at_once)
+    for begin in range(0, len(prompts), at_once):
+        batch = list(map(list, prompts[begin : begin + at_once]))
+        counted.add_kept(model, mode, batch, config.max_new_tokens, config.eos_ids())
+    return counted
 
 
 def halved(
