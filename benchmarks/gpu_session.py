@@ -149,7 +149,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Format a table of Markdown."""
     lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return "\n".join(f"| {' | '.join(fields)} |" for fields in lines)
 
 
 def cell(value: Any) -> str:
@@ -179,8 +179,8 @@ def page(command: str, outcomes: list[Outcome], options: Namespace) -> str:
     by_title: dict[str, list[dict[str, Any]]] = {}
     for outcome in outcomes:
         for line in outcome.lines:
-            cells = {name: value for name, value in line.items() if name != "table"}
-            by_title.setdefault(line["table"], []).append(cells)
+            fields = {name: value for name, value in line.items() if name != "table"}
+            by_title.setdefault(line["table"], []).append(fields)
     for title, lines in by_title.items():
         columns = list(dict.fromkeys(name for line in lines for name in line))
         body = [[cell(line.get(column)) for column in columns] for line in lines]
@@ -195,16 +195,16 @@ def run_command(command: str, options: Namespace) -> list[Outcome]:
     folder = Path(options.output) / command
     folder.mkdir(parents=True, exist_ok=True)
     outcomes: list[Outcome] = []
-    for part, minutes in PARTS[command].items():
-        if options.only and part not in options.only:
+    for component, minutes in PARTS[command].items():
+        if options.only and component not in options.only:
             continue
-        left = end - time.monotonic() - GRACE
+        remaining = end - time.monotonic() - GRACE
         share = 60 * minutes * max(1.0, options.minutes / MINUTES)
-        if left < LEAST:
-            outcomes.append(Outcome(part, "skipped", 0.0, "no time is left", []))
+        if remaining < LEAST:
+            outcomes.append(Outcome(component, "skipped", 0.0, "no time is left", []))
         else:
-            print(f"{command}: {part}", file=sys.stderr, flush=True)
-            outcomes.append(run_part(command, part, folder, min(left, share), options))
+            print(f"{command}: {component}", file=sys.stderr, flush=True)
+            outcomes.append(run_part(command, component, folder, min(remaining, share), options))
         path = Path(options.output) / f"{command}.md"
         path.write_text(page(command, outcomes, options))
     return outcomes
@@ -237,7 +237,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("command", nargs="+", choices=[*PARTS])
     parser.add_argument("--minutes", type=float, default=MINUTES, help="of each command, at most")
     parser.add_argument("--output", default="gpu_session", help="folder of pages and numbers")
-    names = sorted({name for parts in PARTS.values() for name in parts})
+    names = sorted({name for components in PARTS.values() for name in components})
     parser.add_argument("--only", nargs="+", choices=names, metavar="PART", help=", ".join(names))
     parser.add_argument("--stand-ins", action="store_true", help="rehearse on a CPU")
     parser.add_argument("--part", choices=names, help="run one part in this process")

@@ -143,14 +143,14 @@ def launches_of(
     around recordings, by round."""
     tape: Any = import_module("tests.tape")
     tape.TapeRecorder.tapes = []
-    seen = tape.Seen()
+    visited = tape.Seen()
     call = graphs.Graphs.call
     network = Networks._network
     roles: dict[str, int] = {}
     eager: list[int] = []
 
     def outside(self: Any, key: Any, function: Any, *inputs: Any) -> Any:
-        seen.operations += ["copy"] * len(inputs)  # to where the recording reads
+        visited.operations += ["copy"] * len(inputs)  # to where the recording reads
         with _disable_current_modes():
             return call(self, key, function, *inputs)
 
@@ -164,8 +164,8 @@ def launches_of(
         return output
 
     def end() -> None:
-        names = [operation for operation in seen.operations if not isinstance(operation, str)]
-        eager.append(tape.launches(names).total() + len(seen.operations) - len(names))
+        names = [operation for operation in visited.operations if not isinstance(operation, str)]
+        eager.append(tape.launches(names).total() + len(visited.operations) - len(names))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(graphs.RECORDERS, "cpu", tape.TapeRecorder)
@@ -174,7 +174,7 @@ def launches_of(
         patch.setattr(LIST, "launch", _listed)
         patch.setattr(graphs.Graphs, "call", outside)
         patch.setattr(Networks, "_network", noted)
-        with each_round(seen.operations.clear, end), seen:
+        with each_round(visited.operations.clear, end), visited:
             decode(model_of(layers, head_layers), rows, states, kernels=True)
     graphs._KEPT.clear()
     return roles, eager
@@ -183,11 +183,11 @@ def launches_of(
 def count_launches(rows: int, states: int) -> tuple[float, float]:
     """Count the launches of a round within recordings, and around them."""
     few, eager = launches_of(2, 1, rows, states)
-    more, _ = launches_of(3, 2, rows, states)
+    extra, _ = launches_of(3, 2, rows, states)
     recorded = 0.0
     for role, depth, small in (("backbone", LAYERS, 2), ("head", HEAD_LAYERS, 1)):
         if role in few:
-            recorded += few[role] + (depth - small) * (more[role] - few[role])
+            recorded += few[role] + (depth - small) * (extra[role] - few[role])
     return recorded, statistics.mean(eager)
 
 
@@ -226,15 +226,17 @@ def floor(device: Device, rows: int, states: int) -> float:
 def table() -> str:
     """Tabulate predicted rounds before and now, in milliseconds."""
     lines = []
-    for (rows, states), was in BEFORE.items():
-        now = count(rows, states)
+    for (rows, states), old in BEFORE.items():
+        current = count(rows, states)
         line = [str(rows), str(states)]
         for name in ("recorded", "eager", "waits", "uploads", "reads"):
-            line.append(f"{getattr(was, name):.4g} -> {getattr(now, name):.4g}")
+            line.append(f"{getattr(old, name):.4g} -> {getattr(current, name):.4g}")
         for device in DEVICES:
-            least = floor(device, rows, states)
-            before, after = (1e3 * (least + counted.seconds()) for counted in (was, now))
-            line.append(f"{before:.2f} -> {after:.2f} ({1e3 * least:.2f})")
+            minimum = floor(device, rows, states)
+            previous, following = (
+                1e3 * (minimum + counted.seconds()) for counted in (old, current)
+            )
+            line.append(f"{previous:.2f} -> {following:.2f} ({1e3 * minimum:.2f})")
         lines.append(line)
     head = ["rows", "K", "launches recorded", "around", "waits", "uploads", "reads"]
     head += [f"{device.name}, ms (floor)" for device in DEVICES]

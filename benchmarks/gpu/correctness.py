@@ -65,27 +65,29 @@ def machine(session: Session) -> None:
         session.line("Machine", name="multiprocessors", value=properties.multi_processor_count)
         if (program := shutil.which("nvidia-smi")) is not None:
             words = [program, "--query-gpu=driver_version,clocks.max.sm,power.limit"]
-            done = subprocess.run([*words, "--format=csv,noheader"], capture_output=True, text=True)
-            session.line("Machine", name="driver, clock, power", value=done.stdout.strip())
+            finished = subprocess.run(
+                [*words, "--format=csv,noheader"], capture_output=True, text=True
+            )
+            session.line("Machine", name="driver, clock, power", value=finished.stdout.strip())
     for dtype in (torch.bfloat16, torch.float32):
         rates = measure_device(device, dtype)
         bandwidth = rates.bandwidth * dtype.itemsize / 2 / 1e9
-        cells = {"GB_a_second": bandwidth, "TFLOP_a_second": rates.peak / 1e12}
-        session.line("Rates", dtype=str(dtype)[6:], **cells)
+        fields = {"GB_a_second": bandwidth, "TFLOP_a_second": rates.peak / 1e12}
+        session.line("Rates", dtype=str(dtype)[6:], **fields)
 
 
 def embedded(session: Session) -> None:
     """The embedded checkpoint as `mrp doctor` checks it, in float32 and bfloat16; drafted texts in
     float64."""
     for dtype in (torch.bfloat16, torch.float32):
-        where = f"embedded, {str(dtype)[6:]}"
+        positions = f"embedded, {str(dtype)[6:]}"
         model = session.embedded(dtype)
         inputs = inputs_of(model, None, ROWS, 64)
-        session.checks(where, check_weights(model))
-        session.checks(where, check_noise(session.device))
-        session.checks(where, check_kernels(model))
-        session.checks(where, check_log_odds(model, 64))
-        session.checks(where, check_fast_paths(model, inputs, STATES))
+        session.checks(positions, check_weights(model))
+        session.checks(positions, check_noise(session.device))
+        session.checks(positions, check_kernels(model))
+        session.checks(positions, check_log_odds(model, 64))
+        session.checks(positions, check_fast_paths(model, inputs, STATES))
     model = session.embedded(torch.float64)
     inputs = inputs_of(model, None, ROWS, 64)
     session.checks("embedded, float64", check_drafts(model, inputs, STATES))
@@ -111,9 +113,9 @@ def broken(session: Session) -> None:
         with pytest.MonkeyPatch.context() as patch:
             faults.BROKEN[name](patch)
             checks = list(check_log_odds(model, 64))
-        found = [check.name for check in checks if check.ok is False]
-        note = f"{len(found)} of {len(checks)} checks found it"
-        session.check("broken", Check(f"{name} is found", bool(found), None, note))
+        matches = [check.name for check in checks if check.ok is False]
+        note = f"{len(matches)} of {len(checks)} checks found it"
+        session.check("broken", Check(f"{name} is found", bool(matches), None, note))
 
 
 def attention_cases(small: bool) -> Iterator[tuple[int, int, int]]:
@@ -154,7 +156,7 @@ def widened(value: Any) -> Any:
         norm = Qwen3RMSNorm(len(value.weight), value.variance_epsilon)
         return norm.to(value.weight.device, torch.float64).requires_grad_(False)
     if type(value) in (list, tuple):
-        return type(value)(widened(part) for part in value)
+        return type(value)(widened(component) for component in value)
     return value
 
 
@@ -171,11 +173,11 @@ def compare(session: Session, kernel: Kernel, case: str, arguments: Callable[...
     def agrees() -> Check:
         given = arguments()
         ours = results_of(kernel.launch(*given))
-        same = tuple(v.nan_to_num() if isinstance(v, Tensor) else v for v in given)
-        control = results_of(kernel.twin(*same))
-        right = results_of(kernel.twin(*widened(given)))
+        equal = tuple(v.nan_to_num() if isinstance(v, Tensor) else v for v in given)
+        control = results_of(kernel.twin(*equal))
+        correct = results_of(kernel.twin(*widened(given)))
         worst = 0.0
-        for result, rounded, expected in zip(ours, control, right, strict=True):
+        for result, rounded, expected in zip(ours, control, correct, strict=True):
             bit = torch.finfo(result.dtype).eps if result.is_floating_point() else 1e-9
             error = relative_error(result, expected)
             worst = max(worst, error / (relative_error(rounded, expected) + bit))
@@ -332,22 +334,22 @@ def second_thread(session: Session, name: str) -> Check:
     """Decode in two threads at once with one model."""
     model = session.embedded(torch.float64)
     expected = [_texts(session, model, seed, graphs=False) for seed in range(4)]
-    found: dict[int, Any] = {}
+    matches: dict[int, Any] = {}
 
     def decode(seeds: tuple[int, ...]) -> None:
         for seed in seeds:
             try:
-                found[seed] = _texts(session, model, seed)
+                matches[seed] = _texts(session, model, seed)
             except Exception as error:
-                found[seed] = repr(error)
+                matches[seed] = repr(error)
 
     threads = [threading.Thread(target=decode, args=(seeds,)) for seeds in ((0, 1), (2, 3))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    wrong = [repr(found[seed])[:80] for seed in range(4) if found[seed] != expected[seed]]
-    return Check(name, not wrong, None, "; ".join(wrong) or "4 texts equal")
+    mismatches = [repr(matches[seed])[:80] for seed in range(4) if matches[seed] != expected[seed]]
+    return Check(name, not mismatches, None, "; ".join(mismatches) or "4 texts equal")
 
 
 def failing(session: Session, name: str) -> Check:
@@ -360,10 +362,11 @@ def failing(session: Session, name: str) -> Check:
         warnings.simplefilter("always")
         for _ in range(3):
             results.append(graphs.call("key", lambda x: x * x.sum().item(), numbers).tolist())
-    told = any("could not be recorded" in str(warning.message) for warning in caught)
-    after = _texts(session, model, 0) == _texts(session, model, 0, graphs=False)
-    note = f"told: {told}; results right: {results == [[4.0] * 4] * 3}; decoding after it: {after}"
-    return Check(name, told and after and results == [[4.0] * 4] * 3, None, note)
+    reported = any("could not be recorded" in str(warning.message) for warning in caught)
+    following = _texts(session, model, 0) == _texts(session, model, 0, graphs=False)
+    correct = results == [[4.0] * 4] * 3
+    note = f"told: {reported}; results right: {correct}; decoding after it: {following}"
+    return Check(name, reported and following and correct, None, note)
 
 
 def tests(session: Session) -> None:
@@ -373,15 +376,21 @@ def tests(session: Session) -> None:
     folders = ["tests/networks", "tests/kernels", "tests/train/test_objectives.py"]
     command = [*words, "--maxfail=20", "--ignore=tests/kernels/test_compiled.py", *folders]
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds)
+        finished = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=seconds
+        )
     except subprocess.TimeoutExpired as error:
         output = error.stdout if isinstance(error.stdout, str) else ""
         session.check("tests", Check("pytest -m gpu", False, None, f"not done: {output[-200:]}"))
         return
-    print(done.stdout, done.stderr)
-    summary = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else done.stderr[-200:]
-    session.check("tests", Check("pytest -m gpu", done.returncode == 0, None, summary))
-    for failed in re.findall(r"^(?:FAILED|ERROR) (.*)$", done.stdout, re.MULTILINE):
+    print(finished.stdout, finished.stderr)
+    summary = (
+        finished.stdout.strip().splitlines()[-1]
+        if finished.stdout.strip()
+        else finished.stderr[-200:]
+    )
+    session.check("tests", Check("pytest -m gpu", finished.returncode == 0, None, summary))
+    for failed in re.findall(r"^(?:FAILED|ERROR) (.*)$", finished.stdout, re.MULTILINE):
         session.check("tests", Check(failed[:120], False))
 
 
@@ -393,12 +402,12 @@ def sanitizer(session: Session) -> None:
         return
     words = [program, "--error-exitcode", "9", sys.executable, "-m", "benchmarks.gpu.sanitized"]
     try:
-        done = subprocess.run(
+        finished = subprocess.run(
             words, cwd=ROOT, capture_output=True, text=True, timeout=max(10.0, session.left - 5)
         )
     except subprocess.TimeoutExpired:
         session.check("kernels", Check("compute-sanitizer", None, None, "no time was left"))
         return
-    print(done.stdout, done.stderr)
-    note = next(iter(reversed(done.stdout.strip().splitlines())), "")
-    session.check("kernels", Check("compute-sanitizer", done.returncode == 0, None, note))
+    print(finished.stdout, finished.stderr)
+    note = next(iter(reversed(finished.stdout.strip().splitlines())), "")
+    session.check("kernels", Check("compute-sanitizer", finished.returncode == 0, None, note))

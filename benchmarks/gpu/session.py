@@ -57,8 +57,8 @@ class Session:
     def check(self, where: str, check: Check) -> None:
         """Write the result of a check."""
         difference = None if check.difference is None else float(f"{check.difference:.3g}")
-        cells = {"verdict": check.verdict, "difference": difference, "note": check.note}
-        self.line("Checks", of=where, check=check.name, **cells)
+        fields = {"verdict": check.verdict, "difference": difference, "note": check.note}
+        self.line("Checks", of=where, check=check.name, **fields)
 
     def checks(self, where: str, checks: Iterable[Check]) -> None:
         """Write the results of checks, as long as time is left."""

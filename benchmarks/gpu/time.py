@@ -44,17 +44,19 @@ def time_rounds(
     rates = _device(session, model)
     for count in rows:
         for replayed in replay_rounds(model, rates, count, prefix, widths):
-            parts = {}
-            for part in replayed.parts:
-                parts[part.name.replace("'s", "_s").replace(" ", "_")] = 1e3 * part.wall
+            components = {}
+            for component in replayed.parts:
+                components[component.name.replace("'s", "_s").replace(" ", "_")] = (
+                    1e3 * component.wall
+                )
             busy = None if replayed.busy is None else 1e3 * replayed.busy
-            cells: dict[str, Any] = {
+            fields: dict[str, Any] = {
                 "round_ms": 1e3 * replayed.wall,
                 "floor_ms": 1e3 * replayed.floor,
             }
-            cells |= {"busy_ms": busy, **parts}
+            fields |= {"busy_ms": busy, **components}
             shape = {"model": name, "rows": count, "prefix": prefix, "K": replayed.states}
-            session.line("Parts of a round", **shape, **cells)
+            session.line("Parts of a round", **shape, **fields)
             if session.left < 0:
                 return
     _peak(session, name)
@@ -107,12 +109,12 @@ def profile_of(session: Session, rows: int) -> None:
     total = sum(event.self_device_time_total for event in on_device)
     session.line(table, kernel="all", launches=launches / count, us=total / count)
     for event in by_time[:20]:
-        cells = {"launches": event.count / count, "us": event.self_device_time_total / count}
-        session.line(table, kernel=event.key[:70], **cells)
+        fields = {"launches": event.count / count, "us": event.self_device_time_total / count}
+        session.line(table, kernel=event.key[:70], **fields)
     for event in sorted(events, key=lambda event: -event.self_cpu_time_total):
         if event.key.startswith("cuda") or (session.small and event.key.startswith("aten::copy")):
-            cells = {"calls": event.count / count, "us": event.self_cpu_time_total / count}
-            session.line(f"Calls of the driver in a round, {rows} rows", call=event.key, **cells)
+            fields = {"calls": event.count / count, "us": event.self_cpu_time_total / count}
+            session.line(f"Calls of the driver in a round, {rows} rows", call=event.key, **fields)
 
 
 def profile(session: Session) -> None:
@@ -190,13 +192,13 @@ def forced_text(
             rounds = networks.forwards["denoise"]
             chosen = amount.chosen
     amounts = ", ".join(f"K={k} passes={p}: {n}" for (k, p), n in chosen.most_common(4))
-    cells = {
+    fields = {
         "rounds": rounds,
         "round_ms": 1e3 * seconds / rounds,
         "tokens_a_second": rows * tokens / seconds,
     }
-    cells["tokens_a_round_and_row"] = tokens / rounds
-    session.line("Texts with forced acceptance", rows=rows, K=states, **cells, amounts=amounts)
+    fields["tokens_a_round_and_row"] = tokens / rounds
+    session.line("Texts with forced acceptance", rows=rows, K=states, **fields, amounts=amounts)
 
 
 def texts(session: Session) -> None:
@@ -223,11 +225,11 @@ def costs(session: Session) -> None:
     predicted = predicted_costs(model.config, model.lm_head.weight)
     for index, states in enumerate(measured.states):
         expected = interpolated(predicted.states, predicted.backbone, states)
-        cells = {"backbone_ms": measured.backbone[index], "predicted_ms": 1e3 * expected}
+        fields = {"backbone_ms": measured.backbone[index], "predicted_ms": 1e3 * expected}
         if measured.head:
             expected = interpolated(predicted.states, predicted.head, states)
-            cells |= {"head_ms": measured.head[index], "predicted_head_ms": 1e3 * expected}
-        session.line("Costs of forwards, random 4B", states=states, **cells)
+            fields |= {"head_ms": measured.head[index], "predicted_head_ms": 1e3 * expected}
+        session.line("Costs of forwards, random 4B", states=states, **fields)
     session.line("Cost table", round_costs=str(measured.to_dict()))
 
 
@@ -249,9 +251,9 @@ def embedded(session: Session) -> None:
                     seconds = now(session.device) - start
                 count = sum(out.stats.forwards[role] for role in ("denoise", "verify"))
                 tokens = rows * mode["max_new_tokens"]
-                cells = {"rounds": count, "round_ms": 1e3 * seconds / count}
-                cells["tokens_a_second"] = tokens / seconds
-                session.line("Embedded checkpoint", rows=rows, target=target, K=states, **cells)
+                fields = {"rounds": count, "round_ms": 1e3 * seconds / count}
+                fields["tokens_a_second"] = tokens / seconds
+                session.line("Embedded checkpoint", rows=rows, target=target, K=states, **fields)
                 if session.left < 0:
                     return
         model.release_graphs()
@@ -263,5 +265,5 @@ def baselines(session: Session) -> None:
     for rows in (1, 4):
         prefix = _prefix(session, 512)
         for name, seconds in time_baselines(model, rows, prefix, not session.small):
-            cells = {"rows": rows, "prefix": prefix, "step_ms": 1e3 * seconds}
-            session.line("Steps of plain transformers, random 4B", way=name, **cells)
+            fields = {"rows": rows, "prefix": prefix, "step_ms": 1e3 * seconds}
+            session.line("Steps of plain transformers, random 4B", way=name, **fields)

@@ -231,13 +231,13 @@ def commands(session: Session) -> None:
         ):
             start = now(session.device)
             command = [sys.executable, "-m", "mrp_trainer.cli", *words]
-            done = subprocess.run(
+            finished = subprocess.run(
                 command, cwd=ROOT, capture_output=True, text=True, timeout=max(10, session.left)
             )
-            print(done.stdout, done.stderr)
-            output = (done.stdout.strip() or done.stderr.strip()).splitlines()
+            print(finished.stdout, finished.stderr)
+            output = (finished.stdout.strip() or finished.stderr.strip()).splitlines()
             note = f"{now(session.device) - start:.0f} s; {output[-1][:120] if output else ''}"
             name = f"mrp {words[0]}"
-            session.check("commands", Check(name, done.returncode == 0, None, note))
-            if done.returncode:
+            session.check("commands", Check(name, finished.returncode == 0, None, note))
+            if finished.returncode:
                 break

@@ -133,8 +133,8 @@ def check_processor(processor: Any, prompts: Sequence[Tensor], weight: Tensor) -
             f"the logits processor {name} failed when it was called again, with other numbers of "
             f"rows ({type(error).__name__}: {error})"
         )
-    for other in answers[1:]:
-        if not torch.equal(other.nan_to_num(), answers[0].nan_to_num()):
+    for counterpart in answers[1:]:
+        if not torch.equal(counterpart.nan_to_num(), answers[0].nan_to_num()):
             return (
                 f"the logits processor {name} answers the same ids and scores differently, by row "
                 "or from call to call"

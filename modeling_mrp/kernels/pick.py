@@ -359,8 +359,8 @@ def list_rows_ref(
     if shortlist:
         first = ids[:, :shortlist]
         included = listed_scores[:, :shortlist] > -torch.inf  # all others keep their share
-        left = raw[:, :shortlist].masked_fill(included, -torch.inf)
-        other_logsumexp = scores.scatter(1, first, left).logsumexp(-1, keepdim=True)
+        remaining = raw[:, :shortlist].masked_fill(included, -torch.inf)
+        other_logsumexp = scores.scatter(1, first, remaining).logsumexp(-1, keepdim=True)
     return Listed(token, odds, ids.to(scores.dtype), listed_scores, log_odds, other_logsumexp)
 
 
@@ -539,23 +539,23 @@ if triton is not None:
     def _empty_list(count, LISTED: tl.constexpr):  # type: ignore[no-untyped-def]
         """Make a list of `count` keys that stand for no token, and of others that are never
         replaced."""
-        place = tl.arange(0, LISTED)
-        return tl.where(place < count, _LEAST_KEY - 1 - place.to(tl.int64), _MOST_KEY)
+        slot = tl.arange(0, LISTED)
+        return tl.where(slot < count, _LEAST_KEY - 1 - slot.to(tl.int64), _MOST_KEY)
 
     @triton.jit
     def _enlist(listed, keys, other_logsumexp, inverse_temperature):  # type: ignore[no-untyped-def]
         """Put keys in the places of lesser ones in a list; return the list, the keys left, and the
         log-sum-exp of others with those that lost their places."""
-        least = tl.min(listed, 0)
+        minimum = tl.min(listed, 0)
         top = tl.max(keys, 0)
-        while top > least:
-            listed = tl.where(listed == least, top, listed)
+        while top > minimum:
+            listed = tl.where(listed == minimum, top, listed)
             keys = tl.where(keys == top, _TAKEN, keys)
             lost = tl.where(
-                least < _LEAST_KEY, float("-inf"), _logits_of(least) * inverse_temperature
+                minimum < _LEAST_KEY, float("-inf"), _logits_of(minimum) * inverse_temperature
             )
             other_logsumexp = _log_add(other_logsumexp, lost)
-            least = tl.min(listed, 0)
+            minimum = tl.min(listed, 0)
             top = tl.max(keys, 0)
         return listed, keys, other_logsumexp
 
@@ -610,8 +610,8 @@ if triton is not None:
                 other_logsumexp, _log_sum(tl.where(keys == _TAKEN, float("-inf"), raw))
             )
         out = row * tl.num_programs(1) + tl.program_id(1)
-        place = tl.arange(0, LISTED)
-        tl.store(slice_keys + out * count + place, listed, mask=place < count)
+        slot = tl.arange(0, LISTED)
+        tl.store(slice_keys + out * count + slot, listed, mask=slot < count)
         tl.store(slice_results + out, other_logsumexp)
         if keys_in is not None:
             tl.store(slice_tokens + out, best_token)
@@ -661,14 +661,14 @@ if triton is not None:
                 other_logsumexp, _log_sum(tl.where(keys == _TAKEN, float("-inf"), raw_left))
             )
 
-        place = tl.arange(0, LISTED)
-        filled = place < count
+        slot = tl.arange(0, LISTED)
+        filled = slot < count
         rank = tl.sum(((listed[None, :] > listed[:, None]) & filled[None, :]).to(tl.int32), 1)
         logits = _logits_of(listed)
         raw = tl.where(filled, logits * inverse_temperature, float("-inf"))
         token = 0x7FFFFFFF - (listed & 0x7FFFFFFF).to(tl.int32)
         # Of each listed token, the log-sum-exp of all others: no sum is taken back.
-        beside = tl.where(place[None, :] == place[:, None], float("-inf"), raw[None, :])
+        beside = tl.where(slot[None, :] == slot[:, None], float("-inf"), raw[None, :])
         peak = tl.max(beside, 1)
         peak = tl.where(tl.abs(peak) == float("inf"), 0.0, peak)
         beside_logsumexp = peak + tl.log(tl.sum(tl.exp(beside - peak[:, None]), 1))
