@@ -12,7 +12,7 @@ from transformers import LogitsProcessor
 from transformers.generation import logits_process as kinds
 
 from modeling_mrp import MRPForCausalLM
-from tests.random_cases import make_model
+from tests.random_cases import MASK, make_model
 
 PAIR = torch.tensor([[1, 2, 3], [4, 5, 6]])
 MODES: list[dict[str, Any]] = [
@@ -105,7 +105,7 @@ ELSEWHERE: list[dict[str, Any]] = [
     {"decoding": "self_spec", "target": "dynamic"},
     {"decoding": "mrp_remask"},
     {"decoding": "sequential", "max_batch_size": 1},
-    {"decoding": "sequential", "infill_ids": torch.tensor([[63, 63, 5], [63, 63, 5]])},
+    {"decoding": "sequential", "infill_ids": torch.tensor([[MASK, 5], [MASK, 5]])},
     {"decoding": "sequential", "output_scores": True, "return_dict_in_generate": True},
     {"decoding": "sequential", "output_logits": True, "return_dict_in_generate": True},
 ]
@@ -119,11 +119,6 @@ IN_ORDER: list[dict[str, Any]] = [
 def refused(make: Callable[[], Any], message: str, mode: dict[str, Any]) -> None:
     """Check that `generate` refuses a processor before any forward."""
     model = make_model()
-    mode = {name: value for name, value in mode.items() if name != "infill_ids"} | (
-        {"infill_ids": torch.tensor(2 * [[model.config.mask_token_id, 5]])}
-        if "infill_ids" in mode
-        else {}
-    )
     model.model.register_forward_pre_hook(lambda *_: pytest.fail("the backbone ran"))
     with pytest.raises(ValueError, match=f"(?s)the logits processor {message}"):
         model.generate(PAIR, logits_processor=[make()], max_new_tokens=6, **mode)
