@@ -64,23 +64,24 @@ class MRPLM(HFLM):
         """
         if self.mixed_precision_dtype is not None:  # autocast applies to one thread only
             return list(super().generate_until(requests, disable_tqdm))
-        lengths = [len(self.tok_encode(request.args[0])) for request in requests]
-        order = sorted(range(len(requests)), key=lambda index: -lengths[index])
+        prepared = []
+        for index, request in enumerate(requests):
+            prepared.append(self._options_of(request.args, index))
+        order = sorted(range(len(requests)), key=lambda index: -len(prepared[index][0]))
         progress = tqdm(total=len(order), disable=disable_tqdm or self.rank != 0, desc="Generating")
         texts: dict[int, str] = {}
-        stops: dict[int, list[str]] = {}
         manager = self.model.init_continuous_batching({"max_batch_size": self._rows})
         manager.start()
         try:
             for index in order:
-                ids, stops[index], options = self._options_of(requests[index].args, index)
+                ids, _, options = prepared[index]
                 manager.add_request(ids, str(index), **options)
             while len(texts) < len(order):
                 output = manager.get_result()
                 if output is None or output.error is not None:
                     raise RuntimeError(output.error if output else str(manager.fatal_error))
                 index = int(output.request_id)
-                texts[index] = self._answer_of(output.generated_tokens, stops[index])
+                texts[index] = self._answer_of(output.generated_tokens, prepared[index][1])
                 self.cache_hook.add_partial("generate_until", requests[index].args, texts[index])
                 progress.update()
         finally:
