@@ -195,16 +195,16 @@ def run_command(command: str, options: Namespace) -> list[Outcome]:
     folder = Path(options.output) / command
     folder.mkdir(parents=True, exist_ok=True)
     outcomes: list[Outcome] = []
-    for component, minutes in PARTS[command].items():
-        if options.only and component not in options.only:
+    for part, minutes in PARTS[command].items():
+        if options.only and part not in options.only:
             continue
         remaining = end - time.monotonic() - GRACE
         share = 60 * minutes * max(1.0, options.minutes / MINUTES)
         if remaining < LEAST:
-            outcomes.append(Outcome(component, "skipped", 0.0, "no time is left", []))
+            outcomes.append(Outcome(part, "skipped", 0.0, "no time is left", []))
         else:
-            print(f"{command}: {component}", file=sys.stderr, flush=True)
-            outcomes.append(run_part(command, component, folder, min(remaining, share), options))
+            print(f"{command}: {part}", file=sys.stderr, flush=True)
+            outcomes.append(run_part(command, part, folder, min(remaining, share), options))
         path = Path(options.output) / f"{command}.md"
         path.write_text(page(command, outcomes, options))
     return outcomes
@@ -237,7 +237,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("command", nargs="+", choices=[*PARTS])
     parser.add_argument("--minutes", type=float, default=MINUTES, help="of each command, at most")
     parser.add_argument("--output", default="gpu_session", help="folder of pages and numbers")
-    names = sorted({name for components in PARTS.values() for name in components})
+    names = sorted({name for parts in PARTS.values() for name in parts})
     parser.add_argument("--only", nargs="+", choices=names, metavar="PART", help=", ".join(names))
     parser.add_argument("--stand-ins", action="store_true", help="rehearse on a CPU")
     parser.add_argument("--part", choices=names, help="run one part in this process")

@@ -233,10 +233,9 @@ def table() -> str:
             line.append(f"{getattr(old, name):.4g} -> {getattr(current, name):.4g}")
         for device in DEVICES:
             minimum = floor(device, rows, states)
-            previous, following = (
-                1e3 * (minimum + counted.seconds()) for counted in (old, current)
-            )
-            line.append(f"{previous:.2f} -> {following:.2f} ({1e3 * minimum:.2f})")
+            old_time = 1e3 * (minimum + old.seconds())
+            new_time = 1e3 * (minimum + current.seconds())
+            line.append(f"{old_time:.2f} -> {new_time:.2f} ({1e3 * minimum:.2f})")
         lines.append(line)
     head = ["rows", "K", "launches recorded", "around", "waits", "uploads", "reads"]
     head += [f"{device.name}, ms (floor)" for device in DEVICES]

@@ -80,14 +80,14 @@ def embedded(session: Session) -> None:
     """The embedded checkpoint as `mrp doctor` checks it, in float32 and bfloat16; drafted texts in
     float64."""
     for dtype in (torch.bfloat16, torch.float32):
-        positions = f"embedded, {str(dtype)[6:]}"
+        label = f"embedded, {str(dtype)[6:]}"
         model = session.embedded(dtype)
         inputs = inputs_of(model, None, ROWS, 64)
-        session.checks(positions, check_weights(model))
-        session.checks(positions, check_noise(session.device))
-        session.checks(positions, check_kernels(model))
-        session.checks(positions, check_log_odds(model, 64))
-        session.checks(positions, check_fast_paths(model, inputs, STATES))
+        session.checks(label, check_weights(model))
+        session.checks(label, check_noise(session.device))
+        session.checks(label, check_kernels(model))
+        session.checks(label, check_log_odds(model, 64))
+        session.checks(label, check_fast_paths(model, inputs, STATES))
     model = session.embedded(torch.float64)
     inputs = inputs_of(model, None, ROWS, 64)
     session.checks("embedded, float64", check_drafts(model, inputs, STATES))
@@ -113,9 +113,9 @@ def broken(session: Session) -> None:
         with pytest.MonkeyPatch.context() as patch:
             faults.BROKEN[name](patch)
             checks = list(check_log_odds(model, 64))
-        matches = [check.name for check in checks if check.ok is False]
-        note = f"{len(matches)} of {len(checks)} checks found it"
-        session.check("broken", Check(f"{name} is found", bool(matches), None, note))
+        failed = [check.name for check in checks if check.ok is False]
+        note = f"{len(failed)} of {len(checks)} checks found it"
+        session.check("broken", Check(f"{name} is found", bool(failed), None, note))
 
 
 def attention_cases(small: bool) -> Iterator[tuple[int, int, int]]:
@@ -173,11 +173,11 @@ def compare(session: Session, kernel: Kernel, case: str, arguments: Callable[...
     def agrees() -> Check:
         given = arguments()
         ours = results_of(kernel.launch(*given))
-        equal = tuple(v.nan_to_num() if isinstance(v, Tensor) else v for v in given)
-        control = results_of(kernel.twin(*equal))
-        correct = results_of(kernel.twin(*widened(given)))
+        finite = tuple(v.nan_to_num() if isinstance(v, Tensor) else v for v in given)
+        control = results_of(kernel.twin(*finite))
+        exact = results_of(kernel.twin(*widened(given)))
         worst = 0.0
-        for result, rounded, expected in zip(ours, control, correct, strict=True):
+        for result, rounded, expected in zip(ours, control, exact, strict=True):
             bit = torch.finfo(result.dtype).eps if result.is_floating_point() else 1e-9
             error = relative_error(result, expected)
             worst = max(worst, error / (relative_error(rounded, expected) + bit))
@@ -334,22 +334,22 @@ def second_thread(session: Session, name: str) -> Check:
     """Decode in two threads at once with one model."""
     model = session.embedded(torch.float64)
     expected = [_texts(session, model, seed, graphs=False) for seed in range(4)]
-    matches: dict[int, Any] = {}
+    decoded: dict[int, Any] = {}
 
     def decode(seeds: tuple[int, ...]) -> None:
         for seed in seeds:
             try:
-                matches[seed] = _texts(session, model, seed)
+                decoded[seed] = _texts(session, model, seed)
             except Exception as error:
-                matches[seed] = repr(error)
+                decoded[seed] = repr(error)
 
     threads = [threading.Thread(target=decode, args=(seeds,)) for seeds in ((0, 1), (2, 3))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    mismatches = [repr(matches[seed])[:80] for seed in range(4) if matches[seed] != expected[seed]]
-    return Check(name, not mismatches, None, "; ".join(mismatches) or "4 texts equal")
+    wrong_texts = [repr(decoded[seed])[:80] for seed in range(4) if decoded[seed] != expected[seed]]
+    return Check(name, not wrong_texts, None, "; ".join(wrong_texts) or "4 texts equal")
 
 
 def failing(session: Session, name: str) -> Check:
@@ -363,10 +363,10 @@ def failing(session: Session, name: str) -> Check:
         for _ in range(3):
             results.append(graphs.call("key", lambda x: x * x.sum().item(), numbers).tolist())
     reported = any("could not be recorded" in str(warning.message) for warning in caught)
-    following = _texts(session, model, 0) == _texts(session, model, 0, graphs=False)
-    correct = results == [[4.0] * 4] * 3
-    note = f"told: {reported}; results right: {correct}; decoding after it: {following}"
-    return Check(name, reported and following and correct, None, note)
+    decodes = _texts(session, model, 0) == _texts(session, model, 0, graphs=False)
+    results_right = results == [[4.0] * 4] * 3
+    note = f"told: {reported}; results right: {results_right}; decoding after it: {decodes}"
+    return Check(name, reported and decodes and results_right, None, note)
 
 
 def tests(session: Session) -> None:

@@ -44,17 +44,15 @@ def time_rounds(
     rates = _device(session, model)
     for count in rows:
         for replayed in replay_rounds(model, rates, count, prefix, widths):
-            components = {}
-            for component in replayed.parts:
-                components[component.name.replace("'s", "_s").replace(" ", "_")] = (
-                    1e3 * component.wall
-                )
+            parts = {}
+            for part in replayed.parts:
+                parts[part.name.replace("'s", "_s").replace(" ", "_")] = 1e3 * part.wall
             busy = None if replayed.busy is None else 1e3 * replayed.busy
             fields: dict[str, Any] = {
                 "round_ms": 1e3 * replayed.wall,
                 "floor_ms": 1e3 * replayed.floor,
             }
-            fields |= {"busy_ms": busy, **components}
+            fields |= {"busy_ms": busy, **parts}
             shape = {"model": name, "rows": count, "prefix": prefix, "K": replayed.states}
             session.line("Parts of a round", **shape, **fields)
             if session.left < 0:
