@@ -33,7 +33,7 @@ test-gpu: $(VENV)/.dev
 # Small faults put into the engine one at a time: which tests find them, in tests/mutants.json. Half an hour on one core; ONLY=...
 # tries those whose file or text it names.
 mutants: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants.py $(ONLY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants $(ONLY)
 
 # What needs the other extras: quantized weights, the server, notebooks, the Space, a picture as PNG; kernels compiled for
 # four GPUs; and whether what is imported from other libraries exists.
@@ -62,7 +62,7 @@ TESTS :=
 
 test-serving: $(SERVING)/.installed $(ENGINE:%=$(SERVING)/sglang-%)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(ENGINE:%=$(CURDIR)/$(SERVING)/sglang-%) $(SERVING)/bin/python -m pytest -rs \
-		$(if $(TESTS),$(TESTS:%=tests/serving/%.py),tests/serving)
+		$(if $(TESTS),$(TESTS:%=tests/engine/%.py),tests/engine)
 
 $(SERVING)/sglang-%: $(SERVING)/.installed
 	$(SERVING)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ sglang==$*
@@ -164,12 +164,12 @@ $(VENV)/.docs: $(VENV)/.demo
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	touch $@
 
-$(SERVING)/.installed: pyproject.toml tests/serving/requirements.txt tests/serving/engine.txt \
-		tests/serving/cpu_engine/mrp_cpu_engine.py
+$(SERVING)/.installed: pyproject.toml tests/engine/requirements.txt tests/engine/engine.txt \
+		tests/engine/cpu_engine/mrp_cpu_engine.py
 	$(PYTHON) -m venv $(SERVING)
-	$(SERVING)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/serving/requirements.txt -e .
-	$(SERVING)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/serving/engine.txt
-	$(SERVING)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps tests/serving/cpu_engine
+	$(SERVING)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/engine/requirements.txt -e .
+	$(SERVING)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/engine/engine.txt
+	$(SERVING)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps tests/engine/cpu_engine
 	touch $@
 
 clean:

@@ -38,8 +38,8 @@ from modeling_mrp.constraints.block import AutomatonConstraint
 from modeling_mrp.constraints.patterns import byte_automaton
 from modeling_mrp.constraints.schema import schema_pattern
 from modeling_mrp.generate.option_table import TARGETS
-from tests.languages import EOS, by_row, random_languages, text_of
-from tests.random_cases import batch_of, dampened, make_model
+from tests.support.languages import EOS, by_row, random_languages, text_of
+from tests.support.random_cases import batch_of, dampened, make_model
 
 from .common import TINY, deciding, load, parser_of
 

@@ -22,8 +22,8 @@ import torch
 from transformers.generation import ContinuousBatchingConfig
 
 from modeling_mrp.generate.request import RequestOutput
-from tests.batching_cases import random_request
-from tests.random_cases import make_model
+from tests.support.batching_cases import random_request
+from tests.support.random_cases import make_model
 
 from .common import emit, header, parser_of
 

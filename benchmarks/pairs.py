@@ -3,11 +3,11 @@ differed.
 
     python -m benchmarks.pairs --cases 10000 --seed 1 --processes 2
 
-The registry is `tests/capabilities.py`, a case `tests/pairs.py`: each pair comes once, in an order
-of the seed, before any comes again. Cases are functions of the seed and their number: `--first N
---cases 1` repeats one. The result, `--output`, has the seed, the count of cases of each pair, those
-that were refused as they have to be, and every mismatch. `--add` goes on from an earlier result
-behind its last case.
+The registry is `tests/support/capabilities.py`, a case `tests/support/pairs.py`: each pair comes
+once, in an order of the seed, before any comes again. Cases are functions of the seed and their
+number: `--first N --cases 1` repeats one. The result, `--output`, has the seed, the count of cases
+of each pair, those that were refused as they have to be, and every mismatch. `--add` goes on from
+an earlier result behind its last case.
 """
 
 import json
@@ -37,8 +37,8 @@ def quiet_process() -> None:
 
 def try_cases(seed: int, numbers: Sequence[int]) -> list[dict[str, Any]]:
     """Try the cases of some numbers; return a line each, with its error if something differed."""
-    from tests.capabilities import REGISTRY
-    from tests.pairs import drawn, refusal_of, tried
+    from tests.support.capabilities import REGISTRY
+    from tests.support.pairs import drawn, refusal_of, tried
 
     lines = []
     for number in numbers:
@@ -110,8 +110,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=RESULTS / "pairs.json")
     options = parser.parse_args(arguments)
     os.environ.setdefault("TRITON_INTERPRET", "1")
-    from tests.capabilities import REGISTRY
-    from tests.pairs import pairs_of
+    from tests.support.capabilities import REGISTRY
+    from tests.support.pairs import pairs_of
 
     earlier = json.loads(options.add.read_text()) if options.add else None
     if earlier:

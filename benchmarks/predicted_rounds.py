@@ -94,7 +94,7 @@ def mode_of(states: int) -> dict[str, Any]:
 
 def model_of(layers: int, head_layers: int) -> Any:
     """Make a small model of SDAR's block size."""
-    tests: Any = import_module("tests.random_cases")
+    tests: Any = import_module("tests.support.random_cases")
     sizes = {"num_hidden_layers": layers, "num_nextn_predict_layers": head_layers}
     return tests.make_model(4, block_size=16, **sizes).float()
 
@@ -141,7 +141,7 @@ def launches_of(
 ) -> tuple[dict[str, int], list[int]]:
     """Count launches of a model of so many layers: those of a recording, by network, and those
     around recordings, by round."""
-    tape: Any = import_module("tests.tape")
+    tape: Any = import_module("tests.support.tape")
     tape.TapeRecorder.tapes = []
     visited = tape.Seen()
     call = graphs.Graphs.call
@@ -193,7 +193,7 @@ def count_launches(rows: int, states: int) -> tuple[float, float]:
 
 def count_copies(rows: int, states: int) -> tuple[float, float, float]:
     """Count the waits, the uploads for which nobody waits, and the reads of a round."""
-    devices: Any = import_module("tests.devices")
+    devices: Any = import_module("tests.support.devices")
     counted: list[tuple[int, int, int]] = []
     with pytest.MonkeyPatch.context() as patch, devices.counted_copies(patch) as copies:
         model = model_of(2, 1)

@@ -37,7 +37,7 @@ from typing import Any
 import torch
 from mrp_trainer.data.tasks import problems
 
-from tests.malformed import bodies
+from tests.support.malformed import bodies
 
 from .common import TINY, emit, load, parser_of
 

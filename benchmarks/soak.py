@@ -8,7 +8,8 @@ bug. A case compares a batch with
 - `mode`: a mode that drafts, if the case's mode can be a target; otherwise the same rows in another
   order and padding;
 - `alone`: one of its rows, decoded by itself;
-- `reference`: one of its rows, decoded by the slow decoder without a cache, `tests/reference.py`;
+- `reference`: one of its rows, decoded by the slow decoder without a cache,
+  `tests/support/reference.py`;
 - `reuse`: its texts, cut somewhere and sometimes changed, continued from `past_key_values` and
   without.
 
@@ -26,7 +27,7 @@ from typing import Any
 import torch
 
 from modeling_mrp.generate.option_table import TARGETS
-from tests.random_cases import MODES, Case, Row, assert_same_text, of_slow
+from tests.support.random_cases import MODES, Case, Row, assert_same_text, of_slow
 
 from .common import emit, header, parser_of
 

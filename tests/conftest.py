@@ -13,16 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fresh import Fresh
+
+from tests.support.fresh import Fresh
+from tests.support.places import TINY
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # transformers copies a repository's code once for each commit, and the tests have one commit for
 # all that they make.
 os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp()
-
-ROOT = Path(__file__).parent.parent
-TINY = ROOT / "hub_configs" / "sdar-tiny-mrp"
 
 
 def pytest_collectstart() -> None:
@@ -44,7 +43,7 @@ def hub(
 ) -> Iterator[Any]:
     """A Hub on loopback, which this process uses as Alice. What is pushed is tried in a fresh
     process only with the mark `real_trial`, as that takes seconds."""
-    from hub_server import HubServer, using
+    from tests.support.hub_server import HubServer, using
 
     if request.node.get_closest_marker("real_trial") is None:
         monkeypatch.setattr("mrp_trainer.publish.command.try_out", lambda *_: "")
@@ -99,7 +98,7 @@ def embedded() -> Any:
 
 @pytest.fixture(scope="session")
 def random_model() -> Any:
-    from tests.random_cases import make_model
+    from tests.support.random_cases import make_model
 
     return make_model()
 
@@ -158,7 +157,7 @@ def word_tokenizer() -> Any:
 
 @pytest.fixture(scope="session")
 def id_tokenizer() -> Any:
-    from tests.random_cases import word_tokenizer
+    from tests.support.random_cases import word_tokenizer
 
     return word_tokenizer()
 
@@ -167,7 +166,8 @@ def id_tokenizer() -> Any:
 def exact_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute Qwen3's RMSNorm in the precision of its input. Its own code rounds to float32, which
     would hide the package's arithmetic from tests that ask for 1e-10."""
-    from helpers import naive_norm
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+    from tests.support.helpers import naive_norm
 
     monkeypatch.setattr(Qwen3RMSNorm, "forward", lambda norm, x: naive_norm(norm, x))

@@ -1,7 +1,7 @@
 """Faults drawn at random from the syntax trees of the packages, each tried on the tests that can
 see it.
 
-`python tests/mutants.py --measure` has to run before: it measures which tests run which lines
+`python -m tests.mutants --measure` has to run before: it measures which tests run which lines
 (`line_map.py`). Then `--seed 7 --count 150 --only trainer/mrp_trainer` draws faults, as many of
 each kind (`fault_kinds.py`), and tries each in a copy of the tree, in a fork of a process that has
 collected the tests (`fault_server.py`) or has imported the libraries alone, up to the first test
@@ -31,9 +31,9 @@ from queue import Empty
 from types import ModuleType
 from typing import Any
 
-from fault_kinds import KINDS, Fault, faults_of
-from fault_server import FaultServer, exchange
-from line_map import FOLDER, ROOT, LineMap, sources
+from tests.support.fault_kinds import KINDS, Fault, faults_of
+from tests.support.fault_server import FaultServer, exchange
+from tests.support.line_map import FOLDER, ROOT, LineMap, sources
 
 HARMLESS = ROOT / "tests" / "harmless_faults.json"
 # of a process that tries a fault; one that takes longer has no end
@@ -361,7 +361,7 @@ def campaign(seed: int, count: int, only: Sequence[str], seconds: float, workers
     if one survives."""
     lines, known = LineMap.load(), harmless()
     if not lines.seconds:
-        raise SystemExit("no lines are measured yet: run python tests/mutants.py --measure")
+        raise SystemExit("no lines are measured yet: run python -m tests.mutants --measure")
     path = FOLDER / f"seed-{seed}.jsonl"
     earlier = recorded(path)
     results: list[Result] = []

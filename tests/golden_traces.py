@@ -1,7 +1,7 @@
 """A record of the texts and costs of every decoding mode, with which those after a change to the
 engine are compared.
 
-``PYTHONPATH=.:tests python tests/golden_traces.py > tests/golden_traces.json`` writes the record
+``python -m tests.golden_traces > tests/golden_traces.json`` writes the record
 anew: only if texts or costs are meant to change. Everything is float64, so that no two scores tie.
 """
 
@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from conftest import TINY
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from modeling_mrp import MRPForCausalLM
-from tests.random_cases import MASK, batch_of, dampened, make_model, word_tokenizer
+from tests.support.places import TINY
+from tests.support.random_cases import MASK, batch_of, dampened, make_model, word_tokenizer
 
 MODES: dict[str, dict[str, Any]] = {
     "static": {"decoding": "static"},

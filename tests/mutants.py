@@ -21,8 +21,8 @@ from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
-from drawn_faults import campaign
-from line_map import PACKAGES, measure_all, rooms_of
+from tests.drawn_faults import campaign
+from tests.support.line_map import PACKAGES, measure_all, rooms_of
 
 ROOT = Path(__file__).parent.parent
 RECORD = ROOT / "tests" / "mutants.json"

@@ -4,7 +4,7 @@ Kernels are interpreted where `TRITON_INTERPRET` is set."""
 from mrp_trainer.doctor import baselines, replays
 
 from modeling_mrp.networks import graphs
-from tests.tape import TapeRecorder
+from tests.support.tape import TapeRecorder
 
 
 def stand_in() -> None:

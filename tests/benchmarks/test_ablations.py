@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import random_ids
 
 from benchmarks import ablations
 from modeling_mrp import MRPForCausalLM
+from tests.support.helpers import random_ids
 
 
 def test_a_head_of_the_distribution_predicts_all_of_it() -> None:

@@ -8,7 +8,6 @@ from itertools import product
 from typing import Any
 
 import pytest
-from conftest import ROOT
 from mrp_trainer.data.tasks import FAMILIES
 from mrp_trainer.evaluate.roofline import PUBLISHED, masks_per_state
 
@@ -16,6 +15,7 @@ from benchmarks import cost_model, longtext, quantized_cpu, tables
 from benchmarks.frontier import DRAFTERS
 from benchmarks.targets import TARGETS
 from modeling_mrp.networks.picker import SHORTLIST
+from tests.support.places import ROOT
 
 
 def printed(command: Any, *arguments: str) -> str:

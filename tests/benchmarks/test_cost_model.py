@@ -6,12 +6,12 @@ model itself.
 
 import pytest
 import torch
-from conftest import ROOT
 from mrp_trainer.evaluate import cost
 from mrp_trainer.evaluate.roofline import PUBLISHED, Shape, Work, decoder_layers
 
 from modeling_mrp import MRPConfig, MRPForCausalLM
-from tests.random_cases import make_model
+from tests.support.places import ROOT
+from tests.support.random_cases import make_model
 
 # One layer of everything, so that sums can be done in the head: q and o 8 x 4, k and v 4 x 4 each,
 # an MLP of 3 x 4 x 6.

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, TINY
 
 from modeling_mrp.model.code import MODELING, PACKAGE
+from tests.support.places import ROOT, TINY
 
 
 def counted(model: Path, *arguments: str) -> dict[str, Any]:

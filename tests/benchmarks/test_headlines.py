@@ -5,7 +5,6 @@ In float64, so that no other machine rounds a count away.
 """
 
 import pytest
-from conftest import TINY
 from mrp_trainer.data.tasks import Family, problems
 
 from benchmarks.common import load
@@ -13,6 +12,7 @@ from benchmarks.frontier import JUDGED, Decoder, setting_name, settings
 from benchmarks.measure import SAMPLE
 from benchmarks.tables import frontier_lines
 from modeling_mrp.generate.option_table import DRAFTING, TARGETS
+from tests.support.places import TINY
 
 HEADLINES = (
     "released of static K=4",

@@ -8,7 +8,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.longtext import PROMPT, WINDOW, decode, judged
 from benchmarks.targets import alone, drafted
-from tests.random_cases import make_model
+from tests.support.random_cases import make_model
 
 PROMPTS = torch.randint(2, 50, (3, PROMPT), generator=torch.Generator().manual_seed(1))
 

@@ -8,13 +8,13 @@ import random
 from typing import Any
 
 import pytest
-from helpers import generate, texts
 
 from benchmarks.draft_graph import DraftGraph, graph_drafts, recorded_paths
 from benchmarks.frontier import rule_of
 from benchmarks.psd import parallel_speculative
 from benchmarks.released import Released
-from tests.random_cases import make_model, random_prompts
+from tests.support.helpers import generate, texts
+from tests.support.random_cases import make_model, random_prompts
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "static": {},

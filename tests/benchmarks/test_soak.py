@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks import soak
-from tests import random_cases
+from tests.support import random_cases
 
 
 def run(folder: Path, *arguments: str) -> tuple[int, list[dict[str, Any]]]:

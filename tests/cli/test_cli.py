@@ -10,9 +10,6 @@ from typing import get_args
 
 import mrp_trainer
 import pytest
-from commands import RUNNER, command, mrp
-from conftest import ROOT, TINY
-from helpers import word_model
 from mrp_trainer import cli
 from mrp_trainer.evaluate.options import Judge
 from mrp_trainer.evaluate.problem_sets import JUDGES
@@ -20,8 +17,12 @@ from mrp_trainer.train.arguments import MRPTrainingArguments
 from mrp_trainer.train.options import HeadInit, RevealRule, TrainCommand
 from mrp_trainer.train.settings import known_names
 from mrp_trainer.train.trainer import MRPTrainer
-from training_runs import saved
 from transformers import PreTrainedTokenizerFast
+
+from tests.support.commands import RUNNER, command, mrp
+from tests.support.helpers import word_model
+from tests.support.places import ROOT, TINY
+from tests.support.training_runs import saved
 
 TRAIN = ["--model", "m", "--output-dir", "o"]
 OBJECTIVES = {"head": "mrp", "backbone": "block_diffusion"}

@@ -12,9 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from commands import RUNNER, command, mrp
-from conftest import ROOT, TINY
-from helpers import SHA, in_hub_cache, same_tensors
 from mrp_trainer import cli, embedded_checkpoint
 from mrp_trainer.evaluate.options import EvaluateOptions
 from mrp_trainer.flags import suggest_flags
@@ -22,6 +19,9 @@ from mrp_trainer.loading import load_config, load_generation_fields, load_model,
 from mrp_trainer.publish import push
 
 from modeling_mrp import MRPForCausalLM
+from tests.support.commands import RUNNER, command, mrp
+from tests.support.helpers import SHA, in_hub_cache, same_tensors
+from tests.support.places import ROOT, TINY
 
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import leaves, mrp
-from helpers import word_model
 from mrp_trainer.data.tasks import training_lines
 from mrp_trainer.outputs import LISTING, OwnFolder, report_full_disk, write_output
 from safetensors import SafetensorError
 
 from modeling_mrp import MRPForCausalLM
+from tests.support.commands import leaves, mrp
+from tests.support.helpers import word_model
 
 MINE = "what a user wrote\n"
 

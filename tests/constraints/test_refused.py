@@ -13,8 +13,8 @@ from modeling_mrp import MRPForCausalLM
 from modeling_mrp.constraints import languages, patterns
 from modeling_mrp.constraints.schema import schema_pattern
 from modeling_mrp.generate.constrain import response_options
-from tests.languages import EOS, letters_tokenizer
-from tests.random_cases import make_model
+from tests.support.languages import EOS, letters_tokenizer
+from tests.support.random_cases import make_model
 
 PROMPTS = torch.tensor([[5, 6, 7], [7, 8, 9]])
 WRONG: list[tuple[dict[str, Any], str]] = [

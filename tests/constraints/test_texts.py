@@ -11,8 +11,8 @@ pytest.importorskip("llguidance")
 
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.generate.option_table import TARGETS
-from tests.languages import CASES, EOS, by_row, letters_tokenizer, random_languages, text_of
-from tests.random_cases import batch_of, dampened, make_model
+from tests.support.languages import CASES, EOS, by_row, letters_tokenizer, random_languages, text_of
+from tests.support.random_cases import batch_of, dampened, make_model
 
 MODELS: dict[int, MRPForCausalLM] = {}
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import word_model
 from mrp_trainer.data import encoded
 from mrp_trainer.data.chat import RecordEncoder
 from mrp_trainer.data.records import RecordError
@@ -18,8 +17,10 @@ from mrp_trainer.data.sampler import LengthBucketSampler
 from mrp_trainer.data.samples import Sample
 from mrp_trainer.data.sources import JsonFile, Source, TableRows, open_source
 from mrp_trainer.train.collator import widths_of
-from training_runs import trainer_of
 from transformers import TrainerCallback
+
+from tests.support.helpers import word_model
+from tests.support.training_runs import trainer_of
 
 datasets: Any = pytest.importorskip("datasets")
 

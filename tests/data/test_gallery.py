@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import word_model
 from mrp_trainer.data.chat import RecordEncoder
 from mrp_trainer.data.records import Chat, RecordError, Text, parse
 from mrp_trainer.data.sources import DataPath, Source, checked, open_source
-from training_runs import trainer_of
+
+from tests.support.helpers import word_model
+from tests.support.training_runs import trainer_of
 
 MASK = 2  # of the word tokenizer
 # Prints all that a record gives to a template.

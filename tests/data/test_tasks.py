@@ -10,7 +10,6 @@ import sys
 from typing import Any
 
 import pytest
-from helpers import python_function
 from mrp_trainer.data import sandbox
 from mrp_trainer.data.sandbox import run_functions
 from mrp_trainer.data.tasks import (
@@ -22,6 +21,8 @@ from mrp_trainer.data.tasks import (
     problems,
     source_modules,
 )
+
+from tests.support.helpers import python_function
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import ALPHA, BLOCK, MASK, PAD, chi_square_p, collate, sample
 from mrp_trainer.data import rows as rows_module
 from mrp_trainer.data.chat import RecordEncoder
 from mrp_trainer.data.rows import RecordRows, pack
@@ -17,7 +16,9 @@ from mrp_trainer.data.sampler import LengthBucketSampler
 from mrp_trainer.data.samples import Sample
 from mrp_trainer.data.sources import Source
 from mrp_trainer.train.losses import BLANK
-from training_runs import Rows
+
+from tests.support.helpers import ALPHA, BLOCK, MASK, PAD, chi_square_p, collate, sample
+from tests.support.training_runs import Rows
 
 COUNT = 60
 # 3 to 14 words with the number in the prompt: with the end token 1 to 4 blocks of 4.

@@ -8,14 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from commands import mrp
-from faults import KERNELS, Stale, broken, flip_mlps
 from mrp_trainer import cli
 from mrp_trainer.doctor import checks, page, replays, rounds
 from mrp_trainer.doctor.checks import Check, gaps, random_model
 from mrp_trainer.doctor.options import DoctorOptions
 from mrp_trainer.doctor.rounds import Timed, proposed
-from tape import TapeRecorder, tapes
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
@@ -27,7 +24,10 @@ from modeling_mrp.kernels.dispatch import triton
 from modeling_mrp.kernels.pick import gumbel_noise
 from modeling_mrp.networks import graphs
 from modeling_mrp.rules.reveal import Static
-from tests.random_cases import make_model
+from tests.support.commands import mrp
+from tests.support.faults import KERNELS, Stale, broken, flip_mlps
+from tests.support.random_cases import make_model
+from tests.support.tape import TapeRecorder, tapes
 
 __all__ = ["tapes"]  # a fixture
 

@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from faults import BROKEN
 from mrp_trainer.doctor import log_odds
 from mrp_trainer.doctor.checks import Check
 from mrp_trainer.doctor.log_odds import Comparison, check_log_odds, judge, scripts_of
-from tape import TapeRecorder, tapes
 
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.kernels.dispatch import triton
 from modeling_mrp.networks import graphs
-from tests.families import FAMILIES
-from tests.random_cases import make_model
+from tests.support.families import FAMILIES
+from tests.support.faults import BROKEN
+from tests.support.random_cases import make_model
+from tests.support.tape import TapeRecorder, tapes
 
 __all__ = ["tapes"]  # a fixture
 

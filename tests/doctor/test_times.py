@@ -10,10 +10,10 @@ from mrp_trainer.doctor import baselines, replays, rounds
 from mrp_trainer.doctor.baselines import baseline_steps
 from mrp_trainer.doctor.replays import PARTS, Part, Replayed, floors_of, replay_rounds
 from mrp_trainer.evaluate.roofline import Device, Shape
-from tape import TapeRecorder, tapes
 
 from modeling_mrp.networks.networks import Networks
-from tests.random_cases import make_model
+from tests.support.random_cases import make_model
+from tests.support.tape import TapeRecorder, tapes
 
 __all__ = ["tapes"]  # a fixture
 

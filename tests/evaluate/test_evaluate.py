@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import mrp
-from conftest import TINY
 from mrp_trainer.data.tasks import problems
 from mrp_trainer.evaluate.cost import charged
 from mrp_trainer.evaluate.problem_sets import JUDGES, file_set
@@ -20,6 +18,9 @@ from mrp_trainer.loading import load_model
 from mrp_trainer.picture.modes import show_model
 from mrp_trainer.picture.options import ShowOptions
 from transformers import PreTrainedTokenizerFast
+
+from tests.support.commands import mrp
+from tests.support.places import TINY
 
 GOOD = {"prompt": "Ana has", "answer": "5"}
 USER = {"role": "user", "content": "Ana has"}

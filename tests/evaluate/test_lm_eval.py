@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY
 from mrp_trainer.data.tasks import problems
 from mrp_trainer.evaluate.decoded import decode_prompts
 from mrp_trainer.evaluate.problem_sets import JUDGES, family_set
 
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.generate.loop import RoundDecoder
+from tests.support.places import TINY
 
 lm_eval: Any = pytest.importorskip("lm_eval", reason="lm-eval is not installed")
 COUNT, NEW_TOKENS = 5, 64

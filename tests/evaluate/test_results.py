@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
-from helpers import generate
 from mrp_trainer.evaluate import provenance
 from mrp_trainer.evaluate.acceptance import (
     acceptance_by_depth,
@@ -31,7 +29,9 @@ from transformers import PreTrainedTokenizerFast
 import modeling_mrp
 from benchmarks import tables
 from benchmarks.common import embedded_weights, header, read_lines
-from tests.random_cases import make_model
+from tests.support.helpers import generate
+from tests.support.places import ROOT
+from tests.support.random_cases import make_model
 
 
 def made(**given: Any) -> Decoded:

@@ -18,8 +18,8 @@ from modeling_mrp.generate import batching
 from modeling_mrp.generate.batching import ContinuousBatchingManager
 from modeling_mrp.generate.request import RequestOutput
 from modeling_mrp.model.compat import PAGE_SIZE_NAME
-from tests.batching_cases import random_request
-from tests.random_cases import make_model
+from tests.support.batching_cases import random_request
+from tests.support.random_cases import make_model
 
 
 @contextmanager

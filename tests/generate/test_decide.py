@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from modeling_mrp import MRPForCausalLM
-from tests.languages import EOS, TEXTS, letters_tokenizer
-from tests.random_cases import make_model
+from tests.support.languages import EOS, TEXTS, letters_tokenizer
+from tests.support.random_cases import make_model
 
 TOKENIZER = letters_tokenizer()
 MODELS = {

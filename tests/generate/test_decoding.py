@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import LIVELY, MASK, PROMPTS, generate, text, texts
-from reference import reference_decode
 from transformers import GenerationConfig, NoBadWordsLogitsProcessor, NoRepeatNGramLogitsProcessor
 
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.generate import generation
 from modeling_mrp.generate.loop import Decoder
 from modeling_mrp.rules.gain import Fixed
-from tests.random_cases import dampened, make_model, random_prompts
+from tests.support.helpers import LIVELY, MASK, PROMPTS, generate, text, texts
+from tests.support.random_cases import dampened, make_model, random_prompts
+from tests.support.reference import reference_decode
 
 
 def test_where_nothing_is_drafted_a_round_is_the_targets(

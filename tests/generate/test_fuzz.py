@@ -11,15 +11,15 @@ from itertools import zip_longest
 from typing import Any
 
 import pytest
-from helpers import close
-from tape import TapeRecorder
 
 from modeling_mrp.generate import generation
 from modeling_mrp.generate.loop import draft_amount
 from modeling_mrp.networks import graphs, networks
 from modeling_mrp.rules.gain import Amount
-from tests.random_cases import MASK, VOCAB, WAYS, Case, SlowRow, assert_same_text, of_slow
-from tests.watches import Blocks, Drafts, Watch, assert_asked, assert_streamed
+from tests.support.helpers import close
+from tests.support.random_cases import MASK, VOCAB, WAYS, Case, SlowRow, assert_same_text, of_slow
+from tests.support.tape import TapeRecorder
+from tests.support.watches import Blocks, Drafts, Watch, assert_asked, assert_streamed
 
 SEEDS, CASES = 32, 5
 SIZES = (1, 1, 2, 3, 5)

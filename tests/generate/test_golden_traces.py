@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from golden_traces import MODES, of_mode, of_others
+
+from tests.golden_traces import MODES, of_mode, of_others
 
 EXPECTED = json.loads((Path(__file__).parents[1] / "golden_traces.json").read_text())
 

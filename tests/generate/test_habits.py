@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import PROMPTS, left_padded, random_ids, text
 from peft import LoraConfig, get_peft_model
 from transformers import GenerationConfig
 
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.generate.options import logger
-from tests.random_cases import make_model
+from tests.support.helpers import PROMPTS, left_padded, random_ids, text
+from tests.support.random_cases import make_model
 
 
 def test_greedy_ignores_the_options_of_sampling(random_model: MRPForCausalLM) -> None:

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import LIVELY, generate, random_ids
-from tape import tapes
 from transformers.generation import StoppingCriteria
 
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.networks import graphs
 from modeling_mrp.networks.cache import BlockCache
 from modeling_mrp.networks.inspection import weight_versions
-from tests.random_cases import dampened, make_model
+from tests.support.helpers import LIVELY, generate, random_ids
+from tests.support.random_cases import dampened, make_model
+from tests.support.tape import tapes
 
 __all__ = ["tapes"]  # a fixture
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT
 
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.generate.option_table import (
@@ -17,7 +16,8 @@ from modeling_mrp.generate.option_table import (
     closest_name,
 )
 from modeling_mrp.generate.options import MRPGenerationConfig
-from tests.random_cases import SOME_VALUES, make_model, options_of_rules
+from tests.support.places import ROOT
+from tests.support.random_cases import SOME_VALUES, make_model, options_of_rules
 
 NAMED = {option.name: option for option in OPTIONS}
 # Of each option that a mode is made of a value that is not the default.

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from faults import Stale
 
 from benchmarks.pairs import added, summary_of
 from modeling_mrp.generate import generation
@@ -14,9 +13,10 @@ from modeling_mrp.generate.options import MRPGenerationConfig
 from modeling_mrp.generate.output import Streams
 from modeling_mrp.networks.cache import BlockCache
 from modeling_mrp.rules.bans import Bans
-from tests import capabilities
-from tests.capabilities import REGISTRY, pair_named
-from tests.pairs import drawn, tried
+from tests.support import capabilities
+from tests.support.capabilities import REGISTRY, pair_named
+from tests.support.faults import Stale
+from tests.support.pairs import drawn, tried
 
 SLOW = {"kernels interpreted", "a small device", "two devices", "bitsandbytes nf4", "torchao int8"}
 QUICK = [capability for capability in REGISTRY if capability.name not in SLOW]

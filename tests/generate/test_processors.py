@@ -12,7 +12,7 @@ from transformers import LogitsProcessor
 from transformers.generation import logits_process as kinds
 
 from modeling_mrp import MRPForCausalLM
-from tests.random_cases import MASK, make_model
+from tests.support.random_cases import MASK, make_model
 
 PAIR = torch.tensor([[1, 2, 3], [4, 5, 6]])
 MODES: list[dict[str, Any]] = [

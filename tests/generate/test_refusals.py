@@ -32,7 +32,7 @@ from modeling_mrp.generate.option_table import (
 from modeling_mrp.generate.options import MRPGenerationConfig
 from modeling_mrp.rules.options import COUNT, NATS, POSITIVE, PROBABILITY, STEPS, Values
 from modeling_mrp.rules.reveal import Dynamic
-from tests.random_cases import make_model
+from tests.support.random_cases import make_model
 
 NAN = float("nan")
 PROMPT = torch.tensor([[1, 2, 3, 4, 5]])

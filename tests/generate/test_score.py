@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from helpers import BLOCK, MASK, close, generate, left_padded, random_ids
 from torch import Tensor
 
 from modeling_mrp import MRPForCausalLM
-from tests.random_cases import make_model
+from tests.support.helpers import BLOCK, MASK, close, generate, left_padded, random_ids
+from tests.support.random_cases import make_model
 
 pytestmark = pytest.mark.usefixtures("exact_norms")
 TEXTS = [random_ids(seed, length).tolist() for seed, length in enumerate((11, 4, 1, 16, 9))]

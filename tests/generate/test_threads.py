@@ -10,9 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT
-from helpers import LIVELY, generate, random_ids
-from tape import tapes
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from modeling_mrp import MRPForCausalLM
@@ -21,7 +18,10 @@ from modeling_mrp.kernels import dispatch
 from modeling_mrp.kernels.dispatch import Dispatch, Kernel, failed_kernels
 from modeling_mrp.networks import graphs
 from modeling_mrp.networks.layers import pack, packed_weight
-from tests.random_cases import dampened, make_model
+from tests.support.helpers import LIVELY, generate, random_ids
+from tests.support.places import ROOT
+from tests.support.random_cases import dampened, make_model
+from tests.support.tape import tapes
 
 __all__ = ["tapes"]  # a fixture
 
@@ -210,7 +210,7 @@ def test_texts_of_languages() -> None:
     """More than are kept, so that they leave and come back meanwhile."""
     for name in ("llguidance", "outlines_core"):
         pytest.importorskip(name)
-    from tests.languages import EOS, letters_tokenizer
+    from tests.support.languages import EOS, letters_tokenizer
 
     model, tokenizer = make_model(3), letters_tokenizer()
     options = {"max_new_tokens": 12, "eos_token_id": EOS, "tokenizer": tokenizer}

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import LIVELY, MASK, MODES, PROMPTS, VOCAB, generate, says_all, texts
 
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.generate.option_table import REMASK_RULES
-from tests.random_cases import make_model
+from tests.support.helpers import LIVELY, MASK, MODES, PROMPTS, VOCAB, generate, says_all, texts
+from tests.support.random_cases import make_model
 
 NAN, INF = float("nan"), float("inf")
 REMASKS: list[dict[str, Any]] = [

@@ -14,8 +14,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from modeling_mrp.generate.option_table import PUBLISHED, REMASK_RULES, TARGETS
 from modeling_mrp.networks.networks import Networks
-from tests.families import twin_of
-from tests.random_cases import Sways, make_model
+from tests.support.families import twin_of
+from tests.support.random_cases import Sways, make_model
 
 EOS = [3, 5, 9, 11, 20]
 MODES: list[dict[str, Any]] = [

@@ -6,7 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
+
+from tests.support.places import ROOT
 
 triton = pytest.importorskip("triton")
 
@@ -18,7 +19,7 @@ def test_every_kernel_compiles_for_what_is_shipped(capability: int) -> None:
     registers where that makes room for one more program."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
-    command = [sys.executable, "tests/compiled_kernels.py", str(capability)]
+    command = [sys.executable, "tests/support/compiled_kernels.py", str(capability)]
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import close
 from torch import Tensor
 from transformers.activations import ACT2FN
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
@@ -23,7 +22,8 @@ from modeling_mrp.kernels.round_layers import (
     round_attention_ref,
 )
 from modeling_mrp.networks.cache import BlockCache
-from tests.random_cases import make_model
+from tests.support.helpers import close
+from tests.support.random_cases import make_model
 
 pytestmark = [
     pytest.mark.gpu,

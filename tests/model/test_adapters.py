@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from fresh import Fresh
-from helpers import SHA, SPEC, close, in_hub_cache, speculate
 from mrp_trainer.loading import load_config, load_model
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from modeling_mrp import MRPForCausalLM
-from tests.random_cases import make_model
+from tests.support.fresh import Fresh
+from tests.support.helpers import SHA, SPEC, close, in_hub_cache, speculate
+from tests.support.random_cases import make_model
 
 PROMPT = torch.tensor([[5, 17, 40, 3, 44, 9]])
 TARGETS = r"mrp_head\.(eh_proj|layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj))"

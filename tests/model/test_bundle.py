@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TINY
-from fresh import Fresh
 
 from modeling_mrp import bundle
 from modeling_mrp.model.code import CUSTOM_GENERATE, MODELING, PACKAGE, code_files
 from modeling_mrp.model.families.sdar import families
+from tests.support.fresh import Fresh
+from tests.support.places import ROOT, TINY
 
 DEFINED = ast.FunctionDef | ast.ClassDef
 # None where the library is not there

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import TINY
-from fresh import Fresh
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -24,6 +22,8 @@ from transformers import (
 
 from modeling_mrp import MRPConfig, MRPForCausalLM, versions
 from modeling_mrp.model.compat import CACHE_NAME
+from tests.support.fresh import Fresh
+from tests.support.places import TINY
 
 PROMPT = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8]])
 OPTIONS = {"max_new_tokens": 8, "return_dict_in_generate": True}

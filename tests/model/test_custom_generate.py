@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY
-from helpers import in_hub_cache, random_ids
 from transformers import PretrainedConfig, Qwen3Config, Qwen3ForCausalLM
 
 from modeling_mrp import MRPForCausalLM
-from tests.random_cases import make_model
+from tests.support.helpers import in_hub_cache, random_ids
+from tests.support.places import TINY
+from tests.support.random_cases import make_model
 
 Saved = tuple[MRPForCausalLM, dict[str, Any]]
 SHAPE = (

@@ -10,22 +10,22 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT
-from families import FAMILIES, LLADA2, Twin, twin_of
-from fresh import Fresh
-from helpers import close, generate, left_padded, same_tensors, sample
 from mrp_trainer.heads import new_head
 from mrp_trainer.publish.card import render_card
 from mrp_trainer.train.arguments import MRPTrainingArguments
 from mrp_trainer.train.packed import PackedBatch
 from mrp_trainer.train.trainer import MRPTrainer
-from published import backbone_config
 
 from modeling_mrp import MRPConfig, MRPForCausalLM
 from modeling_mrp.generate import generation
 from modeling_mrp.model.families.sdar import families
 from modeling_mrp.rules.gain import Amount, Fixed
-from tests.random_cases import dampened, make_model
+from tests.support.families import FAMILIES, LLADA2, Twin, twin_of
+from tests.support.fresh import Fresh
+from tests.support.helpers import close, generate, left_padded, same_tensors, sample
+from tests.support.places import ROOT
+from tests.support.published import backbone_config
+from tests.support.random_cases import dampened, make_model
 
 PROMPTS = [
     [15, 17, 80, 3, 44, 9],

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TINY
-from fresh import Fresh
-from helpers import SHA, in_hub_cache
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from modeling_mrp import entry
 from modeling_mrp.model.code import AUTO_MAP, MODELING, PACKAGE, code_files
+from tests.support.fresh import Fresh
+from tests.support.helpers import SHA, in_hub_cache
+from tests.support.places import TINY
 
 WHOLE = "first = 1\nsecond = [\n    2,\n]\n# The end\n"
 PARTS = {

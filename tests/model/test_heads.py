@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import SHA, in_hub_cache, same_tensors, speculate
-from hub_server import HubServer
 from mrp_trainer.heads import new_head, with_new_head
 from safetensors.torch import load_file, save, save_file
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from modeling_mrp import MRPForCausalLM, MRPHead
 from modeling_mrp.model.layouts import backbone_location
-from tests.random_cases import make_model
+from tests.support.helpers import SHA, in_hub_cache, same_tensors, speculate
+from tests.support.hub_server import HubServer
+from tests.support.random_cases import make_model
 
 PROMPT = torch.tensor([[5, 17, 40, 3, 44, 9]])
 BASE = ("base_model_name_or_path", "base_model_revision")

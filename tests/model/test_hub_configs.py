@@ -4,13 +4,13 @@ checkpoint."""
 import json
 
 import pytest
-from conftest import ROOT, TINY
 from mrp_trainer.doctor.checks import PUBLISHED, published_config
 from mrp_trainer.publish.folder import read_folder
 from transformers import GenerationConfig
 
 from modeling_mrp import MRPConfig, MRPGenerationConfig
 from modeling_mrp.model.code import code_files
+from tests.support.places import ROOT, TINY
 
 
 @pytest.mark.parametrize("size", PUBLISHED)

@@ -9,8 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import close
-from published import (
+from safetensors.torch import load_file
+
+from modeling_mrp import MRPForCausalLM
+from modeling_mrp.model.layouts import our_name
+from tests.support.helpers import close
+from tests.support.published import (
     BLOCK,
     HEAD,
     MASK,
@@ -23,11 +27,7 @@ from published import (
     residual,
     write,
 )
-from safetensors.torch import load_file
-
-from modeling_mrp import MRPForCausalLM
-from modeling_mrp.model.layouts import our_name
-from tests.random_cases import make_model
+from tests.support.random_cases import make_model
 
 PROMPT = [5, 17, 80, 3, 44, 9]
 

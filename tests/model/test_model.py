@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import BLOCK, MASK, close, random_ids
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.masking_utils import eager_mask
@@ -14,7 +13,8 @@ from transformers.models.qwen3.modeling_qwen3 import eager_attention_forward
 
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.model.head import pad_rotary
-from tests.random_cases import make_model
+from tests.support.helpers import BLOCK, MASK, close, random_ids
+from tests.support.random_cases import make_model
 
 pytestmark = pytest.mark.usefixtures("exact_norms")
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import ROOT, TINY
 from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.model.loading import describe_token_mixing
-from tests.random_cases import make_model
+from tests.support.places import ROOT, TINY
+from tests.support.random_cases import make_model
 
 QUESTIONS = (
     "Sum the numbers of a list that are even, each plus 5.",

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TINY
-from fresh import Fresh
 
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.model.code import code_files
+from tests.support.fresh import Fresh
+from tests.support.places import TINY
 
 CHAT = [
     {

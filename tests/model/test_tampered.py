@@ -15,12 +15,12 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import older_than
 
 from modeling_mrp import MRPForCausalLM, MRPGenerationConfig
 from modeling_mrp.model import head as head_module
 from modeling_mrp.model.layouts import json_object
-from tests.random_cases import make_model
+from tests.support.helpers import older_than
+from tests.support.random_cases import make_model
 
 PROMPT = torch.tensor([[11, 12, 13, 14, 15]])
 INF = float("inf")

@@ -15,15 +15,15 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY
-from fresh import Fresh
-from hub_server import HubServer
 from mrp_trainer.loading import load_model, load_tokenizer
-from published import as_published
 from safetensors.torch import load_file, save
 
 from modeling_mrp import MRPForCausalLM
-from tests.random_cases import make_model
+from tests.support.fresh import Fresh
+from tests.support.hub_server import HubServer
+from tests.support.places import TINY
+from tests.support.published import as_published
+from tests.support.random_cases import make_model
 
 
 class Trap:

@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import MASK, PROMPTS, generate, left_padded, random_ids, says_all, texts
 from mrp_trainer.heads import with_new_head
 from peft import LoraConfig, get_peft_model
-from tape import TapeRecorder
 from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.generation import StoppingCriteria
@@ -18,7 +16,9 @@ from transformers.generation import StoppingCriteria
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.networks import graphs
 from modeling_mrp.networks.cache import BlockCache
-from tests.random_cases import make_model
+from tests.support.helpers import MASK, PROMPTS, generate, left_padded, random_ids, says_all, texts
+from tests.support.random_cases import make_model
+from tests.support.tape import TapeRecorder
 
 ROWS, HEADS, WIDTH = 3, 2, 8
 

@@ -6,12 +6,12 @@ from itertools import product
 from typing import Any
 
 import pytest
-from devices import SMALL, Copies, counted_copies, place
-from helpers import left_padded
 
 from modeling_mrp.generate.loop import RoundDecoder
 from modeling_mrp.networks.networks import Networks
-from tests.random_cases import make_model
+from tests.support.devices import SMALL, Copies, counted_copies, place
+from tests.support.helpers import left_padded
+from tests.support.random_cases import make_model
 
 ROWS = {1: [[1, 2, 3, 4, 5, 6]], 4: [[1, 2, 3, 4, 5, 6], [7, 8, 9], [10, 11], [12] * 9]}
 SAMPLED: dict[str, Any] = {"do_sample": True, "seed": 4, "temperature": 0.8}

@@ -12,9 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from faults import Stale
-from helpers import LIVELY, MODES, generate, same_output
-from tape import Seen, TapeRecorder, graphs_of_nothing, strangers, tapes
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from modeling_mrp import MRPForCausalLM
@@ -23,7 +20,10 @@ from modeling_mrp.networks import sampler
 from modeling_mrp.networks.graphs import obstacle, recording_report, release_graphs
 from modeling_mrp.networks.inspection import fingerprint
 from modeling_mrp.networks.networks import Networks
-from tests.random_cases import dampened, make_model
+from tests.support.faults import Stale
+from tests.support.helpers import LIVELY, MODES, generate, same_output
+from tests.support.random_cases import dampened, make_model
+from tests.support.tape import Seen, TapeRecorder, graphs_of_nothing, strangers, tapes
 
 __all__ = ["tapes"]  # a fixture
 

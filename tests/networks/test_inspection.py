@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import SPEC
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
@@ -21,7 +20,8 @@ from modeling_mrp import MRPForCausalLM
 from modeling_mrp.generate import generation
 from modeling_mrp.networks import inspection, layers, networks
 from modeling_mrp.networks.inspection import decide, fingerprint, walk, weight_versions
-from tests.random_cases import make_model
+from tests.support.helpers import SPEC
+from tests.support.random_cases import make_model
 
 IDS = torch.tensor([[1, 2, 3, 4, 5]])
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import PROMPTS, close, texts
 from torch import Tensor, nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 
@@ -20,7 +19,8 @@ from modeling_mrp.networks import layers as layers_file
 from modeling_mrp.networks import networks
 from modeling_mrp.networks.cache import BlockCache
 from modeling_mrp.networks.layers import pack, packed_weight, plan_layers
-from tests.random_cases import make_model
+from tests.support.helpers import PROMPTS, close, texts
+from tests.support.random_cases import make_model
 
 pytestmark = [
     pytest.mark.gpu,

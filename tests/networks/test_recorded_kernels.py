@@ -7,9 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from faults import KERNELS, broken
-from helpers import generate, same_output
-from tape import GridExecutor, Seen, TapeRecorder, launches, of_tape, strangers, tapes
 
 from modeling_mrp.kernels import dispatch
 from modeling_mrp.kernels.dispatch import triton
@@ -18,7 +15,10 @@ from modeling_mrp.networks import graphs
 from modeling_mrp.networks.graphs import recording_report
 from modeling_mrp.networks.networks import Networks
 from modeling_mrp.networks.sampler import Sampler
-from tests.random_cases import dampened, make_model
+from tests.support.faults import KERNELS, broken
+from tests.support.helpers import generate, same_output
+from tests.support.random_cases import dampened, make_model
+from tests.support.tape import GridExecutor, Seen, TapeRecorder, launches, of_tape, strangers, tapes
 
 __all__ = ["tapes"]  # a fixture
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 from accelerate import infer_auto_device_map
-from devices import FIRST, SECOND, spread, two_devices
-from helpers import PROMPTS, left_padded, older_than
-from training_runs import start
 
 from modeling_mrp import MRPForCausalLM
-from tests.random_cases import make_model
+from tests.support.devices import FIRST, SECOND, spread, two_devices
+from tests.support.helpers import PROMPTS, left_padded, older_than
+from tests.support.random_cases import make_model
+from tests.support.training_runs import start
 
 MODES: dict[str, dict[str, Any]] = {
     **{name: {"decoding": name} for name in ("static", "mrp_remask")},

@@ -8,10 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY
-from devices import SMALL, Placed, place, small_device
-from families import twin_of
-from helpers import PROMPTS, collate, left_padded, sample
 from mrp_trainer.loading import default_device, load_model
 from mrp_trainer.picture.facts import read_decode
 from mrp_trainer.train.measures import Measures
@@ -28,7 +24,11 @@ from modeling_mrp.generate.option_table import DECODINGS, DRAFTING, PUBLISHED, R
 from modeling_mrp.kernels.pick import gumbel_noise
 from modeling_mrp.networks.picker import Picker, Spots
 from modeling_mrp.rules.draft import gumbel, noise_key
-from tests.random_cases import MASK, make_model
+from tests.support.devices import SMALL, Placed, place, small_device
+from tests.support.families import twin_of
+from tests.support.helpers import PROMPTS, collate, left_padded, sample
+from tests.support.places import TINY
+from tests.support.random_cases import MASK, make_model
 
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {},

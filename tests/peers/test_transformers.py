@@ -7,7 +7,7 @@ import torch
 from peers_transformers.test_modeling_common import ModelTesterMixin
 
 from modeling_mrp import MRPConfig, MRPForCausalLM
-from tests.random_cases import make_model
+from tests.support.random_cases import make_model
 
 VOCAB = 60
 

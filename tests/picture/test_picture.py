@@ -10,13 +10,14 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from conftest import ROOT
 from mrp_trainer import cli
 from mrp_trainer.picture import Decode, draw, read_decode, show
 from mrp_trainer.picture.facts import token_texts
 from mrp_trainer.picture.options import ShowOptions
 from mrp_trainer.publish.folder import PICTURE
 from typer.testing import CliRunner
+
+from tests.support.places import ROOT
 
 SVG = "{http://www.w3.org/2000/svg}"
 QUESTIONS = (

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fake_engine import FakeBatch, FakeEngine, SharedLogits
 from mrp_serving import agreement
 from mrp_serving.agreement import COMPARED, CheckedReplays, agree_in, alone
 from mrp_serving.backends import SUPPORTED, WRITES_FIRST, backend_obstacle
 from mrp_serving.rounds import unembed_in_place
 from torch import Tensor
 
-from tests.random_cases import make_model
+from tests.support.fake_engine import FakeBatch, FakeEngine, SharedLogits
+from tests.support.random_cases import make_model
 
 
 def resolved(chosen: str, records: bool, supported: tuple[str, ...]) -> str:

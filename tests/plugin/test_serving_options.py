@@ -9,8 +9,6 @@ from typing import Any
 import mrp_serving
 import numpy as np
 import pytest
-from conftest import ROOT
-from fake_engine import SAMPLING_PARAMS, FakeRequest
 from mrp_serving.options import Settings, settings_of
 from mrp_serving.picker import Sampling
 from mrp_serving.requests import parse_options, refusal, refusal_of_body, seed_of, text_of_block
@@ -19,6 +17,8 @@ from packaging.requirements import Requirement
 from modeling_mrp.generate.loop import Drafting, Mode
 from modeling_mrp.generate.refine import Direct
 from modeling_mrp.rules.reveal import Dynamic, Static, logit
+from tests.support.fake_engine import SAMPLING_PARAMS, FakeRequest
+from tests.support.places import ROOT
 
 
 def test_options_have_the_names_of_generate_and_the_checkpoints_defaults() -> None:

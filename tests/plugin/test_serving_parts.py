@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY
-from fake_engine import FakeAllocator, FakePool, FakeRequest
 from mrp_serving.checkpoint import ARCHITECTURES, backbone_weights, head_weight, open_checkpoint
 from mrp_serving.picker import CountPenalties, Sampling
 from mrp_serving.room import fetch_fitting
 from mrp_serving.scratch import borrow_slots
-from published import as_published
 from safetensors.torch import load_file, save_file
 
 from modeling_mrp import MRPConfig, MRPForCausalLM
 from modeling_mrp.kernels.dispatch import AUTOMATIC
+from tests.support.fake_engine import FakeAllocator, FakePool, FakeRequest
+from tests.support.places import TINY
+from tests.support.published import as_published
 
 
 @pytest.mark.parametrize(

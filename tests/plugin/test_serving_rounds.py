@@ -9,18 +9,24 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import TINY
-from engine_reference import low_confidence
-from fake_engine import FakeEngine, FakeRequest, FakeScheduler, SharedLogits, rounds_of
 from mrp_serving.options import Settings
 from mrp_serving.requests import parse_options, seed_of
 from mrp_serving.usage import report_of
 from mrp_trainer.data.tasks import make_problem
-from request_kinds import KINDS, as_engine, as_options
 
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.kernels.dispatch import Dispatch, Kernel, triton
 from modeling_mrp.rules.reveal import Static
+from tests.support.engine_reference import low_confidence
+from tests.support.fake_engine import (
+    FakeEngine,
+    FakeRequest,
+    FakeScheduler,
+    SharedLogits,
+    rounds_of,
+)
+from tests.support.places import TINY
+from tests.support.request_kinds import KINDS, as_engine, as_options
 
 EOS, NEW, AT_ONCE = (2, 0), 20, 4
 DYNAMIC: dict[str, Any] = {"target": "dynamic", "confidence_threshold": 0.9, "num_draft_states": 4}

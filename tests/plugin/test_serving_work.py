@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY
-from fake_engine import FakeEngine, FakeRequest, FakeScheduler, rounds_of
 from mrp_serving.picker import EnginePicker
 from mrp_serving.rounds import Rounds
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from modeling_mrp import MRPForCausalLM
+from tests.support.fake_engine import FakeEngine, FakeRequest, FakeScheduler, rounds_of
+from tests.support.places import TINY
 
 LAUNCHES, COPIES, READS, FORWARDS, SHORTLISTS, OTHERS = (
     "launches",

@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 import torch
-from commands import command
-from conftest import ROOT, TINY
-from published import as_published
 from transformers import AutoTokenizer
 
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.model.families.sdar import families
+from tests.support.commands import command
+from tests.support.places import ROOT, TINY
+from tests.support.published import as_published
 
 DOCUMENTS = {
     path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
@@ -72,7 +72,7 @@ def run_page(name: str, **replaced: str) -> dict[str, Any]:
     assert all(any(old in code for code in blocks(DOCUMENTS[name], "python")) for old in replaced)
     for code, output in blocks_with_output(DOCUMENTS[name]):
         if "import sglang" in code:
-            continue  # the engine has an environment of its own: tests/serving
+            continue  # the engine has an environment of its own: tests/engine
         for old, new in replaced.items():
             code = code.replace(old, new)
         with redirect_stdout(StringIO()) as printed:

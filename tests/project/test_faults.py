@@ -5,11 +5,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from drawn_faults import drawn, harmless
-from fault_kinds import KINDS, faults_of
-from fault_server import exchange
-from line_map import sources
-from mutants import RECORD, changed
+from tests.drawn_faults import drawn, harmless
+from tests.mutants import RECORD, changed
+from tests.support.fault_kinds import KINDS, faults_of
+from tests.support.fault_server import exchange
+from tests.support.line_map import sources
 
 SOURCE = '''\
 def mean(values, least=1):

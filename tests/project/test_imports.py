@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT
 
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.generate.loop import Decoder
+from tests.support.places import ROOT
 
 PACKAGE = ROOT / "modeling_mrp"
 MODULES = {

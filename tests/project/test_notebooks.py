@@ -7,7 +7,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from conftest import ROOT
+
+from tests.support.places import ROOT
 
 nbclient = pytest.importorskip(
     "nbclient", reason="notebooks need nbclient and ipykernel: pip install -e '.[notebooks]'"

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from fresh import Fresh
-from helpers import LIVELY, PROMPTS, generate, older_than, same_tensors, text, texts
 from mrp_trainer import MRPTrainer, MRPTrainingArguments, embedded_checkpoint
 from mrp_trainer.data.records import RecordError
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -21,7 +19,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast, set_seed
 
 from modeling_mrp import MRPForCausalLM
-from tests.random_cases import batch_of, dampened, make_model, word_tokenizer
+from tests.support.fresh import Fresh
+from tests.support.helpers import LIVELY, PROMPTS, generate, older_than, same_tensors, text, texts
+from tests.support.random_cases import batch_of, dampened, make_model, word_tokenizer
 
 MASK = 60
 TARGET: dict[str, Any] = {"decoding": "sequential", "max_new_tokens": 13, "eos_token_id": None}

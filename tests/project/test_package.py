@@ -14,8 +14,9 @@ from pathlib import Path
 
 import mrp_trainer
 import pytest
-from conftest import ROOT, TINY
 from mrp_trainer.embedded import resolve_source
+
+from tests.support.places import ROOT, TINY
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EMBEDDED = "mrp_trainer.sdar-tiny-mrp"  # a folder of files that no one imports

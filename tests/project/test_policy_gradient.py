@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT
 from mrp_trainer.data.tasks import problems
+
+from tests.support.places import ROOT
 
 
 @pytest.fixture(scope="module")

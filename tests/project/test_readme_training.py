@@ -5,8 +5,9 @@ import shlex
 from pathlib import Path
 
 import pytest
-from commands import mrp
-from conftest import ROOT
+
+from tests.support.commands import mrp
+from tests.support.places import ROOT
 
 
 def test_readmes_training_ends_with_a_head_that_wins(

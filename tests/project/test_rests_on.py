@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT
 from outside import KINDS, exists, listed, outside_names
-from random_cases import make_model
 from torch import nn
 from transformers import Trainer
 from transformers.modeling_utils import PreTrainedModel
+
+from tests.support.places import ROOT
+from tests.support.random_cases import make_model
 
 PACKAGES = {
     "modeling_mrp": ROOT / "modeling_mrp",

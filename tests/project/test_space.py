@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT
-from fresh import ALONE
+
+from tests.support.fresh import ALONE
+from tests.support.places import ROOT
 
 gradio_client = pytest.importorskip(
     "gradio_client", reason="the Space needs gradio: pip install -e '.[space]'"

@@ -12,10 +12,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TINY
 from outside import listed
 
 from modeling_mrp.versions import TESTED
+from tests.support.places import ROOT, TINY
 
 STAND_IN = ROOT / "tests" / "versions" / "stand_in.py"
 # What a decode of one's own weights does not reach, and modules, which are found under their name

@@ -9,7 +9,8 @@ import tomllib
 
 import pytest
 import yaml
-from conftest import ROOT
+
+from tests.support.places import ROOT
 
 WORKFLOWS = {
     path.stem: path.read_text() for path in sorted((ROOT / ".github" / "workflows").glob("*.yml"))

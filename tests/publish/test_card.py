@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import yaml
-from commands import mrp
-from conftest import ROOT, TINY
 from huggingface_hub import ModelCard
 from mrp_trainer.evaluate.cost import charged
 from mrp_trainer.evaluate.results import mode_name
@@ -20,7 +18,9 @@ from mrp_trainer.train.settings import read_settings
 
 from benchmarks import tables
 from modeling_mrp.versions import TESTED
-from tests.random_cases import make_model
+from tests.support.commands import mrp
+from tests.support.places import ROOT, TINY
+from tests.support.random_cases import make_model
 
 RESULTS = [f"benchmarks/results/tiny_heldout_{family}.jsonl" for family in ("math", "code")]
 ABOUT = "benchmarks/results/tiny_card.md"

@@ -7,8 +7,6 @@ from unittest.mock import Mock
 
 import pytest
 import yaml
-from commands import mrp
-from hub_server import HubServer
 from huggingface_hub import HfApi, ModelCard, parse_eval_result_entries
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.repocard_data import model_index_to_eval_results
@@ -16,7 +14,9 @@ from mrp_trainer.publish import push
 from mrp_trainer.publish.collection import published_heads
 from mrp_trainer.publish.evaluations import EVALUATIONS
 
-from tests.random_cases import make_model
+from tests.support.commands import mrp
+from tests.support.hub_server import HubServer
+from tests.support.random_cases import make_model
 
 # of a file of prompts: the backbone's own drafts, and two widths of the head's
 MEASURED: list[dict[str, Any]] = [

@@ -10,10 +10,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from commands import mrp
-from fresh import Fresh
-from helpers import hashes
-from hub_server import HubServer
 from huggingface_hub import ModelCard, snapshot_download
 from mrp_trainer.publish import push
 from peft import LoraConfig, get_peft_model
@@ -24,7 +20,11 @@ from transformers import PreTrainedTokenizerFast
 
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.model.code import AUTO_MAP, code_files
-from tests.random_cases import make_model
+from tests.support.commands import mrp
+from tests.support.fresh import Fresh
+from tests.support.helpers import hashes
+from tests.support.hub_server import HubServer
+from tests.support.random_cases import make_model
 
 PACKAGE = {name: text.encode() for name, text in code_files().items()}
 WRITTEN = (

@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from handmade import A, B, C, D, M, row, says, state
-from helpers import LIVELY, PROMPTS, generate
 
 from modeling_mrp import MRPForCausalLM, MRPGenerationConfig
 from modeling_mrp.networks.predicted import STATES, Rates, costs_at, predicted_costs
@@ -15,6 +13,8 @@ from modeling_mrp.rules.costs import RoundCosts, interpolated
 from modeling_mrp.rules.draft import Node, accept
 from modeling_mrp.rules.gain import Amount, Calibration, ExpectedGain, Fixed
 from modeling_mrp.rules.reveal import Static
+from tests.support.handmade import A, B, C, D, M, row, says, state
+from tests.support.helpers import LIVELY, PROMPTS, generate
 
 FREE = {"states": [1, 1024], "backbone": [1.0, 1.0], "head": [1e-6, 1e-6]}
 STEEP = {"states": [1, 2, 1024], "backbone": [1.0, 2.0, 1024.0], "head": [1.0, 2.0, 1024.0]}

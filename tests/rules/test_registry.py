@@ -14,7 +14,7 @@ from modeling_mrp.generate.options import MRPGenerationConfig
 from modeling_mrp.rules.options import COUNT, Option
 from modeling_mrp.rules.reveal import RULES, Columns, RevealRule, Static
 from modeling_mrp.rules.state import Scores, State
-from tests.random_cases import make_model
+from tests.support.random_cases import make_model
 
 PROMPTS = torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]])
 

@@ -9,8 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from handmade import EOS, A, B, C, D, M, row, says, state
-from reference_rules import Step, chosen_by
 
 from modeling_mrp.generate.option_table import TARGETS
 from modeling_mrp.generate.options import MRPGenerationConfig
@@ -21,8 +19,10 @@ from modeling_mrp.rules.draft import Node, accept, build_draft
 from modeling_mrp.rules.published import SlowFast
 from modeling_mrp.rules.reveal import ORDER_SHARPNESS, RevealRule, Static, log_sigmoid, logit
 from modeling_mrp.rules.state import Frontier, Row, Scores
-from tests.random_cases import SOME_VALUES, options_of_rules
-from tests.reference import Row as SlowRow
+from tests.support.handmade import EOS, A, B, C, D, M, row, says, state
+from tests.support.random_cases import SOME_VALUES, options_of_rules
+from tests.support.reference import Row as SlowRow
+from tests.support.reference_rules import Step, chosen_by
 
 # --------------------------------------------------------------------------------------------------
 # what rules reveal

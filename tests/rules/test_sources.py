@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from handmade import A, B, C, D, M, row, says, state
 
 from modeling_mrp.rules.draft import build_draft, variants
 from modeling_mrp.rules.lookup import FADE, PRIOR, NgramIndex, PromptLookup
 from modeling_mrp.rules.reveal import Sequential, Static, sigmoid
 from modeling_mrp.rules.sources import TRUST, UNKNOWN, Candidates, Guess, combined
-from tests.random_cases import batch_of, make_model
+from tests.support.handmade import A, B, C, D, M, row, says, state
+from tests.support.random_cases import batch_of, make_model
 
 ONE_BY_ONE = Sequential((1, 1, 1, 1))
 MOST_CONFIDENT = Static((1, 1, 1, 1))

@@ -11,12 +11,12 @@ from mrp_trainer.train import attention
 from mrp_trainer.train.attention import TRAINING_FLEX
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
-from training_runs import Rows, trainer_of
 from transformers import TrainerCallback
 from transformers.integrations.sdpa_attention import repeat_kv
 
-from tests.helpers import random_ids
-from tests.random_cases import make_model
+from tests.support.helpers import random_ids
+from tests.support.random_cases import make_model
+from tests.support.training_runs import Rows, trainer_of
 
 EVENTS = sorted(name for name in vars(TrainerCallback) if name.startswith("on_"))
 # Nothing is pushed or predicted here, and the callback is added after the trainer is made.

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import close
 from mrp_trainer.train.checkpoints import last_whole_checkpoint, under_own_class
 from mrp_trainer.train.trainer import MRPTrainer
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FSDPModule
-from training_runs import Result, Rows, Run, result, start, trainer_of
 from transformers import AutoModelForCausalLM
 
 from modeling_mrp import MRPForCausalLM
-from tests.random_cases import make_model
+from tests.support.helpers import close
+from tests.support.random_cases import make_model
+from tests.support.training_runs import Result, Rows, Run, result, start, trainer_of
 
 
 def saving(folder: Path, model: Any = None, **options: Any) -> MRPTrainer:

@@ -15,10 +15,10 @@ from mrp_trainer.train import attention
 from mrp_trainer.train.collator import DiffusionCollator, widths_of
 from mrp_trainer.train.settings import RECIPES
 from torch.nn.attention import flex_attention as flex_module
-from training_runs import trainer_of
 
 from modeling_mrp.kernels.pick import logits_at_once
-from tests.random_cases import make_model
+from tests.support.random_cases import make_model
+from tests.support.training_runs import trainer_of
 
 # torch's default, beyond which a function runs uncompiled
 LIMIT = 8

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from commands import mrp
-from conftest import TINY
 from huggingface_hub import DatasetCard
 from mrp_trainer import trace_logprobs
 from mrp_trainer.data.records import Chat, parse
 from mrp_trainer.data.tasks import training_lines
 
 from modeling_mrp import MRPForCausalLM
+from tests.support.commands import mrp
+from tests.support.places import TINY
 
 COUNT = 3
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {}}}

@@ -12,9 +12,6 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from commands import mrp
-from conftest import ROOT, TINY
-from helpers import word_model
 from mrp_trainer.data.chat import RecordEncoder
 from mrp_trainer.data.rows import RecordRows
 from mrp_trainer.data.samples import Sample
@@ -25,11 +22,14 @@ from mrp_trainer.train.arguments import MRPTrainingArguments
 from mrp_trainer.train.runs import dry_run, open_run
 from mrp_trainer.train.settings import Settings, read_settings
 from safetensors.torch import load_file
-from training_runs import saved, trainer_of
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 
 from modeling_mrp import MRPForCausalLM
-from tests.random_cases import make_model
+from tests.support.commands import mrp
+from tests.support.helpers import word_model
+from tests.support.places import ROOT, TINY
+from tests.support.random_cases import make_model
+from tests.support.training_runs import saved, trainer_of
 
 QUICK = ["use_cpu=true", "disable_tqdm=true", "logging_strategy=no", "dataloader_pin_memory=false"]
 

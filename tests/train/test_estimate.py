@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import collate, sample
 from mrp_trainer.train.arguments import MRPTrainingArguments
 from mrp_trainer.train.estimate import COUNTED, estimate_step
 from mrp_trainer.train.objectives import HeadObjective
@@ -16,7 +15,8 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from modeling_mrp import MRPForCausalLM
-from tests.random_cases import make_model
+from tests.support.helpers import collate, sample
+from tests.support.random_cases import make_model
 
 SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,

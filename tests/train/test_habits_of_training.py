@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TINY
-from helpers import older_than, same_tensors
-from hub_server import HubServer
 from huggingface_hub import ModelCard
 from mrp_trainer.train.arguments import MRPTrainingArguments
 from safetensors.torch import load_file
-from training_runs import Rows, Run, start, trainer_of
 from transformers import HfArgumentParser, PreTrainedTokenizerFast
 
 from modeling_mrp import MRPForCausalLM
+from tests.support.helpers import older_than, same_tensors
+from tests.support.hub_server import HubServer
+from tests.support.places import TINY
+from tests.support.training_runs import Rows, Run, start, trainer_of
 
 CHATS = [{"prompt": f"What is {n} + 4?", "completion": f"n = {n + 4}"} for n in range(6)]
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import BLOCK, MASK, VOCAB, close, collate, sample
 from mrp_trainer.data.samples import Sample
 from mrp_trainer.train import attention
 from mrp_trainer.train.losses import BLANK, cross_entropy, over_vocabulary
@@ -19,7 +18,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask, flex_attention
 
 from modeling_mrp import MRPForCausalLM
-from tests.random_cases import make_model
+from tests.support.helpers import BLOCK, MASK, VOCAB, close, collate, sample
+from tests.support.random_cases import make_model
 
 
 def blocks_of(

@@ -11,9 +11,6 @@ from unittest import mock
 import pytest
 import torch
 import yaml
-from commands import mrp
-from conftest import ROOT
-from helpers import word_model
 from mrp_trainer.data.tasks import training_lines
 from mrp_trainer.evaluate.decoded import NEW_TOKENS
 from mrp_trainer.heads import with_new_head
@@ -29,10 +26,13 @@ from mrp_trainer.train.runs import dry_run, meta_model, open_run, rounded
 from mrp_trainer.train.settings import Settings, known_names, read_settings, recipe_names
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from training_runs import saved, start
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from modeling_mrp import MRPForCausalLM
+from tests.support.commands import mrp
+from tests.support.helpers import word_model
+from tests.support.places import ROOT
+from tests.support.training_runs import saved, start
 
 RUN = {"max_steps": 4, "save_steps": 2, "per_device_train_batch_size": 2, "max_length": 128}
 QUICK = ["use_cpu=true", "disable_tqdm=true", "logging_strategy=no", "dataloader_pin_memory=false"]

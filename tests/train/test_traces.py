@@ -4,15 +4,15 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY
-from helpers import MASK, PROMPTS, generate, left_padded
 from mrp_trainer import trace_logprobs
 from torch import Tensor
 from transformers import AutoTokenizer
 
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.rules.reveal import RULES
-from tests.random_cases import make_model
+from tests.support.helpers import MASK, PROMPTS, generate, left_padded
+from tests.support.places import TINY
+from tests.support.random_cases import make_model
 
 pytestmark = pytest.mark.usefixtures("exact_norms")
 # thresholds under which each rule reveals several tokens in some steps, and eos ids that end texts

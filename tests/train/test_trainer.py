@@ -10,9 +10,6 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import TINY
-from helpers import same_tensors, word_model
-from hub_server import HubServer
 from mrp_trainer.data.rows import RecordRows
 from mrp_trainer.data.samples import samples_of
 from mrp_trainer.data.sources import open_source
@@ -27,11 +24,14 @@ from mrp_trainer.train.packed import PackedBatch
 from mrp_trainer.train.reveals import Reveals
 from mrp_trainer.train.trainer import MRPTrainer
 from torch import nn
-from training_runs import trainer_of
 from transformers import PreTrainedTokenizerFast, TrainingArguments
 
 from modeling_mrp import MRPForCausalLM
-from tests.random_cases import make_model
+from tests.support.helpers import same_tensors, word_model
+from tests.support.hub_server import HubServer
+from tests.support.places import TINY
+from tests.support.random_cases import make_model
+from tests.support.training_runs import trainer_of
 
 CHATS = [
     {

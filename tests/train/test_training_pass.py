@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import BLOCK, MASK, chi_square_p, close, random_ids
 from torch import Tensor
 from transformers import Trainer, TrainingArguments
 
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.model.diffusion import noise_of
-from tests.random_cases import make_model
+from tests.support.helpers import BLOCK, MASK, chi_square_p, close, random_ids
+from tests.support.random_cases import make_model
 
 
 def naive_loss(

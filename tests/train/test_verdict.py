@@ -7,9 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from commands import mrp
-from conftest import ROOT, TINY
-from helpers import sample, word_model
 from mrp_trainer.data.chat import RecordEncoder
 from mrp_trainer.data.rows import RecordRows
 from mrp_trainer.data.sources import Source
@@ -19,10 +16,13 @@ from mrp_trainer.picture.run import draw_run
 from mrp_trainer.train.inputs import prompts_of
 from mrp_trainer.train.measures import LOG_KEYS
 from mrp_trainer.train.verdict import Comparison, compare, verdict
-from training_runs import saved
 from transformers import PreTrainedTokenizerFast
 
 from modeling_mrp import MRPForCausalLM
+from tests.support.commands import mrp
+from tests.support.helpers import sample, word_model
+from tests.support.places import ROOT, TINY
+from tests.support.training_runs import saved
 
 QUICK = ["--set", "use_cpu=true", "--set", "disable_tqdm=true", "--set", "logging_steps=1"]
 PREFIX = re.compile(r"^(eval_|train_|verdict_(static|dynamic)_)?(reread_)?")

@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TINY
 from mrp_trainer.data.tasks import problems
+
+from tests.support.places import TINY
 
 for needed in ("lm_eval", "tenacity", "aiohttp", "openai", "fastapi"):
     pytest.importorskip(needed, reason="lm-eval's models of servers, and the server")
 
 import lm_eval  # noqa: E402
-from openai_server import MODEL, OPTIONS, Served, served  # noqa: E402
+
+from tests.support.openai_server import MODEL, OPTIONS, Served, served  # noqa: E402
 
 COUNT = 6
 COMMON = """\

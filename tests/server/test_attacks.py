@@ -14,9 +14,9 @@ pytest.importorskip("openai", reason="the tests' client")
 pytest.importorskip("fastapi", reason="the server")
 
 from mrp_trainer.serve.answers import TextOfIds
-from openai_server import ENDLESS, Served, served
 
-from tests.malformed import bodies
+from tests.support.malformed import bodies
+from tests.support.openai_server import ENDLESS, Served, served
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,8 @@ from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import pytest
-from fault_kinds import Fault
+
+from tests.support.fault_kinds import Fault
 
 
 def functions_in(code: CodeType) -> Iterator[CodeType]:

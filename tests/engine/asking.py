@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine_reference import low_confidence
 from mrp_trainer.data.tasks import Problem
 
 from benchmarks.server import CPU_ENVIRONMENT, Measured
 from modeling_mrp import MRPForCausalLM
+from tests.support.engine_reference import low_confidence
 
 CONCURRENCY, BLOCK, STATES = 16, 16, 4
 COUNTS = {"math": 80, "code": 80, "source": 40}

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast, set_seed
 
 from modeling_mrp import MRPConfig, MRPForCausalLM
 from modeling_mrp.generate.option_table import DECODINGS, PUBLISHED
-from tests.random_cases import batch_of
+from tests.support.random_cases import batch_of
 
 BLOCK, MASK, PAD, VOCAB = 4, 60, 0, 64  # of make_model
 ALPHA = 1e-4  # false-alarm rate of each chi-square test; seeds are fixed

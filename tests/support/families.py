@@ -10,7 +10,11 @@ from typing import Any
 
 import torch
 from mrp_trainer.heads import new_head
-from published import (
+from torch import Tensor
+from transformers import LlamaForCausalLM, Qwen2ForCausalLM, Qwen3MoeForCausalLM
+
+from modeling_mrp import MRPForCausalLM
+from tests.support.published import (
     Shapes,
     attended,
     backbone_config,
@@ -20,10 +24,6 @@ from published import (
     swiglu,
     write,
 )
-from torch import Tensor
-from transformers import LlamaForCausalLM, Qwen2ForCausalLM, Qwen3MoeForCausalLM
-
-from modeling_mrp import MRPForCausalLM
 
 Logits = Callable[[list[int]], Tensor]
 # The fields that the published configs share, with small sizes; each family's config changes some.

@@ -17,12 +17,12 @@ import pytest
 import torch
 import yaml
 from asking import CONCURRENCY, ENVIRONMENT, STATES, Asked, Report, sse, target_of
-from request_kinds import KINDS, as_options
 from safetensors.torch import load_file, save_file
 
 from benchmarks.common import ROOT, TINY
 from benchmarks.server import Server
 from modeling_mrp import MRPForCausalLM
+from tests.support.request_kinds import KINDS, as_options
 
 pytest.importorskip("sglang", reason="the engine is installed by make test-serving")
 COUNT, NEW = 5 * len(KINDS), 40

@@ -23,8 +23,8 @@ from modeling_mrp.generate.option_table import DRAFTING, PUBLISHED, REMASK_RULES
 from modeling_mrp.generate.options import OPTION_NAMES
 from modeling_mrp.rules.options import COUNT, NATS, POSITIVE, PROBABILITY, STEPS, Option, Values
 from modeling_mrp.rules.reveal import RULES
-from tests.reference import Row as SlowRow
-from tests.reference import reference_decode
+from tests.support.reference import Row as SlowRow
+from tests.support.reference import reference_decode
 
 Row = dict[str, Any]
 MASK, VOCAB = 60, 64

@@ -12,7 +12,7 @@ pytest.importorskip("fastapi", reason="the server")
 pytest.importorskip("llguidance", reason="constraints")
 pytest.importorskip("outlines_core", reason="constraints")
 
-from openai_server import Served, served  # noqa: E402
+from tests.support.openai_server import Served, served  # noqa: E402
 
 SCHEMA = {
     "type": "object",

@@ -4,7 +4,7 @@ import random
 from typing import Any
 
 from modeling_mrp.generate.option_table import DRAFTING
-from tests.random_cases import StopsBehind, Sways, word_tokenizer
+from tests.support.random_cases import StopsBehind, Sways, word_tokenizer
 
 EOS = [3, 5, 9, 11, 20]
 MODES: list[dict[str, Any]] = [

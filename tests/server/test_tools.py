@@ -15,7 +15,8 @@ pytest.importorskip("outlines_core", reason="constraints")
 
 from mrp_trainer.serve.requests import ChatRequest  # noqa: E402
 from mrp_trainer.serve.tools import BEGIN, END, Tools  # noqa: E402
-from openai_server import CHAT, Served, served  # noqa: E402
+
+from tests.support.openai_server import CHAT, Served, served  # noqa: E402
 
 TEMPLATE = """{% if tools %}tools {% for tool in tools %}{{ tool | tojson }}
 {% endfor %}calls stand in <tool_call></tool_call>

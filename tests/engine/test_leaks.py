@@ -10,9 +10,9 @@ from urllib.error import HTTPError
 
 import pytest
 from asking import CONCURRENCY, Asked, Measure, Report, sse
-from request_kinds import KINDS
 
 from benchmarks.server import Server
+from tests.support.request_kinds import KINDS
 
 pytest.importorskip("sglang", reason="the engine is installed by make test-serving")
 REQUESTS, CLIENTS = 2000, 24

@@ -10,9 +10,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
-from reference import Row, State, log_odds, logit, options_of
 
 from modeling_mrp import MRPForCausalLM
+from tests.support.reference import Row, State, log_odds, logit, options_of
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Print registers, stack, shared memory and accesses of the kernels as compiled for a GPU that need
 not be there.
 
-    python tests/compiled_kernels.py CAPABILITY
+    python tests/support/compiled_kernels.py CAPABILITY
 
 Every kernel is launched at sizes of the 4B shape in bfloat16, on tensors without memory; each
 launch is caught and compiled for the capability (80: Ampere, 90: Hopper, 100 and 120: Blackwell)

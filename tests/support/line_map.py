@@ -23,7 +23,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 # Calls of a function in a test whose lines are recorded; what only later ones run is not seen.
 RECORDED_CALLS = 50
 FOLDER = ROOT / "build" / "mutants"
@@ -40,7 +40,7 @@ ROOMS = (
     "cli",
     "picture",
     "doctor",
-    "serve",
+    "server",
     "kernels",
 )
 # These compare sources as texts, so that they see every change of one, whatever it does; or they

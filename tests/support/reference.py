@@ -23,7 +23,7 @@ from modeling_mrp.generate.options import MRPGenerationConfig
 from modeling_mrp.kernels.pick import gumbel_noise
 from modeling_mrp.rules.draft import PREVIEW, noise_key
 from modeling_mrp.rules.reveal import RevealRule
-from tests.reference_rules import Step, chosen_by
+from tests.support.reference_rules import Step, chosen_by
 
 State = tuple[int, ...]
 

@@ -1,8 +1,8 @@
 """Two capabilities in one call: the text has to be that of the call without what may not change it,
 or the slow reference's.
 
-`tests/capabilities.py` has the registry. A case of a pair is a tiny random model and a call, made
-of a name; in float64 texts have no near ties, so that each difference is a fault.
+`tests/support/capabilities.py` has the registry. A case of a pair is a tiny random model and a
+call, made of a name; in float64 texts have no near ties, so that each difference is a fault.
 """
 
 import copy
@@ -21,7 +21,7 @@ from peft import PeftModel
 from torch import Tensor
 
 from modeling_mrp.generate.option_table import TARGETS
-from tests.random_cases import (
+from tests.support.random_cases import (
     MASK,
     Row,
     StopsBehind,
@@ -31,7 +31,7 @@ from tests.random_cases import (
     random_prompts,
     word_tokenizer,
 )
-from tests.reference import reference_decode
+from tests.support.reference import reference_decode
 
 PAD = 0
 Options = dict[str, Any]

@@ -30,13 +30,13 @@ from asking import (
     up_to_eos,
 )
 from mrp_trainer.evaluate.decoded import decode_prompts
-from published import as_published
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from benchmarks.common import TINY
 from benchmarks.server import CPU_FLAGS, Server, ServerDied, backbone_for_stock
 from modeling_mrp import MRPForCausalLM
+from tests.support.published import as_published
 
 sglang = pytest.importorskip("sglang", reason="the engine is installed by make test-serving")
 # The engine wants a core named for each device.

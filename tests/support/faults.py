@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from tape import TapeRecorder
 from torch import Tensor, nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
@@ -18,6 +17,7 @@ from modeling_mrp.kernels.round_layers import (
     RoundMask,
 )
 from modeling_mrp.networks import graphs, layers
+from tests.support.tape import TapeRecorder
 
 KERNELS = {
     kernel.name: kernel for kernel in (PICK, LIST, ROUND_ATTENTION, SUM_AND_NORM, ROTATED, GATED)

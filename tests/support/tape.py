@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map
 
 from modeling_mrp.networks import graphs
-from tests.random_cases import make_model
+from tests.support.random_cases import make_model
 
 try:
     from triton.runtime.interpreter import GridExecutor

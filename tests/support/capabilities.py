@@ -1,5 +1,5 @@
-"""The registry of capabilities whose pairs are tried (`tests/pairs.py`): an entry says how it
-changes a case, and what refuses it."""
+"""The registry of capabilities whose pairs are tried (`tests/support/pairs.py`): an entry says how
+it changes a case, and what refuses it."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -20,11 +20,11 @@ from modeling_mrp.generate.option_table import PUBLISHED, REMASK_RULES
 from modeling_mrp.kernels.dispatch import triton
 from modeling_mrp.networks import graphs
 from modeling_mrp.rules.sources import Candidates
-from tests.devices import FIRST, SECOND, SMALL, place, small_device, spread, two_devices
-from tests.pairs import MASK, PAD, Capability, Options, Result, Run, Trial, base_of, padded
-from tests.random_cases import Row, Sways, given_in
-from tests.tape import TapeRecorder
-from tests.watches import Blocks, Drafts, Watch, assert_asked, assert_streamed
+from tests.support.devices import FIRST, SECOND, SMALL, place, small_device, spread, two_devices
+from tests.support.pairs import MASK, PAD, Capability, Options, Result, Run, Trial, base_of, padded
+from tests.support.random_cases import Row, Sways, given_in
+from tests.support.tape import TapeRecorder
+from tests.support.watches import Blocks, Drafts, Watch, assert_asked, assert_streamed
 
 LORA = LoraConfig(
     task_type="CAUSAL_LM",

@@ -29,9 +29,9 @@ def register() -> None:
     from sglang.srt.model_executor.model_runner_components import cuda_graph_setup
     from sglang.srt.model_executor.runner import decode_cuda_graph_runner
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-    from tape import TapeRecorder
 
     from modeling_mrp.kernels.dispatch import CHECKED_ON
+    from tests.support.tape import TapeRecorder
 
     runner: Any = decode_cuda_graph_runner.DecodeCudaGraphRunner
 

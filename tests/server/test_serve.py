@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 import torch
-from commands import mrp
-from conftest import TINY
+
+from tests.support.commands import mrp
+from tests.support.places import TINY
 
 openai: Any = pytest.importorskip("openai", reason="the tests' client")
 pytest.importorskip("fastapi", reason="the server")
 
-from openai_server import CHAT, MODEL, OPTIONS, PROMPT, Served, served  # noqa: E402
+from tests.support.openai_server import CHAT, MODEL, OPTIONS, PROMPT, Served, served  # noqa: E402
 
 FEW = 16
 

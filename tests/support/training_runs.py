@@ -17,7 +17,6 @@ from unittest import mock
 
 import numpy as np
 import torch
-from helpers import BLOCK, naive_norm
 from mrp_trainer.data.samples import Sample
 from mrp_trainer.train.arguments import MRPTrainingArguments
 from mrp_trainer.train.trainer import MRPTrainer
@@ -28,7 +27,8 @@ from torch.distributed import TCPStore
 from transformers import TrainerCallback
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from tests.random_cases import make_model
+from tests.support.helpers import BLOCK, naive_norm
+from tests.support.random_cases import make_model
 
 # Modules that take seconds to import, imported once in the process from which all others are
 # forked.

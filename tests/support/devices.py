@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 from modeling_mrp.networks import uploads
-from tests.tape import waits
+from tests.support.tape import waits
 
 FIRST, SECOND = "lazy:0", "lazy:1"  # of a kind for which this build of torch has no kernels
 SMALL = "lazy:0"
