@@ -143,7 +143,8 @@ def attention_arguments(
         cache[:, row, length:slots] = torch.nan
     keys, values = cache.transpose(2, 3)
     parent = torch.arange(-1, width - 1, device=device).repeat(rows, 1)
-    mask = RoundMask(torch.tensor(lengths, device=device), parent, block)
+    seen = torch.tensor(lengths, device=device)[:, None].repeat(1, width)
+    mask = RoundMask(seen, parent, block)
     return queries.transpose(1, 2), keys, values, mask, dim**-0.5
 
 

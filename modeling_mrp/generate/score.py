@@ -5,20 +5,22 @@ end of its block. A given text determines all states: one pass over the text giv
 values that they attend to, then they are scored side by side.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.utils import ModelOutput
 
-from ..kernels.pick import Unembedding
-from ..model.diffusion import taken_from
 from ..model.loading import weights_on_device
-from ..networks.cache import BlockCache
 from ..networks.inspection import check_weights
-from ..networks.networks import prefill_chunks
+from ..networks.networks import networks_for
+from ..networks.picker import Picker
+from ..networks.uploads import upload_all
+from ..rules.state import State
 from .options import check_ids, check_rows
 
 
@@ -82,7 +84,6 @@ class MRPScoringMixin:
             ValueError: for invalid arguments, a model in training mode, or a token without a
                 log-probability.
         """
-        block_size = self.config.block_size
         mask_id = self.config.mask_token_id
         real = check_ids(input_ids, attention_mask, self.config)
         check_rows(real, 0, self.config.max_position_embeddings)
@@ -121,67 +122,30 @@ class MRPScoringMixin:
                 "model.eval() first"
             )
         check_weights(self)
+        texts = []
+        for ids, is_real, is_scored in zip(input_ids.cpu(), real.cpu(), scored.cpu(), strict=True):
+            columns = is_real.nonzero()[:, 0].tolist()
+            asked = is_scored[is_real].nonzero()[:, 0].tolist()
+            texts.append(ScoredText(ids[is_real].tolist(), columns, asked))
         with weights_on_device(self.lm_head):
             weight = self.lm_head.weight
-            ids = input_ids.to(weight.device)
-            real = real.to(weight.device)
             scored = scored.to(weight.device)
-            lengths = real.sum(-1, keepdim=True)
-            width = int(lengths.max())
-            # texts in whole blocks, with no padding on the left
-            in_text = torch.arange(width + -width % block_size, device=ids.device) < lengths
-            texts = torch.full(in_text.shape, mask_id, device=ids.device)
-            texts[in_text] = ids[real].long()
-            queried = torch.zeros_like(in_text)
-            queried[in_text] = scored[real]
-            count = int(queried.sum(1).max())
-            # by row, queried columns first
-            query_columns = queried.byte().argsort(dim=-1, descending=True, stable=True)[:, :count]
-            # the length of the earlier blocks, to which states attend
-            length = int(queried.nonzero()[:, 1].max()) // block_size * block_size if count else 0
-            states = max(1, tokens_per_forward // (len(ids) * block_size))
-            cache = BlockCache(
-                self, len(ids), texts.shape[1], min(states, count) * block_size, with_head=False
-            )
+            dtype = torch.promote_types(weight.dtype, torch.float32)
+            logprobs = torch.zeros(input_ids.shape, dtype=dtype, device=weight.device)
+            greedy = torch.zeros_like(scored)
+            top_logprobs = logprobs[..., None].repeat(1, 1, top_tokens)
+            top_ids = torch.zeros_like(top_logprobs, dtype=torch.long)
             forwards = {"prefill": 0, "score": 0}
-            for begin, end, *inputs in prefill_chunks(
-                cache, texts[:, :length], 0, states * block_size, block_size
+            picker = Picker(weight, mask_id, float(temperature))
+            for row, column, token, scores in _scores_of(
+                self, picker, texts, tokens_per_forward, forwards
             ):
-                hidden = self.backbone(*inputs, cache)
-                forwards["prefill"] += 1
-                if cache.shifted:
-                    cache.hidden[:, begin + 1 : end + 1] = hidden
-            unembedding = Unembedding(weight, mask_id, float(temperature))
-            log_probs = torch.zeros_like(
-                texts, dtype=torch.promote_types(weight.dtype, torch.float32)
-            )
-            likeliest = torch.zeros_like(queried)
-            best_ids = torch.zeros(*texts.shape, top_tokens, dtype=torch.long, device=ids.device)
-            best_log_probs = torch.zeros_like(best_ids, dtype=log_probs.dtype)
-            for chunk in query_columns.split(states, 1) if count else ():
-                positions = chunk.contiguous()  # `scatter_` needs that on GPUs
-                hidden = _hidden_at(self, texts, positions, length, cache)
-                forwards["score"] += 1
-                logits = unembedding.tempered(unembedding.logits(hidden.flatten(0, 1)))
-                scores = logits.unflatten(0, positions.shape)
-                token = texts.gather(1, positions)
-                scores = scores.log_softmax(-1)
-                token_log_probs = scores.gather(2, token[..., None])[..., 0]
-                log_probs.scatter_(1, positions, token_log_probs)
-                likeliest.scatter_(1, positions, scores.argmax(-1) == token)
+                logprobs[row, column] = scores.gather(1, token[:, None])[:, 0]
+                greedy[row, column] = scores.argmax(-1) == token
                 if top_tokens:
                     best = scores.topk(top_tokens)
-                    columns = positions[..., None].expand_as(best.indices)
-                    best_ids.scatter_(1, columns, best.indices)
-                    best_log_probs.scatter_(1, columns, best.values)
-        logprobs = torch.zeros_like(ids, dtype=log_probs.dtype)
-        logprobs[scored] = log_probs[queried]
-        greedy = torch.zeros_like(scored)
-        greedy[scored] = likeliest[queried]
-        top_ids = torch.zeros(*ids.shape, top_tokens, dtype=torch.long, device=ids.device)
-        top_ids[scored] = best_ids[queried]
-        top_logprobs = torch.zeros_like(top_ids, dtype=log_probs.dtype)
-        top_logprobs[scored] = best_log_probs[queried]
+                    top_ids[row, column] = best.indices
+                    top_logprobs[row, column] = best.values
         nan_positions = logprobs.isnan().nonzero()
         if len(nan_positions):
             raise ValueError(
@@ -198,30 +162,64 @@ class MRPScoringMixin:
         return output
 
 
-def _hidden_at(
-    model: Any, texts: Tensor, positions: Tensor, length: int, cache: BlockCache
-) -> Tensor:
-    """Compute the hidden states [batch, n, hidden_size] that predict the tokens at `positions`
-    [batch, n] long, each at a separate state: the text before the position, and masks from there to
-    the end of the block."""
+class ScoredText(NamedTuple):
+    """A text of which tokens are scored.
+
+    Attributes:
+        ids: Its tokens.
+        columns: By token, its column of `input_ids`.
+        asked: The positions of the tokens to score, in order.
+    """
+
+    ids: list[int]
+    columns: list[int]
+    asked: list[int]
+
+    def state_before(self, position: int, block_size: int, mask_id: int) -> State:
+        """Make the state that shows the tokens before a position, and masks from there on."""
+        start = position // block_size * block_size
+        masks = start + block_size - position
+        ids = (*self.ids[start:position], *[mask_id] * masks)
+        return State((start, ids), (position - start,), block_size, masks, 0)
+
+
+def _scores_of(
+    model: Any,
+    picker: Picker,
+    texts: Sequence[ScoredText],
+    tokens_per_forward: int,
+    forwards: dict[str, int],
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Read the texts, then score the states before the tokens that are asked for; count forwards by
+    role. Yields, for n tokens each, their rows, columns of `input_ids` and ids, [n] long, and the
+    log-probabilities at their states, [n, vocab]."""
+    count = max(len(text.asked) for text in texts)
+    if not count:
+        return
     block_size = model.config.block_size
-    rows, states = positions.shape
-    columns = torch.arange(block_size, device=texts.device)
-    block_positions = (positions // block_size * block_size)[..., None] + columns
-    ids = texts.gather(1, block_positions.flatten(1)).view_as(block_positions)
-    ids = ids.masked_fill(block_positions >= positions[..., None], model.config.mask_token_id)
-    state_index = torch.arange(states, device=texts.device).repeat_interleave(block_size)
-    starts = block_positions[..., :1].expand(-1, -1, block_size).reshape(rows, -1, 1)
-    earlier = torch.arange(length, device=texts.device) < starts
-    same_state = (state_index[:, None] == state_index).expand(rows, -1, -1)
-    mask = torch.cat([earlier, same_state], -1)[:, None]
-    cache.target(length, states * block_size, prefill=True)
-    hidden = model.backbone(ids.flatten(1), block_positions.flatten(1), mask, cache).to(
-        texts.device
-    )
-    column = state_index[::block_size] * block_size + positions % block_size
-    if not cache.shifted:
-        return taken_from(hidden, column)
-    is_first = positions % block_size == 0  # predicted by the last token of the previous block
-    end_states = taken_from(cache.hidden.to(texts.device), torch.where(is_first, positions, -1))
-    return end_states + taken_from(hidden, torch.where(is_first, -1, column - 1))
+    width = max(1, tokens_per_forward // (len(texts) * block_size))
+    # the blocks before the last one with a token to score
+    length = max(text.asked[-1] for text in texts if text.asked) // block_size * block_size
+    size = (len(texts), length + block_size, min(width, count) * block_size)
+    with networks_for(model, picker, False, None, *size, with_head=False) as networks:
+        for _ in networks.read([text.ids for text in texts], 0, length, chunk=width * block_size):
+            forwards["prefill"] += 1
+        for first in range(0, count, width):
+            states: list[list[State]] = []
+            numbers: list[tuple[int, ...]] = []
+            for index, text in enumerate(texts):
+                states.append([])
+                for slot, position in enumerate(text.asked[first : first + width]):
+                    states[-1].append(text.state_before(position, block_size, picker.mask_token_id))
+                    numbers.append(
+                        (index, text.columns[position], text.ids[position], slot, position)
+                    )
+            hidden = networks.hidden(states, length)
+            forwards["score"] += 1
+            rows, columns, tokens, slots, positions = upload_all(
+                list(np.array(numbers).T), hidden.device
+            )
+            asked = hidden[rows, slots, positions % block_size]
+            for chunk in picker.unembedding.chunks(len(asked)):
+                logits = picker.unembedding.tempered(picker.unembedding.logits(asked[chunk]))
+                yield rows[chunk], columns[chunk], tokens[chunk], logits.log_softmax(-1)

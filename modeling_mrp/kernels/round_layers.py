@@ -156,13 +156,13 @@ class RoundMask:
     """The attention pattern of a round (which keys each state sees), in place of a mask tensor.
 
     Attributes:
-        committed: [rows] long, number of committed slots that each row sees.
+        committed: [rows, width] long, number of committed slots that each state sees.
         parent: [rows, width] long, index in the row of the state that a state attends to besides
             the prefix, -1 if none.
         block_size: Tokens per state.
         dispatch: Decides between kernels and PyTorch.
-        sees_all: Whether every query sees every key: each row has one state, and all rows are
-            equally long.
+        sees_all: Whether every query sees every key: each row has one state, and all states see
+            equally many slots.
     """
 
     committed: Tensor
@@ -183,8 +183,9 @@ class RoundMask:
         scored = (
             visible[:, :, None, :, None].expand(-1, -1, block, -1, block).flatten(3).flatten(1, 2)
         )
-        committed = torch.arange(cached_slots, device=slots.device) < self.committed[:, None]
-        return torch.cat([committed[:, None].expand(-1, scored.shape[1], -1), scored], -1)[:, None]
+        limits = self.committed.repeat_interleave(block, 1)[..., None]
+        committed = torch.arange(cached_slots, device=slots.device) < limits
+        return torch.cat([committed, scored], -1)[:, None]
 
     def bias(self, cached_slots: int, dtype: torch.dtype) -> Tensor | None:
         """Make the additive mask of `dense`: 0 where a key is visible, -inf elsewhere; None if all
@@ -230,14 +231,14 @@ def round_attention(
     """Compute the attention of a round in one launch; return [rows, queries, heads, head_dim].
 
     A program takes a tile of a row's queries, with all query heads of one KV head, and one share of
-    the keys that the row sees; of a tile's programs, the last to finish merges the shares, in
+    the keys that these see; of a tile's programs, the last to finish merges the shares, in
     order. No shape depends on `committed` or `parent`.
 
     Args:
         query: [rows, heads, queries, head_dim], queries = width * block_size.
         key, value: [rows, kv_heads, cached_slots + queries, head_dim], of equal strides, the last
-            one 1: `cached_slots` committed slots, then the scored states. Committed slots that a
-            row does not see are never read.
+            one 1: `cached_slots` committed slots, then the scored states. Committed slots that no
+            state of a row sees are never read.
         mask: Which keys each state sees.
         scale: Multiplies the scores.
     """
@@ -509,15 +510,15 @@ if triton is not None:
         ] * HEAD_DIM + dims[None, :]
         queries = tl.load(query + offsets, mask=inside_tile, other=0.0)
         state = token // BLOCK_SIZE
-        parent_state = tl.load(
-            parent + row * (tokens // BLOCK_SIZE) + state, mask=inside_rows, other=-1
-        ).to(tl.int32)
+        state_of_batch = row * (tokens // BLOCK_SIZE) + state
+        parent_state = tl.load(parent + state_of_batch, mask=inside_rows, other=-1).to(tl.int32)
+        limit = tl.load(committed + state_of_batch, mask=inside_rows, other=0).to(tl.int32)
 
         # The running softmax: weighted sum of values, sum of weights, greatest score.
         sums = tl.zeros([TILE_ROWS, PADDED], tl.float32)
         total = tl.zeros([TILE_ROWS], tl.float32)
         peak = tl.full([TILE_ROWS], float("-inf"), tl.float32)
-        length = tl.minimum(tl.load(committed + row), cached_slots).to(tl.int32)
+        length = tl.minimum(tl.max(limit, 0), cached_slots).to(tl.int32)
         share = tl.cdiv(tl.cdiv(length, TILE_KEYS), splits) * TILE_KEYS
         begin = tl.minimum(split * share, length)
         end = tl.minimum(begin + share, length)
@@ -536,7 +537,7 @@ if triton is not None:
             key_state = tl.where(tile < prefix_tiles, -2, (slot - cached_slots) // BLOCK_SIZE)
             readable = slot < tl.where(tile < prefix_tiles, end, cached_slots + tokens)
             visible = (
-                (slot < end)[None, :]
+                (slot[None, :] < tl.minimum(limit, end)[:, None])
                 | (key_state[None, :] == state[:, None])
                 | (key_state[None, :] == parent_state[:, None])
             )

@@ -130,20 +130,40 @@ class Networks:
         for index, tokens in zip(indices, reused, strict=True):
             self.cache.blank(range(len(self.cache.layer_devices)), index, tokens)
 
+    def read(
+        self,
+        texts: Sequence[Sequence[int]],
+        begin: int,
+        length: int,
+        first: int = 0,
+        chunk: int = PREFILL_CHUNK,
+    ) -> Iterator[tuple[int, int, Tensor]]:
+        """Compute keys and values of texts from `begin` to `length`, in whole blocks, and yield
+        begin, end and hidden states [texts, end - begin, hidden_size] of each forward.
+
+        Args:
+            texts: The texts of rows side by side; masks follow where one is shorter.
+            begin, length: Begin and end of what is read.
+            first: The index of the first row in the batch.
+            chunk: The most tokens of a row in a forward, but at least a block.
+        """
+        cached_hidden = self.cache.hidden[first : first + len(texts)]
+        for start, end, *inputs in self._chunks(texts, begin, length, chunk):
+            hidden = self.model.backbone(*inputs, self.cache).to(self.device)
+            self.forwards["prefill"] += 1
+            self.slots += len(texts)
+            if self.with_head or self.shifted:
+                cached_hidden[:, start + self.shifted : end + self.shifted] = hidden
+            if self.shifted:
+                hidden = cached_hidden[:, start:end].to(self.device, copy=True)
+            yield start, end, hidden
+
     def _read_prompts(
         self, rows: Sequence[Row], reused: Sequence[int], length: int, first: int
     ) -> Iterator[tuple[int, int, Tensor]]:
-        """Run the backbone over the rows' texts up to `length`, in chunks; yield begin, end and
-        hidden states [rows, end - begin, hidden_size] of each."""
-        cached_hidden = self.cache.hidden[first : first + len(rows)]
-        for begin, end, *inputs in self._chunks(rows, min(reused), length):
-            hidden = self.model.backbone(*inputs, self.cache).to(self.device)
-            self.forwards["prefill"] += 1
-            self.slots += len(rows)
-            if self.with_head or self.shifted:
-                cached_hidden[:, begin + self.shifted : end + self.shifted] = hidden
-            if self.shifted:
-                hidden = cached_hidden[:, begin:end].to(self.device, copy=True)
+        """Run the backbone over the rows' texts up to `length`; yield what `read` yields."""
+        texts = [row.text for row in rows]
+        for begin, end, hidden in self.read(texts, min(reused), length, first):
             for row, tokens in zip(rows, reused, strict=True):
                 row.counts.forwards += row.state.start >= begin and tokens < end
             yield begin, end, hidden
@@ -189,7 +209,8 @@ class Networks:
         start = min(row.head_held for row in lagging)
         last = max(row.held for row in lagging)
         with self.cache.of_rows(first, len(rows)):
-            for begin, end, ids, positions, mask in self._chunks(rows, start, last):
+            texts = [row.text for row in rows]
+            for begin, end, ids, positions, mask in self._chunks(texts, start, last):
                 hidden = self.cache.hidden[first : first + len(rows), begin:end]
                 cached_lengths = upload([row.held for row in rows], hidden.device)
                 is_cached = torch.arange(begin, end, device=hidden.device) < cached_lengths[:, None]
@@ -202,14 +223,30 @@ class Networks:
         for row in lagging:
             row.head_held = row.held
 
-    def _chunks(self, rows: Sequence[Row], begin: int, length: int) -> Iterator[Chunk]:
-        """Yield the inputs of each forward over the rows' texts from `begin` to `length`; see
-        `prefill_chunks`."""
-        ids = [(row.text + [self.mask_id] * length)[:length] for row in rows]
-        texts = upload(np.array(ids).ravel(), self.device).view(len(rows), length)
-        return prefill_chunks(
-            self.cache, texts, begin, max(1, PREFILL_CHUNK // self.block) * self.block, self.block
-        )
+    def _chunks(
+        self,
+        texts: Sequence[Sequence[int]],
+        begin: int,
+        length: int,
+        chunk: int = PREFILL_CHUNK,
+    ) -> Iterator[Chunk]:
+        """Yield the inputs of each block-causal forward over texts from `begin` to `length`, in
+        whole blocks, with the cache's target set to the slots of its tokens."""
+        rows = [[*text, *[self.mask_id] * length][:length] for text in texts]
+        ids = upload(np.array(rows, np.int64).ravel(), self.device).view(len(rows), length)
+        positions = torch.arange(length, device=self.device).expand_as(ids)
+        step = max(1, chunk // self.block) * self.block
+        for start in range(begin, length, step):
+            end = min(length, start + step)
+            visible = positions[:, :end]
+            self.cache.target(start, end - start, prefill=True)
+            mask = block_causal_mask(
+                positions[:, start:end],
+                visible,
+                torch.ones_like(visible, dtype=torch.bool),
+                self.block,
+            )
+            yield start, end, ids[:, start:end], positions[:, start:end], mask
 
     def score(self, rows: Sequence[Row], drafts: Sequence[Sequence[Node]]) -> list[list[Scores]]:
         """Score all rows' nodes (ended rows have none) in one backbone forward; return the scores
@@ -226,6 +263,21 @@ class Networks:
         hidden = self._scored[:, :-1] if self.shifted else self._scored
         first_states = range(0, len(hidden), width)
         return self.sampler.score(rows, drafts, hidden, first_states)
+
+    def hidden(self, states: Sequence[Sequence[State]], read: int) -> Tensor:
+        """Run the backbone over states of each row, wherever in its text; each sees the blocks
+        before its own, of which the first `read` tokens were read.
+
+        Returns:
+            [rows, width, block, hidden_size], where width is the most states of a row. The column
+            of a token has the hidden state that predicts it.
+        """
+        packed = [[(state, -1) for state in of_row] for of_row in states]
+        width = self._width(packed)
+        hidden = self._network(packed, width, [read] * len(states))
+        self.forwards["denoise"] += 1
+        self.slots += len(states)
+        return hidden[:, : self.block].unflatten(0, (len(states), width))
 
     def head(
         self,
@@ -347,25 +399,27 @@ class Networks:
         rows = len(packed)
         longest = max(cached_lengths)
         self.cache.target(longest, width * self.block)
-        empty = ((0, (self.mask_id,) * self.block), -1)
+        no_ids = (self.mask_id,) * self.block
         numbers = array("q")
-        entries = []
-        for states in packed:
-            for state, parent in states:
-                entries.append((state.key, parent))
-            entries += [empty] * (width - len(states))
         starts = []
         parents = []
-        for (start, ids), parent in entries:
-            numbers.extend(ids)
-            starts.append(start)
-            parents.append(parent)
-        numbers.extend(starts)
-        numbers.extend(parents)
-        numbers.extend(cached_lengths)
+        limits = []
+        for states, cached in zip(packed, cached_lengths, strict=True):
+            for state, parent in states:
+                numbers.extend(state.ids)
+                starts.append(state.start)
+                parents.append(parent)
+                limits.append(min(state.start, cached))
+            for _ in range(width - len(states)):
+                numbers.extend(no_ids)
+                starts.append(0)
+                parents.append(-1)
+                limits.append(cached)
+        for of_states in (starts, parents, limits):
+            numbers.extend(of_states)
         table = host_copy(np.frombuffer(numbers, np.int64), self.device)
         begin = self.cache.begin
-        sees_all = width == 1 and min(cached_lengths) == begin and self.recorded is None
+        sees_all = width == 1 and min(limits) == begin and self.recorded is None
         forward = partial(self._packed, rows, width, begin, sees_all)
         inputs = [] if hidden is None else [hidden.reshape(rows, width * self.block, -1)]
         if self.recorded is None:
@@ -384,16 +438,15 @@ class Networks:
         table: Tensor,
         hidden: Tensor | None = None,
     ) -> Tensor:
-        """Unpack `table` (ids, starts, parents, cached lengths) and run the network, by tensor
-        operations that a graph can record."""
+        """Unpack `table` (ids, starts, parents, and how many cached tokens each state sees) and run
+        the network, by tensor operations that a graph can record."""
         states = rows * width
-        ids, starts, parents, cached_lengths = table.split(
-            [states * self.block, states, states, rows]
-        )
+        ids, starts, parents, limits = table.split([states * self.block, states, states, states])
         ids = ids.view(rows, -1)
         parent = parents.view(rows, width)
+        committed = limits.view(rows, width)
         positions = (starts[:, None] + torch.arange(self.block, device=self.device)).view(rows, -1)
-        mask = RoundMask(cached_lengths, parent, self.block, self.picker.dispatch, sees_all)
+        mask = RoundMask(committed, parent, self.block, self.picker.dispatch, sees_all)
         if self.plans is not None:
             output = self._fused(self.plans, ids, positions, mask, hidden)
         elif hidden is None:
@@ -405,7 +458,7 @@ class Networks:
                 self.device
             )
         if self.shifted and hidden is None:
-            return self._shifted_states(output, cached_lengths, parent)
+            return self._shifted_states(output, committed, parent)
         return output
 
     def _fused(
@@ -431,16 +484,16 @@ class Networks:
             self.cache,
         )
 
-    def _shifted_states(self, hidden: Tensor, cached_lengths: Tensor, parent: Tensor) -> Tensor:
+    def _shifted_states(self, hidden: Tensor, committed: Tensor, parent: Tensor) -> Tensor:
         """Prepend to each state's part of `hidden` [rows, width * block, hidden_size] the hidden
-        state for its first token (the last of its parent, or else of its row's text); return [rows,
-        width, block + 1, hidden_size]."""
+        state for its first token (the last of its parent, or else of the text that it sees); return
+        [rows, width, block + 1, hidden_size]."""
         states = hidden.unflatten(1, (-1, self.block))
         cached_hidden = self.cache.hidden
         previous = cached_hidden[
-            torch.arange(len(hidden), device=cached_hidden.device),
-            cached_lengths.to(cached_hidden.device),
-        ].to(self.device)[:, None]
+            torch.arange(len(hidden), device=cached_hidden.device)[:, None],
+            committed.to(cached_hidden.device),
+        ].to(self.device)
         parent_lasts = states[:, :, -1].gather(
             1, parent.clamp(min=0)[..., None].expand(-1, -1, hidden.shape[-1])
         )
@@ -519,31 +572,3 @@ def networks_for(
         plans = plan_layers(model, with_head, picker.dispatch, model_key)
         call = None if recordings is None else recordings.call
         yield Networks(model, cache, with_head, picker, plans, call)
-
-
-def prefill_chunks(
-    cache: BlockCache, texts: Tensor, begin: int, chunk: int, block: int
-) -> Iterator[Chunk]:
-    """Yield the inputs of block-causal forwards over texts [rows, length] long from `begin` on,
-    `chunk` tokens each.
-
-    Before each, the cache's target is set to the slots of these tokens, which are whole blocks.
-    """
-    positions = torch.arange(texts.shape[1], device=texts.device).expand_as(texts)
-    for start in range(begin, texts.shape[1], chunk):
-        end = min(texts.shape[1], start + chunk)
-        chunk_positions = positions[:, start:end]
-        visible_positions = positions[:, :end]
-        cache.target(start, end - start, prefill=True)
-        yield (
-            start,
-            end,
-            texts[:, start:end],
-            chunk_positions,
-            block_causal_mask(
-                chunk_positions,
-                visible_positions,
-                torch.ones_like(visible_positions, dtype=torch.bool),
-                block,
-            ),
-        )

@@ -164,7 +164,7 @@ def test_queries_keys_and_values(
 
 
 def random_round(
-    committed: list[int],
+    committed: list[Any],
     parent: list[list[int]],
     width: int,
     block: int,
@@ -185,12 +185,13 @@ def random_round(
     cache = torch.randn(2, rows, heads[1], used + tokens + 3, head_dim, generator=random).to(
         DEVICE, dtype
     )
-    for row, length in enumerate(committed):
-        cache[:, row, :, min(length, used) : used] = torch.nan
+    limits = [[length] * width if isinstance(length, int) else length for length in committed]
+    for row, lengths in enumerate(limits):
+        cache[:, row, :, min(max(lengths), used) : used] = torch.nan
     cache[:, :, :, used + tokens :] = torch.nan
     key, value = cache[:, :, :, : used + tokens]
     mask = RoundMask(
-        torch.tensor(committed, device=DEVICE), torch.tensor(parent, device=DEVICE), block
+        torch.tensor(limits, device=DEVICE), torch.tensor(parent, device=DEVICE), block
     )
     return query, key, value, mask
 
@@ -201,9 +202,9 @@ def in_float64(query: Tensor, key: Tensor, value: Tensor, mask: RoundMask) -> Te
     return round_attention_ref(query.double(), key, value, mask, query.shape[-1] ** -0.5)
 
 
-# By case: committed slots and parents of each row, states, block, slots read, heads of queries and
-# keys, their size, splits.
-ROUNDS: list[tuple[list[int], list[list[int]], int, int, int, tuple[int, int], int, int | None]] = [
+# By case: committed slots of each row, or of each of its states; parents of each row, states,
+# block, slots read, heads of queries and keys, their size, splits.
+ROUNDS: list[tuple[list[Any], list[list[int]], int, int, int, tuple[int, int], int, int | None]] = [
     ([0], [[-1]], 1, 4, 0, (1, 1), 32, None),  # nothing but itself: fewer rows than a tile
     ([64], [[-1]], 1, 16, 64, (2, 2), 32, None),  # every tile full
     ([37], [[-1, 0]], 2, 4, 64, (4, 2), 8, 1),
@@ -215,6 +216,9 @@ ROUNDS: list[tuple[list[int], list[list[int]], int, int, int, tuple[int, int], i
     ([10], [[-1, 0]], 2, 16, 64, (1, 1), 128, 2),
     ([200], [[-1, 0]], 2, 4, 64, (2, 1), 8, 2),  # committed beyond what is read
     ([4, 3], [[-1, -1, 0]] * 2, 3, 4, 8, (4, 2), 8, None),  # prefix and scratch fit one tile
+    # states apart in the text, some of which see nothing of a tile or a share
+    ([[8, 0, 190, 64], [3, 16, 12, 0]], [[-1] * 4] * 2, 4, 16, 192, (2, 1), 16, 3),
+    ([[0, 130], [5, 9]], [[-1, -1]] * 2, 2, 4, 192, (4, 2), 8, 1),
 ]
 
 
@@ -255,7 +259,7 @@ def test_places_beyond_the_reach_of_32_bits(
     key = sparse.as_strided((rows, 1, 3, 16), strides)
     key.copy_(scored)
     query = torch.ones(rows, 1, 1, 16, device=DEVICE)
-    committed = torch.tensor([2] * rows, device=DEVICE)
+    committed = torch.tensor([[2]] * rows, device=DEVICE)
     mask = RoundMask(committed, torch.tensor([[-1]] * rows, device=DEVICE), 1)
     close(
         round_attention(query, key, key, mask, 0.25),
@@ -267,9 +271,11 @@ def test_places_beyond_the_reach_of_32_bits(
 def test_mask_by_hand() -> None:
     """Two states of one token, the second behind the first, over two slots of which one is
     committed."""
-    sees = RoundMask(torch.tensor([1]), torch.tensor([[-1, 0]]), 1).dense(2)
+    sees = RoundMask(torch.tensor([[1, 1]]), torch.tensor([[-1, 0]]), 1).dense(2)
     assert sees.tolist() == [[[[True, False, True, False], [True, False, True, True]]]]
-    alone = RoundMask(torch.tensor([1]), torch.tensor([[-1, -1]]), 1)
+    alone = RoundMask(torch.tensor([[1, 1]]), torch.tensor([[-1, -1]]), 1)
     assert alone.dense(2).tolist() == [[[[True, False, True, False], [True, False, False, True]]]]
     for used in (2, 1):
         assert alone.bias(used, torch.float64).exp().bool().tolist() == alone.dense(used).tolist()  # type: ignore[union-attr]
+    apart = RoundMask(torch.tensor([[0, 2]]), torch.tensor([[-1, -1]]), 1)
+    assert apart.dense(2).tolist() == [[[[False, False, True, False], [True, True, False, True]]]]

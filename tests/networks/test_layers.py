@@ -49,9 +49,8 @@ def a_round(
         buffer.copy_(torch.randn(buffer.shape, generator=torch.Generator().manual_seed(5)))
     cache.target(8, tokens)
     committed = torch.tensor([4, 3], device=device)
-    mask = RoundMask(
-        committed, torch.tensor([[-1, -1, 0]] * 2, device=device), config.block_size, dispatch
-    )
+    parent = torch.tensor([[-1, -1, 0]] * 2, device=device)
+    mask = RoundMask(committed[:, None].repeat(1, 3), parent, config.block_size, dispatch)
     positions = committed[:, None] + torch.arange(config.block_size, device=device).repeat(3)
     return numbers(3, 2, tokens, config.hidden_size, dtype=model.dtype), positions, mask, cache
 

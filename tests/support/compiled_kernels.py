@@ -151,7 +151,7 @@ def launches(dtype: torch.dtype) -> Iterator[tuple[dict[str, Any], Callable[[], 
                 partial(list_rows, *given, *counts),
             )
         parents = torch.full((1, states), -1, device="meta")
-        mask = RoundMask(torch.full((1,), prefix, device="meta"), parents, shape.block_size)
+        mask = RoundMask(torch.full_like(parents, prefix), parents, shape.block_size)
         query = empty(1, rows, heads, dim).transpose(1, 2)
         key, value = empty(1, prefix + rows, 2, kv_heads, dim).permute(2, 0, 3, 1, 4)
         inputs = (

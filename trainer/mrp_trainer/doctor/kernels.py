@@ -76,7 +76,8 @@ def _attention_samples(
     block = 4
     used = 512
     parent = torch.arange(-1, 1, device=template.device).repeat(3, 1)
-    mask = RoundMask(torch.arange(5, 300, 147, device=template.device), parent, block)
+    committed = torch.arange(5, 300, 147, device=template.device)[:, None].repeat(1, 2)
+    mask = RoundMask(committed, parent, block)
     queries = 4 * pseudo_random(3, 2 * block, heads, dim, template=template).transpose(1, 2)
     keys, values = pseudo_random(
         3, used + 2 * block, 2, kv_heads, dim, template=template, seed=1
