@@ -1,5 +1,6 @@
-"""Which tests run which lines of the packages, measured once: `tests/mutants.py` runs the tests
-that can see a fault.
+"""Which tests run which lines of the packages, measured once, so that
+`python -m tests.mutants` runs
+the tests that can see a fault.
 
 Each file of tests runs once under a tracer, in a fork of a process that has imported the libraries,
 and leaves a file in `build/mutants`: for each test that passed its seconds and the lines inside
