@@ -30,7 +30,7 @@ from mrp_trainer.publish.card import markdown_table
 from torch.utils._python_dispatch import _disable_current_modes
 
 from modeling_mrp.generate.loop import RoundDecoder
-from modeling_mrp.kernels.pick import LIST, PICK, Listed
+from modeling_mrp.kernels.pick import LIST, PICK
 from modeling_mrp.networks import graphs
 from modeling_mrp.networks.networks import Networks
 
@@ -128,12 +128,11 @@ def _picked(_: Any, logits: torch.Tensor, *others: Any) -> tuple[torch.Tensor, t
     return torch.full((len(logits),), 3), logits.new_ones(len(logits))
 
 
-def _listed(_: Any, logits: torch.Tensor, *others: Any) -> Listed:
+def _listed(_: Any, logits: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...]:
     """Stand for the kernel that lists tokens beside the pick, likewise."""
     token, odds = _picked(_, logits)
-    column = odds[:, None]
-    ids = column.expand(-1, 16)  # views, which launch nothing
-    return Listed(token, odds, ids, ids, None, column)
+    # a view, which launches nothing
+    return token, odds, odds[:, None].expand(-1, 2 * others[-1] + 1)
 
 
 def launches_of(

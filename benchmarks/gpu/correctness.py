@@ -42,7 +42,7 @@ from modeling_mrp.kernels.round_layers import (
     RoundMask,
 )
 from modeling_mrp.networks.graphs import Graphs, recording_report
-from modeling_mrp.networks.picker import LIKELIEST, SHORTLIST
+from modeling_mrp.networks.picker import LIKELIEST
 from modeling_mrp.rules.draft import noise_key
 
 from ..common import ROOT
@@ -250,7 +250,7 @@ def pick_cases(session: Session) -> None:
         given = (Unembedding(logits, 0, 0.7 if sampled else 1.0), logits, None, keys)
         case = f"{rows} rows, {'sampled' if sampled else 'greedy'}"
         compare(session, PICK, case, partial(tuple, given))
-        compare(session, LIST, case, partial(tuple, (*given, LIKELIEST, SHORTLIST)))
+        compare(session, LIST, case, partial(tuple, (*given, LIKELIEST)))
 
 
 @torch.no_grad()

@@ -34,7 +34,7 @@ from ..networks.inspection import (
     weight_versions,
 )
 from ..networks.networks import networks_for
-from ..networks.picker import TRUNCATIONS, Picker
+from ..networks.picker import LIKELIEST, TRUNCATIONS, Picker
 from ..rules.bans import Bans
 from ..rules.draft import UnscoredError
 from ..rules.sources import CheckedSource, DraftSource
@@ -441,7 +441,7 @@ def _prepare(
     )
     if reason is not None:
         in_order = InOrder(picker.processors or (), rows, width, config.pad_id())
-        picker = replace(picker, processors=None, in_order=in_order, likeliest=False, shortlist=0)
+        picker = replace(picker, processors=None, in_order=in_order, candidates=0, shortlist=0)
     for row in rows:
         row.counts = Counts(mode.width, mode.drafting is not None)
     criteria = [
@@ -693,11 +693,10 @@ def _picker(
     # No shortlist with these options: it is made from the scores of one state, and at later states
     # the options may raise or bar other tokens.
     shaped = words or ngram or before or is_constrained
-    few = (
-        mode.drafting.listed(len(weight), sample)
-        if mode.drafting and type(weight) in (Tensor, nn.Parameter)
-        else 0
-    )
+    shortlist = 0
+    if mode.drafting and not shaped and type(weight) in (Tensor, nn.Parameter):
+        shortlist = mode.drafting.listed(len(weight), sample)
+    drawable = LIKELIEST if sample and mode.drafting is not None else 0
     return Picker(
         *(weight, model.config.mask_token_id, temperature, sample, before or None),
         *(
@@ -706,7 +705,7 @@ def _picker(
             tuple(config.eos_ids()),
         ),
         entropy=mode.rule.needs_entropy,
-        likeliest=sample and mode.drafting is not None,
-        shortlist=0 if shaped else few,
+        candidates=max(drawable, shortlist),
+        shortlist=shortlist,
         dispatch=dispatch if dispatch.allows("those of the pick", weight) else PYTORCH,
     )

@@ -262,7 +262,7 @@ class RoundDecoder:
         inputs: list[list[tuple[State, Hidden]]] = [[] for _ in rows]
         states: list[tuple[Row, State]] = []
         parents: list[State | None] = []
-        shortlists: list[Hidden | None] = []
+        candidates: list[Hidden | None] = []
         keys: list[tuple[int, Key]] = []
         for row_index, nodes in enumerate(drafts):
             for node in nodes:
@@ -272,12 +272,12 @@ class RoundDecoder:
                 inputs[row_index].append((node.state, source.hidden))
                 states.append((rows[row_index], node.state))
                 parents.append(node.parent_state)
-                shortlists.append(source.shortlist)
+                candidates.append(source.candidates)
                 keys.append((row_index, node.state.key))
         if not states:
             return
         outputs = [hidden for row in self.networks.head(rows, inputs) for hidden in row]
-        scores = self.networks.sampler.estimate(states, outputs, parents, shortlists)
+        scores = self.networks.sampler.estimate(states, outputs, parents, candidates)
         for (row_index, key), estimate in zip(keys, scores, strict=True):
             estimates[row_index][key] = estimate
 

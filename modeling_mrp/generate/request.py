@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.generation import StoppingCriteria
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
+from ..kernels.pick import odds_of
 from ..networks.networks import Networks
 from ..networks.picker import Picker, Spots
 from ..rules.draft import UnscoredError
@@ -225,17 +226,17 @@ class Request:
             sample=False,
             truncation=None,
             entropy=False,
-            likeliest=True,
-            shortlist=0,
+            candidates=self.top_count,
         )
         spots = Spots(states, networks.device)
-        likeliest = picker(torch.stack(hidden_states), spots).likeliest
-        assert likeliest is not None
-        count = likeliest.shape[1] // 2
-        for position, numbers in zip(positions, likeliest.tolist(), strict=True):
-            pairs = zip(numbers[:count], numbers[count:], strict=True)
-            best = sorted(pairs, key=lambda pair: -pair[1])[: self.top_count]
-            self._likeliest[position] = {int(token): log_sigmoid(odds) for token, odds in best}
+        candidates = picker(torch.stack(hidden_states), spots).candidates
+        assert candidates is not None
+        ids = candidates[:, : candidates.shape[1] // 2][:, : self.top_count]
+        scores = candidates[:, candidates.shape[1] // 2 :]
+        odds = odds_of(scores, torch.arange(ids.shape[1], device=ids.device).expand_as(ids))
+        for position, tokens, numbers in zip(positions, ids.tolist(), odds.tolist(), strict=True):
+            pairs = zip(tokens, numbers, strict=True)
+            self._likeliest[position] = {int(token): log_sigmoid(number) for token, number in pairs}
 
 
 def picked_from(frontier: Frontier) -> Iterator[tuple[int, tuple[State, Any]]]:

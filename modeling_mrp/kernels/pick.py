@@ -11,7 +11,6 @@ masks left, token id).
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -227,51 +226,30 @@ def pick_rows_ref(
 PICK = Kernel("pick", pick_rows, pick_rows_ref)
 
 
-class Listed(NamedTuple):
-    """Picks at n positions, and their likeliest tokens, the likeliest first.
-
-    Of tokens with equal scores the first come first. Those that tie with the last of a list may be
-    any in PyTorch, unless their score is -inf.
-
-    Attributes:
-        token, odds: As `pick_rows` returns them.
-        ids: [n, m], in the dtype of scores.
-        scores: [n, m] in at least float32: logits over the temperature, -inf for tokens that must
-            not be picked.
-        log_odds: [n, m] of these tokens, -inf for those that must not be picked and in place of
-            NaN; None if not asked for.
-        other_logsumexp: [n, 1], the log-sum-exp of the scores of all tokens but the first so many
-            that may be picked; None if not asked for.
-    """
-
-    token: Tensor
-    odds: Tensor
-    ids: Tensor
-    scores: Tensor
-    log_odds: Tensor | None
-    other_logsumexp: Tensor | None
-
-
 def list_rows(
     unembedding: Unembedding,
     logits: Tensor,
     min_logit: Tensor | None,
     keys: Tensor | None,
-    likeliest: int,
-    shortlist: int,
-) -> Listed:
-    """Pick in each row as `pick_rows` does, and list its likeliest tokens.
+    count: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Pick in each row as `pick_rows` does, and list its m likeliest tokens; return tokens,
+    log-odds [n], and candidates [n, 2 m + 1] in at least float32.
+
+    A row of candidates holds the tokens' ids, the likeliest first; their scores, which are logits
+    over the temperature, -inf for tokens that must not be picked; and the log-sum-exp of the scores
+    of all other tokens, those that must not be picked among them. Of tokens with equal scores the
+    first come first. Those that tie with the last of a list may be any in PyTorch, unless their
+    score is -inf.
 
     Args:
         unembedding, logits, keys: As in `pick_rows`.
         min_logit: As in `pick_rows`, and no more than the largest logit of a row that has one.
-        likeliest: How many tokens to list with their log-odds; 0: log-odds are not asked for.
-        shortlist: How many of the listed tokens `other_logsumexp` leaves out; 0: it is not asked
-            for. As many as the larger of both, at most `MOST_LISTED`, are listed, or all if fewer.
+        count: m, at most `MOST_LISTED`; of a smaller vocabulary all tokens are listed.
     """
     rows, vocab = logits.shape
     device = logits.device
-    count = min(max(likeliest, shortlist), vocab)
+    count = min(count, vocab)
     listed = triton.next_power_of_2(count)
     length, slices = slices_of(rows, vocab, device)
     inverse_temperature = 1.0 / unembedding.temperature
@@ -296,11 +274,7 @@ def list_rows(
     )
     token = torch.empty(rows, dtype=torch.long, device=device)
     odds = torch.empty(rows, dtype=torch.float32, device=device)
-    other_logsumexp = torch.empty(rows, 1, dtype=torch.float32, device=device)
-    lists = []
-    for _ in range(3):
-        lists.append(torch.empty(rows, count, dtype=torch.float32, device=device))
-    ids, scores, log_odds = lists
+    candidates = torch.empty(rows, 2 * count + 1, dtype=torch.float32, device=device)
     _merge_lists[(rows,)](
         slice_keys,
         slice_results,
@@ -308,13 +282,9 @@ def list_rows(
         min_logit,
         token,
         odds,
-        ids,
-        scores,
-        log_odds,
-        other_logsumexp,
+        candidates,
         slices,
         count,
-        shortlist,
         inverse_temperature,
         LISTED=listed,
         SLICES=triton.next_power_of_2(slices),
@@ -322,14 +292,7 @@ def list_rows(
         SAMPLED=keys is not None,
         **LAUNCH,
     )
-    return Listed(
-        token,
-        odds,
-        ids,
-        scores,
-        log_odds if likeliest else None,
-        other_logsumexp if shortlist else None,
-    )
+    return token, odds, candidates
 
 
 def list_rows_ref(
@@ -337,31 +300,24 @@ def list_rows_ref(
     logits: Tensor,
     min_logit: Tensor | None,
     keys: Tensor | None,
-    likeliest: int,
-    shortlist: int,
+    count: int,
     truncated_logits: Tensor | None = None,
-) -> Listed:
+) -> tuple[Tensor, Tensor, Tensor]:
     """List as `list_rows` does, in PyTorch; `truncated_logits` as in `pick_rows_ref`."""
     token, odds = pick_rows_ref(unembedding, logits, min_logit, keys, truncated_logits)
     scores = unembedding.tempered(logits)
-    ids = _likeliest_ids(upcast(logits), max(likeliest, shortlist))
+    ids = _likeliest_ids(upcast(logits), count)
     listed_logits = logits.gather(1, ids)
     excluded = listed_logits == -torch.inf
     if truncated_logits is not None:
         excluded = truncated_logits.gather(1, ids) == -torch.inf
     if min_logit is not None:
         excluded = excluded | (listed_logits < min_logit[:, None])
-    raw = unembedding.tempered(listed_logits)
-    listed_scores = raw.masked_fill(excluded, -torch.inf)
-    log_odds = other_logsumexp = None
-    if likeliest:
-        log_odds = odds_of(scores, ids).masked_fill(excluded, -torch.inf)
-    if shortlist:
-        first = ids[:, :shortlist]
-        included = listed_scores[:, :shortlist] > -torch.inf  # all others keep their share
-        remaining = raw[:, :shortlist].masked_fill(included, -torch.inf)
-        other_logsumexp = scores.scatter(1, first, remaining).logsumexp(-1, keepdim=True)
-    return Listed(token, odds, ids.to(scores.dtype), listed_scores, log_odds, other_logsumexp)
+    listed_scores = unembedding.tempered(listed_logits)
+    uncounted = listed_scores.masked_fill(~excluded, -torch.inf)  # those left out keep their share
+    other_logsumexp = scores.scatter(1, ids, uncounted).logsumexp(-1, keepdim=True)
+    listed_scores = listed_scores.masked_fill(excluded, -torch.inf)
+    return token, odds, torch.cat([ids.to(scores.dtype), listed_scores, other_logsumexp], 1)
 
 
 def _likeliest_ids(logits: Tensor, count: int) -> Tensor:
@@ -618,7 +574,7 @@ if triton is not None:
             tl.store(slice_results + slice_count + out, best)
             tl.store(slice_results + 2 * slice_count + out, best_logit)
 
-    @triton.jit(do_not_specialize=["slices", "shortlist"])
+    @triton.jit(do_not_specialize=["slices"])
     def _merge_lists(  # type: ignore[no-untyped-def]
         slice_keys,
         slice_results,
@@ -626,13 +582,9 @@ if triton is not None:
         min_logit,
         token_out,
         odds_out,
-        ids_out,
-        scores_out,
-        log_odds_out,
-        other_logsumexp_out,
+        candidates_out,
         slices,
         count,
-        shortlist,
         inverse_temperature,
         LISTED: tl.constexpr,
         SLICES: tl.constexpr,
@@ -667,32 +619,19 @@ if triton is not None:
         logits = _logits_of(listed)
         raw = tl.where(filled, logits * inverse_temperature, float("-inf"))
         token = 0x7FFFFFFF - (listed & 0x7FFFFFFF).to(tl.int32)
-        # Of each listed token, the log-sum-exp of all others: no sum is taken back.
-        beside = tl.where(slot[None, :] == slot[:, None], float("-inf"), raw[None, :])
-        peak = tl.max(beside, 1)
-        peak = tl.where(tl.abs(peak) == float("inf"), 0.0, peak)
-        beside_logsumexp = peak + tl.log(tl.sum(tl.exp(beside - peak[:, None]), 1))
-        beside_logsumexp = _log_add(beside_logsumexp, other_logsumexp)
         excluded = logits == float("-inf")
         if min_logit is not None:
             excluded = excluded | (logits < tl.load(min_logit + row).to(tl.float32))
         shown = tl.where(excluded, float("-inf"), raw)
-        log_odds = raw - beside_logsumexp
-        log_odds = tl.where(excluded | (log_odds != log_odds), float("-inf"), log_odds)
-        out = row * count + rank
-        tl.store(ids_out + out, token.to(tl.float32), mask=filled)
-        tl.store(scores_out + out, shown, mask=filled)
-        tl.store(log_odds_out + out, log_odds, mask=filled)
-        summed = filled & ((rank >= shortlist) | ~(shown > float("-inf")))
-        tl.store(
-            other_logsumexp_out + row,
-            _log_add(other_logsumexp, _log_sum(tl.where(summed, raw, float("-inf")))),
-        )
+        out = candidates_out + row * (2 * count + 1)
+        tl.store(out + rank, token.to(tl.float32), mask=filled)
+        tl.store(out + count + rank, shown, mask=filled)
+        left_out = tl.where(filled & excluded, raw, float("-inf"))
+        tl.store(out + 2 * count, _log_add(other_logsumexp, _log_sum(left_out)))
 
         picked = filled & (rank == 0)
         picked_token = tl.sum(tl.where(picked, token, 0), 0)
         logit = tl.sum(tl.where(picked, raw, 0.0), 0)
-        odds = logit - tl.sum(tl.where(picked, beside_logsumexp, 0.0), 0)
         if SAMPLED:
             best = tl.load(slice_results + slice_count + index, mask=valid, other=float("-inf"))
             winner = tl.min(tl.where(valid & (best == tl.max(best, 0)), slice_index, SLICES), 0)
@@ -702,12 +641,13 @@ if triton is not None:
             picked_token = tl.sum(tl.where(wins, tokens, 0), 0)
             logit = tl.sum(tl.where(wins, best_logits, 0.0), 0)
             picked = filled & (token == picked_token)
+        # The sum over all others is of them, not the whole less the token: nothing is taken back.
+        beside = _log_sum(tl.where(picked, float("-inf"), raw))
+        odds = logit - _log_add(other_logsumexp, beside)
+        if SAMPLED:
             # A token that is not listed has a half at most, so that little of 1 - p is lost.
             log_p = logit - _log_add(other_logsumexp, _log_sum(raw))
-            odds = tl.where(
-                tl.max(picked.to(tl.int32), 0) > 0,
-                logit - tl.sum(tl.where(picked, beside_logsumexp, 0.0), 0),
-                log_p - tl.log(1.0 - tl.exp(log_p)),
-            )
+            is_listed = tl.max(picked.to(tl.int32), 0) > 0
+            odds = tl.where(is_listed, odds, log_p - tl.log(1.0 - tl.exp(log_p)))
         tl.store(token_out + row, picked_token.to(tl.int64))
         tl.store(odds_out + row, tl.where(tl.abs(logit) == float("inf"), float("nan"), odds))

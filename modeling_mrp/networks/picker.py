@@ -34,7 +34,6 @@ from ..kernels.pick import (
     likeliest_tokens,
     list_rows_ref,
     log_odds,
-    odds_of,
     pick_rows_ref,
     upcast,
 )
@@ -126,18 +125,15 @@ class Picks(NamedTuple):
         odds: [n] float, log-odds of the token's probability after temperature and processors,
             before truncation; NaN where no token had a finite score.
         entropy: [n] float, in nats.
-        likeliest: [n, 2 m] in at least float32: ids of the m likeliest tokens, then their log-odds,
-            -inf for tokens that truncation leaves out.
-        shortlist: [n, 2 m + 1] in at least float32: ids of the m likeliest tokens, then their
-            scores, -inf for tokens that truncation leaves out, then the log-sum-exp of all other
-            scores.
+        candidates: [n, 2 m + 1] in at least float32, the m likeliest tokens: their ids, the
+            likeliest first, then their scores, -inf for tokens that truncation leaves out, then the
+            log-sum-exp of the scores of all other tokens, those left out among them.
     """
 
     token: Tensor
     odds: Tensor
     entropy: Tensor | None = None
-    likeliest: Tensor | None = None
-    shortlist: Tensor | None = None
+    candidates: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -154,9 +150,9 @@ class Picker:
         truncation: top-k, top-p and the like, applied after the confidence is computed.
         eos_token_ids: Ids that positions before a minimum length must not take.
         entropy: Whether to compute entropies.
-        likeliest: Whether to return the likeliest tokens, for drafts of sampled text.
-        shortlist: Number of likeliest tokens to return, which the head's drafts then choose
-            `among`; 0: drafts use all tokens.
+        candidates: Number of likeliest tokens to return with each pick, among which drafts choose.
+        shortlist: Number of these that the head's drafts choose `among`; 0: all tokens of the
+            vocabulary.
         dispatch: Decides between kernels and PyTorch.
         in_order: In place of `processors`: what acts on the first position of each state alone, a
             function of the spots and the logits [states, vocab] there.
@@ -171,7 +167,7 @@ class Picker:
     truncation: LogitsProcessorList | None = None
     eos_token_ids: tuple[int, ...] = ()
     entropy: bool = False
-    likeliest: bool = False
+    candidates: int = 0
     shortlist: int = 0
     dispatch: Dispatch = field(default=AUTOMATIC)
     in_order: Callable[[Spots, Tensor], Tensor] | None = None
@@ -185,8 +181,9 @@ class Picker:
 
     @cached_property
     def for_drafts(self) -> "Picker":
-        """The picker of drafts, which need neither entropies nor shortlists."""
-        return replace(self, entropy=False, shortlist=0)
+        """The picker of drafts: no entropies, and candidates where tokens are sampled, among which
+        the host draws."""
+        return replace(self, entropy=False, candidates=self.candidates if self.sample else 0)
 
     @cached_property
     def masks(self) -> TokenMasks:
@@ -206,21 +203,22 @@ class Picker:
             picks.append(self._pick(logits, None if keys is None else keys[chunk]))
         return _join(picks)
 
-    def among(self, hidden: Tensor, shortlist: Tensor, spots: Spots) -> Picks:
-        """Pick greedily at n positions among the tokens of a shortlist; all other tokens keep their
-        earlier scores.
+    def among(self, hidden: Tensor, candidates: Tensor, spots: Spots) -> Picks:
+        """Pick greedily at n positions among the first `shortlist` of earlier candidates; all other
+        tokens keep their earlier scores.
 
         The argmax after a reveal is nearly always one of the likeliest tokens before it, so drafts
         need no other rows of `lm_head`. Processors and bans are not applied; tokens that truncation
-        left out before stay out. Hidden states are [n, hidden_size]; `shortlist` [n, 2 m + 1] is
-        `Picks.shortlist` of the same positions at an earlier state.
+        left out before stay out. Hidden states are [n, hidden_size]; `candidates` [n, 2 m + 1] are
+        `Picks.candidates` of the same positions at an earlier state.
         """
         unembedding = self.unembedding
-        count = shortlist.shape[1] // 2
+        listed = candidates.shape[1] // 2
+        count = min(self.shortlist, listed)
         picks = []
-        ids = shortlist[:, :count].long()
-        earlier_scores = shortlist[:, count : 2 * count]
-        other_scores = shortlist[:, 2 * count :]
+        ids = candidates[:, :count].long()
+        earlier_scores = candidates[:, listed : listed + count]
+        other_scores = candidates[:, listed + count :]
         no_eos = spots.no_eos()
         for chunk in unembedding.chunks(len(hidden), count * hidden.shape[1]):
             logits = unembedding.tempered(
@@ -234,11 +232,11 @@ class Picker:
             scores = torch.cat([logits, other_scores[chunk].to(logits.dtype)], 1)
             token = ids[chunk].gather(1, best[:, None])[:, 0]
             odds = log_odds(scores, best)
-            candidates = torch.arange(count, device=ids.device).expand_as(ids[chunk])
-            likeliest = None
-            if self.likeliest:
-                likeliest = torch.cat([ids[chunk].to(scores.dtype), odds_of(scores, candidates)], 1)
-            picks.append(Picks(token, odds, likeliest=likeliest))
+            now = None
+            if self.candidates:
+                rest = scores[:, count:].logsumexp(-1, keepdim=True)
+                now = torch.cat([ids[chunk].to(scores.dtype), logits, rest], 1)
+            picks.append(Picks(token, odds, candidates=now))
         return _join(picks)
 
     def token_odds(self, hidden: Tensor, token: Tensor, spots: Spots) -> Tensor:
@@ -344,27 +342,21 @@ class Picker:
         truncated_logits, min_logit = self._truncate_logits(logits)
         given = (self.unembedding, logits, min_logit, keys)
         by_kernel = truncated_logits is logits
-        counts = (max(LIKELIEST, self.shortlist) if self.likeliest else 0, self.shortlist)
-        entropy = likeliest = shortlist = None
+        entropy = None
         if self.entropy:
             logp = self.unembedding.tempered(logits).log_softmax(-1)
             entropy = -(logp.exp() * logp.nan_to_num(neginf=0.0)).sum(-1)
-        if not any(counts):
+        if not self.candidates:
             if by_kernel:
                 token, odds = self.dispatch.run(PICK, *given)
             else:
                 token, odds = pick_rows_ref(*given, truncated_logits)
             return Picks(token, odds, entropy)
-        if by_kernel and max(counts) <= MOST_LISTED:
-            listed = self.dispatch.run(LIST, *given, *counts)
+        if by_kernel and self.candidates <= MOST_LISTED:
+            token, odds, candidates = self.dispatch.run(LIST, *given, self.candidates)
         else:
-            listed = list_rows_ref(*given, *counts, truncated_logits)
-        if listed.log_odds is not None:
-            likeliest = torch.cat([listed.ids, listed.log_odds], 1)
-        if listed.other_logsumexp is not None:
-            first = [listed.ids[:, : self.shortlist], listed.scores[:, : self.shortlist]]
-            shortlist = torch.cat([*first, listed.other_logsumexp], 1)
-        return Picks(listed.token, listed.odds, entropy, likeliest, shortlist)
+            token, odds, candidates = list_rows_ref(*given, self.candidates, truncated_logits)
+        return Picks(token, odds, entropy, candidates)
 
     def _truncate_logits(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
         """Truncate logits [n, vocab]; return them and None, or, after a top-k, the whole logits and

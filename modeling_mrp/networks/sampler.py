@@ -87,11 +87,11 @@ class Sampler:
         states: Sequence[tuple[Row, State]],
         hidden: Sequence[Hidden],
         parents: Sequence[State | None] = (),
-        shortlists: Sequence[Hidden | None] = (),
+        candidates: Sequence[Hidden | None] = (),
     ) -> list[Scores]:
         """Pick as `pick` does, for drafts, from the head's estimates of hidden states. If every
-        state has a shortlist (`Scores.shortlist`), tokens are chosen among those listed."""
-        return self._by_picker(self._estimate, states, hidden, parents, shortlists)
+        state has earlier candidates (`Scores.candidates`), tokens are chosen among these."""
+        return self._by_picker(self._estimate, states, hidden, parents, candidates)
 
     def _by_picker(
         self,
@@ -129,7 +129,7 @@ class Sampler:
         states: Sequence[tuple[Row, State]],
         hidden: Sequence[Hidden],
         parents: Sequence[State | None],
-        shortlists: Sequence[Hidden | None],
+        candidates: Sequence[Hidden | None],
     ) -> list[Scores]:
         block = self.block
         count = len(states)
@@ -145,26 +145,26 @@ class Sampler:
             return [
                 Scores([0] * block, [-torch.inf] * block, hidden=location) for location in hidden
             ]
-        given_shortlists = [location for location in shortlists if location is not None]
-        flat_index, hidden_states, *shortlist_values = self.gather(
-            columns, hidden, *[given_shortlists] * (len(given_shortlists) == count)
+        given = [location for location in candidates if location is not None]
+        flat_index, hidden_states, *earlier = self.gather(
+            columns, hidden, *[given] * (len(given) == count)
         )
         spots = Spots(states, self.device, parents)
-        picks = (
-            picker.among(hidden_states, shortlist_values[0], spots)
-            if shortlist_values
-            else picker(hidden_states, spots)
-        )
-        row_shortlists: Sequence[Hidden | None] = shortlists or [None] * count
-        if picks.shortlist is not None:
-            size = picks.shortlist.shape[1]
-            spread_shortlist = picks.shortlist.new_zeros(count * block, size).index_copy_(
-                0, flat_index, picks.shortlist
-            )
-            spread_shortlist = spread_shortlist.view(count, block, size)
-            row_shortlists = [(spread_shortlist, index) for index in range(count)]
-        picked = zip(on_host(picks, columns, count, block), hidden, row_shortlists, strict=True)
-        return [Scores(*fields, location, shortlist) for fields, location, shortlist in picked]
+        if earlier:
+            picks = picker.among(hidden_states, earlier[0], spots)
+        else:
+            picks = picker(hidden_states, spots)
+        kept: Sequence[Hidden | None] = candidates or [None] * count
+        if picker.shortlist and picks.candidates is not None and not candidates:
+            size = picks.candidates.shape[1]
+            by_column = picks.candidates.new_zeros(count * block, size)
+            by_column.index_copy_(0, flat_index, picks.candidates)
+            by_column = by_column.view(count, block, size)
+            kept = [(by_column, index) for index in range(count)]
+        if not picker.sample:
+            picks = picks._replace(candidates=None)  # the host draws nothing
+        picked = zip(on_host(picks, columns, count, block), hidden, kept, strict=True)
+        return [Scores(*fields, location, listed) for fields, location, listed in picked]
 
     def token_odds(
         self,
@@ -289,10 +289,10 @@ def spread_columns(numbers: Tensor, columns: np.ndarray, states: int, block: int
 def on_host(
     picks: Picks, columns: np.ndarray, states: int, block: int
 ) -> list[tuple[list[int], list[float], Any, Any]]:
-    """Read picks in one transfer; return by state its token, odds, entropy and likeliest, as in
+    """Read picks in one transfer; return by state its token, odds, entropy and drawable, as in
     `Scores`."""
     numbers = []
-    for field in picks[:4]:
+    for field in picks:
         if field is not None:
             numbers.append(field.view(len(columns), -1).to(picks.odds.dtype))
     spread = spread_columns(torch.cat(numbers, 1), columns, states, block)
@@ -301,8 +301,7 @@ def on_host(
     entropy: list[Any] = [None] * states
     if picks.entropy is not None:
         entropy = spread[..., 2].tolist()
-    likeliest: list[Any] = [None] * states
-    if picks.likeliest is not None:
-        ids, odds = np.split(spread[..., -picks.likeliest.shape[1] :], 2, -1)
-        likeliest = list(zip(np.maximum(ids, 0).astype(np.int64), odds, strict=True))
-    return list(zip(token, spread[..., 1].tolist(), entropy, likeliest, strict=True))
+    drawable: list[Any] = [None] * states
+    if picks.candidates is not None:
+        drawable = list(spread[..., -picks.candidates.shape[1] :])
+    return list(zip(token, spread[..., 1].tolist(), entropy, drawable, strict=True))

@@ -109,7 +109,7 @@ def followers(
         clean: The state of that node.
     """
     scored: tuple[Sequence[int], Sequence[float]] | None = None
-    if scores is not None and scores.likeliest is None:
+    if scores is not None and scores.drawable is None:
         scored = scores.token, scores.odds
     elif scores is not None:
         scored = draw_tokens(row, state, scores)
@@ -306,20 +306,23 @@ def previewed(row: Row) -> State | None:
 def draw_tokens(row: Row, state: State, scores: Scores) -> tuple[Sequence[int], Sequence[float]]:
     """Sample at each free column one of its likeliest tokens, with the state's noise; return tokens
     and log-odds [block]."""
-    assert scores.likeliest is not None
+    assert scores.drawable is not None
     free = list(state.free)
-    ids, odds = (array[free] for array in scores.likeliest)
+    ids, numbers = np.split(scores.drawable[free], [scores.drawable.shape[1] // 2], axis=1)
+    ids = ids.astype(np.int64)
+    # scores of the tokens, and the log-sum-exp of all others; a NaN is never drawn
+    numbers = np.where(np.isnan(numbers), -np.inf, numbers)
     keys = [noise_key(row.seed, state.start + column, state.masks) for column in free]
-    best = (-np.logaddexp(0.0, -odds) + gumbel(keys, ids)).argmax(-1)
-    token, log_odds, indices = (
-        [0] * row.block_size,
-        [-np.inf] * row.block_size,
-        np.arange(len(free)),
-    )
-    for column, token_id, odd in zip(
-        free, ids[indices, best].tolist(), odds[indices, best].tolist(), strict=True
-    ):
-        token[column], log_odds[column] = token_id, odd
+    best = (numbers[:, :-1] + gumbel(keys, ids)).argmax(-1)[:, None]
+    drawn_score = np.take_along_axis(numbers, best, 1)[:, 0]
+    np.put_along_axis(numbers, best, -np.inf, 1)
+    odds = drawn_score - np.logaddexp.reduce(numbers, axis=1)
+    drawn = np.take_along_axis(ids, best, 1)[:, 0]
+    token = [0] * row.block_size
+    log_odds = [-np.inf] * row.block_size
+    for column, token_id, token_odds in zip(free, drawn.tolist(), odds.tolist(), strict=True):
+        token[column] = token_id
+        log_odds[column] = token_odds
     return token, log_odds
 
 
@@ -424,7 +427,7 @@ def accept(
         count_drafts(row, nodes, state, parent, depth)
         for node, score in zip(nodes, scores, strict=True):
             if node.is_preview:  # without hidden states, whose tensor is that of the whole round
-                row.preview = (node.state.key, replace(score, hidden=None, shortlist=None))
+                row.preview = (node.state.key, replace(score, hidden=None, candidates=None))
         row.memory = {
             node.state.key: (node.state, score)
             for node, score in zip(nodes, scores, strict=True)

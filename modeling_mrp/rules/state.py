@@ -62,20 +62,20 @@ class Scores:
         odds: By column, the picked token's log-odds. They order columns as probabilities do, but
             stay precise where probabilities round to 1. NaN: no token had a finite score.
         entropy: By column, in nats; None unless the rule needs it.
-        likeliest: Ids [block, m] and log-odds [block, m] of the likeliest tokens, as numpy arrays,
-            if tokens are sampled and drafts are made; else None.
+        drawable: The state's `Picks.candidates` by column, a numpy array [block, 2 m + 1], if
+            tokens are sampled and drafts are made, which draw among them; else None.
         hidden: A tensor [n, block, hidden_size] and the place in it of this state's hidden states;
             None for scores made by hand, without a network.
-        shortlist: A tensor [n, block, 2 m + 1] of `Picks.shortlist` and this state's place in it:
+        candidates: A tensor [n, block, 2 m + 1] of `Picks.candidates` and this state's place in it:
             the tokens that the head's drafts choose among; None: all tokens.
     """
 
     token: list[int]
     odds: list[float]
     entropy: list[float] | None = None
-    likeliest: Any = None
+    drawable: Any = None
     hidden: tuple[Any, int] | None = None
-    shortlist: tuple[Any, int] | None = None
+    candidates: tuple[Any, int] | None = None
 
 
 @dataclass(slots=True, eq=False)

@@ -19,7 +19,7 @@ from transformers.generation import (
 )
 
 from modeling_mrp.kernels.pick import Unembedding, likeliest_tokens, upcast
-from modeling_mrp.networks.picker import Picker, Picks
+from modeling_mrp.networks.picker import LIKELIEST, Picker, Picks
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,16 @@ class Sampling:
                 `dispatch`.
         """
         if self.stock:
-            return StockPicker(entropy=self.entropy, shortlist=shortlist, unembed=unembed, **fixed)
+            return StockPicker(
+                entropy=self.entropy,
+                candidates=shortlist,
+                shortlist=shortlist,
+                unembed=unembed,
+                **fixed,
+            )
         processors = self.processors()
+        shortlist = 0 if processors else shortlist
+        drawable = LIKELIEST if self.sample and self.drafts else 0
         return EnginePicker(
             temperature=self.temperature,
             sample=self.sample,
@@ -102,8 +110,8 @@ class Sampling:
             truncation=self.truncation() or None,
             eos_token_ids=self.eos,
             entropy=self.entropy,
-            likeliest=self.sample and self.drafts,
-            shortlist=0 if processors else shortlist,
+            candidates=max(drawable, shortlist),
+            shortlist=shortlist,
             unembed=unembed,
             **fixed,
         )
@@ -210,13 +218,13 @@ class StockPicker(EnginePicker):
             token[:, 0],
             odds,
             entropy,
-            shortlist=self._shortlist(logits, probability) if self.shortlist else None,
+            candidates=self._candidates(logits, probability) if self.candidates else None,
         )
 
-    def _shortlist(self, logits: Tensor, probability: Tensor) -> Tensor:
-        """Make `Picks.shortlist` from logits [n, vocab] and their probabilities [n, vocab], which
+    def _candidates(self, logits: Tensor, probability: Tensor) -> Tensor:
+        """Make `Picks.candidates` from logits [n, vocab] and their probabilities [n, vocab], which
         are overwritten."""
-        best, ids = likeliest_tokens(logits, self.shortlist)
+        best, ids = likeliest_tokens(logits, self.candidates)
         total = best[:, :1] - probability.gather(1, ids[:, :1]).log()
         mask_probability = probability[:, self.mask_token_id].clone()
         rest_probability = probability.scatter_(1, ids, 0.0)

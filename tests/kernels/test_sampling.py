@@ -19,7 +19,7 @@ from transformers.generation import (
 )
 
 import modeling_mrp.kernels.pick as pick_file
-from modeling_mrp.kernels.pick import gumbel_noise
+from modeling_mrp.kernels.pick import gumbel_noise, odds_of
 from modeling_mrp.networks.picker import Picker, Spots
 from modeling_mrp.rules.draft import gumbel, mix_bits, noise_key
 from modeling_mrp.rules.state import State
@@ -102,10 +102,13 @@ def spots(n: int, early: int = 0) -> Spots:
     return Spots(made, torch.device("cpu"))
 
 
-def listed(likeliest: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Ids and log-odds of the likeliest tokens; none."""
-    ids, odds = (torch.zeros(0, 2) if likeliest is None else likeliest).chunk(2, 1)
-    return ids.long(), odds
+def listed(candidates: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Ids and log-odds of candidates."""
+    assert candidates is not None
+    count = candidates.shape[1] // 2
+    ids, scores = candidates.split([count, count + 1], 1)
+    places = torch.arange(count).expand_as(ids)
+    return ids.long(), odds_of(scores, places)
 
 
 def noise_of(n: int, vocab: int) -> Tensor:
@@ -165,7 +168,7 @@ def test_picks_by_the_formulas(case: str, at_once: int, monkeypatch: pytest.Monk
         "truncation": truncation,
         "eos_token_ids": (3, 30),
     }
-    picker, hidden = random_picker(100, entropy=True, likeliest=True, **options)
+    picker, hidden = random_picker(100, entropy=True, candidates=64, **options)
     scores = hidden @ picker.lm_head_weight.T / temperature
     scores[:, 17] = -torch.inf
     scores[:50, [3, 30]] = -torch.inf
@@ -181,8 +184,7 @@ def test_picks_by_the_formulas(case: str, at_once: int, monkeypatch: pytest.Monk
     torch.testing.assert_close(picks.odds, p.gather(1, token[:, None])[:, 0].logit())
     torch.testing.assert_close(picks.entropy, torch.special.entr(p).sum(-1))
     torch.testing.assert_close(picker.token_odds(hidden, token, spots(100, early=50)), picks.odds)
-    assert picks.likeliest is not None
-    for ids, odds, left, own in zip(*listed(picks.likeliest), shown, p.logit(), strict=True):
+    for ids, odds, left, own in zip(*listed(picks.candidates), shown, p.logit(), strict=True):
         there = odds > -torch.inf
         assert set(ids[there].tolist()) == set((left > -torch.inf).nonzero()[:, 0].tolist())
         torch.testing.assert_close(odds[there], own[ids[there]])
@@ -201,11 +203,10 @@ def test_confidence_where_the_probability_rounds_to_1(
     assert logits[:, :7].softmax(-1)[:, 2].eq(1).all()
     for sample in (False, True):
         # its logits are the hidden states
-        picker = Picker(torch.eye(8, dtype=dtype), 7, sample=sample, likeliest=True)
+        picker = Picker(torch.eye(8, dtype=dtype), 7, sample=sample, candidates=64)
         picks = picker(logits, spots(len(tops)))
         assert picks.odds.dtype == dtype
-        assert picks.likeliest is not None
-        for odds in (picks.odds, listed(picks.likeliest)[1][:, 0]):
+        for odds in (picks.odds, listed(picks.candidates)[1][:, 0]):
             assert odds.tolist() == pytest.approx([top - math.log(6) for top in tops], rel=1e-6)
 
 
@@ -220,17 +221,13 @@ def test_picks_among_a_few(sample: bool, at_once: int, monkeypatch: pytest.Monke
         "sample": sample,
         "shortlist": 5,
         "eos_token_ids": (3, 30),
-        "likeliest": sample,
+        "candidates": 31 if sample else 5,  # sampled drafts choose among more
     }
     picker, hidden = random_picker(
         300, truncation=LogitsProcessorList([TopKLogitsWarper(3)]), **options
     )
     before, now = picker(hidden, spots(300)), hidden.flip(0)
-    shortlist = before.shortlist
-    assert shortlist is not None
-    assert before.likeliest is None or before.likeliest.shape[1] == 62, (
-        "sampled drafts choose among more"
-    )
+    assert before.candidates is not None
     stale, fresh = (states @ picker.lm_head_weight.T / 0.7 for states in (hidden, now))
     stale[:, 17] = -torch.inf
     kept = stale.topk(3).indices
@@ -238,13 +235,15 @@ def test_picks_among_a_few(sample: bool, at_once: int, monkeypatch: pytest.Monke
     own[:150].masked_fill_(torch.isin(kept[:150], torch.tensor([3, 30])), -torch.inf)
     scores = stale.scatter(1, kept, own)
     place = own.argmax(-1, keepdim=True)
-    picks = picker.among(now, shortlist, spots(300, early=150))
+    picks = picker.for_drafts.among(now, before.candidates, spots(300, early=150))
     assert torch.equal(picks.token, kept.gather(1, place)[:, 0])
     told = scores.softmax(-1).gather(1, kept)
     torch.testing.assert_close(picks.odds, told.gather(1, place)[:, 0].logit())
-    assert (picks.likeliest is not None) is sample
+    assert (picks.candidates is not None) is sample
+    if not sample:
+        return
     for ids, odds, tokens, p in zip(
-        *listed(picks.likeliest), kept.tolist(), told.logit(), strict=False
+        *listed(picks.candidates), kept.tolist(), told.logit(), strict=True
     ):
         found = {
             token: one

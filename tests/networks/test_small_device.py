@@ -258,12 +258,13 @@ def test_a_shortlist_is_as_on_a_cpu(sampled: bool, both: Any) -> None:
         picker = Picker(
             model.lm_head.weight.detach(),
             MASK,
-            likeliest=sampled,
-            shortlist=64 if sampled else 9,
+            sample=sampled,
+            candidates=64 if sampled else 9,
+            shortlist=9,
             entropy=True,
         )
         picks = picker(put(hidden))
-        return picks, picker.among(put(hidden.flip(0)), picks.shortlist, Spots([], model.device))
+        return picks, picker.among(put(hidden.flip(0)), picks.candidates, Spots([], model.device))
 
     assert "aten::scatter" in same_on_both(both, call)
 

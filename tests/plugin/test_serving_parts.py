@@ -96,13 +96,13 @@ def test_picks_are_those_of_the_engines_own_algorithm() -> None:
         picks.entropy, torch.distributions.Categorical(logits=logits).entropy()
     )
     scores, ids = logits.topk(4)
-    assert torch.equal(picks.shortlist[:, :4].long(), ids)
-    assert torch.equal(picks.shortlist[:, 4:8], scores.masked_fill(ids == 3, -torch.inf))
+    assert torch.equal(picks.candidates[:, :4].long(), ids)
+    assert torch.equal(picks.candidates[:, 4:8], scores.masked_fill(ids == 3, -torch.inf))
     others = [
         [token for token in range(11) if token == 3 or token not in row] for row in ids.tolist()
     ]
     rest = torch.stack([row[these].logsumexp(0) for row, these in zip(logits, others, strict=True)])
-    torch.testing.assert_close(picks.shortlist[:, 8], rest)
+    torch.testing.assert_close(picks.candidates[:, 8], rest)
     sure = torch.zeros(2, 11)
     sure[0, 5], sure[1, 5] = 30.0, 40.0
     rounded, exact = picker(stock=True)(sure).odds, picker(stock=False)(sure).odds

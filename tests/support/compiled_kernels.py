@@ -145,10 +145,9 @@ def launches(dtype: torch.dtype) -> Iterator[tuple[dict[str, Any], Callable[[], 
                 {"launch": "pick", "rows": rows, "sampled": sampled, "truncated": truncated},
                 partial(pick_rows, *given),
             )
-            counts = (64 if sampled else 0, 16)
             yield (
                 {"launch": "list", "rows": rows, "sampled": sampled, "truncated": truncated},
-                partial(list_rows, *given, *counts),
+                partial(list_rows, *given, 64 if sampled else 16),
             )
         parents = torch.full((1, states), -1, device="meta")
         mask = RoundMask(torch.full_like(parents, prefix), parents, shape.block_size)

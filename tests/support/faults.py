@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
-from modeling_mrp.kernels.pick import LIST, PICK, Listed, Unembedding
+from modeling_mrp.kernels.pick import LIST, PICK, Unembedding
 from modeling_mrp.kernels.round_layers import (
     GATED,
     ROTATED,
@@ -27,8 +27,6 @@ KERNELS = {
 def broken(result: Any) -> Any:
     """Set the last tenth of a result to zero, at least its last number, as a kernel does that
     leaves it out."""
-    if isinstance(result, Listed):
-        return Listed._make(map(broken, result))
     if isinstance(result, tuple):
         return tuple(map(broken, result))
     if result is None:

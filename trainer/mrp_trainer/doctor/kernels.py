@@ -19,7 +19,7 @@ from modeling_mrp.kernels.round_layers import (
     SUM_AND_NORM,
     RoundMask,
 )
-from modeling_mrp.networks.picker import LIKELIEST, SHORTLIST
+from modeling_mrp.networks.picker import LIKELIEST
 from modeling_mrp.rules.draft import mix_bits, noise_key
 
 
@@ -110,7 +110,7 @@ def samples_of(config: Any, template: Tensor) -> dict[Kernel, list[tuple[Any, ..
     gates = 4 * pseudo_random(2, 3, 2 * config.intermediate_size, template=template)
     return {
         PICK: picks,
-        LIST: [(*given, LIKELIEST, SHORTLIST) for given in picks],
+        LIST: [(*given, LIKELIEST) for given in picks],
         ROUND_ATTENTION: list(_attention_samples(heads, kv_heads, dim, template)),
         SUM_AND_NORM: [
             (_tokens(width, template), _tokens(width, template, 1), _norm(width, template))

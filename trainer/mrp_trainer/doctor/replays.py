@@ -152,10 +152,12 @@ def replay_rounds(
     weight = model.lm_head.weight
     for states in widths:
         drafts_with_head = with_head and states > 1
+        shortlist = SHORTLIST if drafts_with_head and config.vocab_size > _LISTED else 0
         picker = Picker(
             weight,
             config.mask_token_id,
-            shortlist=SHORTLIST if drafts_with_head and config.vocab_size > _LISTED else 0,
+            candidates=shortlist,
+            shortlist=shortlist,
             dispatch=AUTOMATIC if AUTOMATIC.allows("those of the pick", weight) else PYTORCH,
         )
         batch = []
@@ -187,7 +189,7 @@ def _parts(
     owners = []
     hidden: list[Any] = []
     drafted = []
-    shortlists = []
+    candidates = []
     queries: list[list[tuple[State, Any]]] = []
     for row, nodes, row_scores in zip(rows, drafts, scores, strict=True):
         queries.append([])
@@ -198,7 +200,7 @@ def _parts(
             if source is not None:
                 drafted.append(owners[-1])
                 queries[-1].append((node.state, source.hidden))
-                shortlists.append(source.shortlist)
+                candidates.append(source.candidates)
             source = node_scores
     scored, busy = _time(networks.device, score)
     picked, busy_pick = _time(networks.device, partial(networks.sampler.pick, owners, hidden))
@@ -210,7 +212,7 @@ def _parts(
     if networks.with_head:
         head = partial(networks.head, rows, queries)
         outputs = list(chain.from_iterable(head()))
-        pick = partial(networks.sampler.estimate, drafted, outputs, shortlists=shortlists)
+        pick = partial(networks.sampler.estimate, drafted, outputs, candidates=candidates)
         for name, call in (("head", head), ("head's pick", pick)):
             parts.append(Part(name, *_time(networks.device, call), floors.get(name)))
     return parts

@@ -143,11 +143,13 @@ def call_of(
     for row in rows:
         row.counts = Counts(mode.width, mode.drafting is not None)
     weight = model.lm_head.weight
+    shortlist = 0 if mode.drafting is None else mode.drafting.listed(len(weight), False)
     picker = Picker(
         weight,
         model.config.mask_token_id,
         entropy=mode.rule.needs_entropy,
-        shortlist=0 if mode.drafting is None else mode.drafting.listed(len(weight), False),
+        candidates=shortlist,
+        shortlist=shortlist,
         dispatch=AUTOMATIC if AUTOMATIC.allows("those of the pick", weight) else PYTORCH,
     )
     length = max(len(row.text) for row in rows)
@@ -221,14 +223,14 @@ def _read(networks: Networks, rows: Sequence[Row], scores: Sequence[Scores], wid
     """Run the head over the state of each row `width` times, and pick."""
     asked: list[list[tuple[State, Hidden]]] = []
     states: list[tuple[Row, State]] = []
-    shortlists: list[Hidden | None] = []
+    candidates: list[Hidden | None] = []
     for row, row_scores in zip(rows, scores, strict=True):
         assert row_scores.hidden is not None
         asked.append([(row.state, row_scores.hidden)] * width)
         states += [(row, row.state)] * width
-        shortlists += [row_scores.shortlist] * width
+        candidates += [row_scores.candidates] * width
     outputs = [hidden for row in networks.head(rows, asked) for hidden in row]
-    networks.sampler.estimate(states, outputs, shortlists=shortlists)
+    networks.sampler.estimate(states, outputs, candidates=candidates)
 
 
 def _least_milliseconds(
