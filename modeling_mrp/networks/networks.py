@@ -136,7 +136,7 @@ class Networks:
         begin: int,
         length: int,
         first: int = 0,
-        chunk: int = PREFILL_CHUNK,
+        chunk: int | None = None,
     ) -> Iterator[tuple[int, int, Tensor]]:
         """Compute keys and values of texts from `begin` to `length`, in whole blocks, and yield
         begin, end and hidden states [texts, end - begin, hidden_size] of each forward.
@@ -145,7 +145,7 @@ class Networks:
             texts: The texts of rows side by side; masks follow where one is shorter.
             begin, length: Begin and end of what is read.
             first: The index of the first row in the batch.
-            chunk: The most tokens of a row in a forward, but at least a block.
+            chunk: The most tokens of a row in a forward, but at least a block; None: as prompts.
         """
         cached_hidden = self.cache.hidden[first : first + len(texts)]
         for start, end, *inputs in self._chunks(texts, begin, length, chunk):
@@ -228,14 +228,14 @@ class Networks:
         texts: Sequence[Sequence[int]],
         begin: int,
         length: int,
-        chunk: int = PREFILL_CHUNK,
+        chunk: int | None = None,
     ) -> Iterator[Chunk]:
         """Yield the inputs of each block-causal forward over texts from `begin` to `length`, in
         whole blocks, with the cache's target set to the slots of its tokens."""
         rows = [[*text, *[self.mask_id] * length][:length] for text in texts]
         ids = upload(np.array(rows, np.int64).ravel(), self.device).view(len(rows), length)
         positions = torch.arange(length, device=self.device).expand_as(ids)
-        step = max(1, chunk // self.block) * self.block
+        step = max(1, (chunk or PREFILL_CHUNK) // self.block) * self.block
         for start in range(begin, length, step):
             end = min(length, start + step)
             visible = positions[:, :end]
