@@ -191,7 +191,7 @@ def instantiated(graph: DraftGraph, row: Row, ranking: Ranking) -> dict[int, tup
             tokens[column] = ranking.token[column][token_rank]
             chance = ranking.chance[column][token_rank]
             logs.append(math.log(chance) if chance else -math.inf)
-        state = row.after(row.state, sorted(columns), tokens)
+        state = row.successor(row.state, sorted(columns), tokens)
         if row.ends(state):
             continue
         score = math.exp(sum(logs) / len(logs))
@@ -216,7 +216,7 @@ def drafted(graph: DraftGraph, row: Row, ranking: Ranking | None, states: int) -
         states: K, which counts the row's next state, too.
     """
     nodes = [draft.Node(row.state, -1, row.source)]
-    next_block = row.opened(row.state.start + row.block_size)
+    next_block = row.first_state(row.state.start + row.block_size)
     if not row.state.masks and next_block.masks and states > 1:
         nodes.append(draft.Node(next_block, 0, None))
     instances = {}

@@ -57,7 +57,7 @@ def force(
         is_right = coin.random() < chance
         if not is_right:
             token = next(other_id for other_id in (1, 2, 3) if other_id not in (token, mask_id))
-        scores[current].odds[column] = SURE
+        scores[current].log_odds[column] = SURE
         scores[current].token[column] = token
         if not is_right:
             return

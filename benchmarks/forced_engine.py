@@ -15,7 +15,7 @@ import mrp_serving.rounds
 from mrp_serving.rounds import EngineDecoder
 
 from modeling_mrp.rules.draft import Node
-from modeling_mrp.rules.state import Frontier, Row, Scores
+from modeling_mrp.rules.state import PendingReveal, Row, Scores
 
 from .forced import force
 
@@ -32,7 +32,7 @@ class ForcedDecoder(EngineDecoder):
         rows: Sequence[Row],
         drafts: Sequence[Sequence[Node]],
         scores: Sequence[Sequence[Scores]],
-    ) -> list[Frontier | None]:
+    ) -> list[PendingReveal | None]:
         """See `Decoder.accept`."""
         for row, nodes, row_scores in zip(rows, drafts, scores, strict=True):
             force(nodes, row_scores, row.mask_id, float(os.environ[ACCEPTANCE]), self.coin)

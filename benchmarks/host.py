@@ -68,7 +68,7 @@ def replayed(results: Sequence[Any]) -> SimpleNamespace:
     return SimpleNamespace(
         sampler=SimpleNamespace(estimate=following),
         commit=nothing,
-        widen=nothing,
+        restore_batch=nothing,
         **dict.fromkeys(RECORDED, following),
     )
 

@@ -73,7 +73,7 @@ class Consistent(RevealRule):
                 if token != drafted:
                     added.append(column)
                     agrees &= scores.token[column] == drafted
-                    agrees &= scores.odds[column] >= self.min_odds
+                    agrees &= scores.log_odds[column] >= self.min_odds
             if added and agrees:
                 return tuple(added), memo
         return self.policy.reveal(state, scores, memo)

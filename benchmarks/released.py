@@ -26,7 +26,7 @@ import torch
 from modeling_mrp.generate.loop import Drafting, Mode
 from modeling_mrp.modeling import MRPForCausalLM
 from modeling_mrp.networks.networks import Hidden, Networks
-from modeling_mrp.rules.draft import Node, first_frontier, reveal_at, write
+from modeling_mrp.rules.draft import Node, first_pending_reveal, reveal_at, write
 from modeling_mrp.rules.reveal import RevealRule, Static
 from modeling_mrp.rules.state import Row, Scores, State
 
@@ -57,12 +57,12 @@ class Decode:
         row = self.row
         self.networks.prefill([row], [0])
         row.counts.forwards = int(row.held > 0)  # a prompt shorter than a block takes no prefill
-        row.settle()
+        row.update_stop()
         while row.stop is None:
             scores = self._score([row.state])
-            if (frontier := first_frontier(row, self.rule, scores[0])) is not None:
-                write(row, frontier)
-                row.settle()
+            if (pending := first_pending_reveal(row, self.rule, scores[0])) is not None:
+                write(row, pending)
+                row.update_stop()
             first = True
             while row.stop is None and row.state.masks > 0:
                 self._round(first)
@@ -70,7 +70,7 @@ class Decode:
             if row.stop is None:  # one more forward over the clean block, for its keys and values
                 self._score([row.state])
                 self.networks.commit([row], [[0]])
-                row.state = row.opened(row.state.start + row.block_size)
+                row.state = row.first_state(row.state.start + row.block_size)
 
     def _score(self, states: Sequence[State]) -> Sequence[Scores]:
         return self.networks.score([self.row], [[Node(state, -1, None) for state in states]])[0]
@@ -84,7 +84,7 @@ class Decode:
         for state, state_scores in zip(chain[:count], scores[:count], strict=True):
             if state.free:
                 write(self.row, reveal_at(self.row, self.rule, state, state_scores))
-        self.row.settle()
+        self.row.update_stop()
 
     def _right(self, chain: Sequence[State], scores: Sequence[Scores]) -> int:
         """Count the drafts of a chain before the first wrong one."""
@@ -93,8 +93,8 @@ class Decode:
         ):
             if not state.free:
                 return index
-            columns = reveal_at(self.row, self.rule, state, state_scores).where
-            if self.row.after(state, columns, state_scores.token).key != successor.key:
+            columns = reveal_at(self.row, self.rule, state, state_scores).columns
+            if self.row.successor(state, columns, state_scores.token).key != successor.key:
                 return index
         return len(chain) - 1
 
@@ -113,7 +113,7 @@ class Decode:
                 (estimate,) = self.networks.sampler.estimate([(self.row, chain[-1])], [hidden])
             assert estimate is not None
             columns, _ = self.rule.reveal(chain[-1], estimate, None)
-            chain.append(self.row.after(chain[-1], columns, estimate.token))
+            chain.append(self.row.successor(chain[-1], columns, estimate.token))
         return chain
 
     def _head(self, state: State, hidden: Hidden) -> Hidden:

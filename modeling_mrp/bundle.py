@@ -166,8 +166,8 @@ GLOSSARY = [
         "the text",
     ),
     (
-        "frontier",
-        "Frontier",
+        "pending reveal",
+        "PendingReveal",
         "a row's last accepted state and the reveal there, whose result nothing has scored yet",
     ),
     (

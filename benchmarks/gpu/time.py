@@ -20,7 +20,7 @@ from modeling_mrp.networks.predicted import predicted_costs
 from modeling_mrp.rules.costs import interpolated
 from modeling_mrp.rules.draft import Node
 from modeling_mrp.rules.gain import Amount, DraftAmount, Drafts
-from modeling_mrp.rules.state import Frontier, Row, Scores
+from modeling_mrp.rules.state import PendingReveal, Row, Scores
 
 from ..common import now
 from ..forced import force
@@ -137,7 +137,7 @@ class Forced(Decoder):
         rows: Sequence[Row],
         drafts: Sequence[Sequence[Node]],
         scores: Sequence[Sequence[Scores]],
-    ) -> list[Frontier | None]:
+    ) -> list[PendingReveal | None]:
         """See `Decoder.accept`."""
         for row, nodes, row_scores in zip(rows, drafts, scores, strict=True):
             force(nodes, row_scores, row.mask_id, self.chance, self.coin)

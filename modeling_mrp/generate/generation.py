@@ -500,7 +500,7 @@ def _decode(
                 f"row {error.place} has {unscored(error, rows[error.place], picker)}"
             ) from None
         finally:  # also if a watch, a processor or the user has ended the call
-            networks.widen(max(row.held for row in rows))
+            networks.restore_batch(max(row.held for row in rows))
             if at_once < len(rows):  # its rows are those that joined last, not those of the output
                 cache.empty()
         if at_once < len(rows):

@@ -12,7 +12,7 @@ from typing import Any
 from ..model.loading import weights_on_device
 from ..networks.networks import Networks, networks_for
 from ..rules.reveal import RevealRule
-from ..rules.state import Frontier, Row
+from ..rules.state import PendingReveal, Row
 from .loop import Decoder, draft_amount
 from .option_table import OPTIONS
 from .request import Call, Request
@@ -152,7 +152,7 @@ class JoinedRows(Decoder):
             if row.stop is not None:
                 del self.reading[index]
         self.make_room(batch)
-        frontiers: list[Frontier | None] = [None] * len(batch)
+        pending_reveals: list[PendingReveal | None] = [None] * len(batch)
         joined = bool(self.reading)  # the batch keeps places for these rows
         room = max(self.requests.prompt_tokens, self.networks.block)
         for index, row in list(self.reading.items()):
@@ -163,9 +163,9 @@ class JoinedRows(Decoder):
             room -= needed
             del self.reading[index]
             batch[index] = row
-            (frontiers[index],) = self.prefill([row], [row.held], index)
-        if any(frontiers):
-            self.write(batch, frontiers)
+            (pending_reveals[index],) = self.prefill([row], [row.held], index)
+        if any(pending_reveals):
+            self.write(batch, pending_reveals)
         return joined
 
     def make_room(self, batch: list[Row]) -> None:

@@ -36,14 +36,14 @@ from ..rules.draft import (
     Node,
     accept,
     build_draft,
-    first_frontier,
+    first_pending_reveal,
     write,
 )
 from ..rules.gain import Amount, DraftAmount, Drafts, ExpectedGain, Fixed
 from ..rules.lookup import PromptLookup
 from ..rules.reveal import RevealRule
 from ..rules.sources import DraftSource
-from ..rules.state import Frontier, Key, Row, Scores, State
+from ..rules.state import Key, PendingReveal, Row, Scores, State
 from .refine import Refinement, refined
 
 
@@ -286,35 +286,35 @@ class RoundDecoder:
         rows: Sequence[Row],
         drafts: Sequence[Sequence[Node]],
         scores: Sequence[Sequence[Scores]],
-    ) -> list[Frontier | None]:
+    ) -> list[PendingReveal | None]:
         """Accept the longest verified path of each row, and commit its clean blocks; return the
-        rows' frontiers."""
+        rows' pending reveals."""
         drafted = self.mode.drafting is not None
-        frontiers: list[Frontier | None] = [None] * len(rows)
+        pending_reveals: list[PendingReveal | None] = [None] * len(rows)
         clean: list[list[int]] = [[] for _ in rows]
         for row_index, (row, nodes) in enumerate(zip(rows, drafts, strict=True)):
             if nodes:
-                frontiers[row_index], clean[row_index] = accept(
+                pending_reveals[row_index], clean[row_index] = accept(
                     row, self.rule_of(row), nodes, scores[row_index], drafted
                 )
         if any(clean):
             self.networks.commit(rows, clean)
-        return frontiers
+        return pending_reveals
 
     def rule_of(self, row: Row) -> RevealRule:
         """Return the reveal rule of a row: the mode's, unless a subclass has one per row."""
         return self.mode.rule
 
-    def write(self, rows: Sequence[Row], frontiers: Sequence[Frontier | None]) -> None:
-        """Refine the reveals at the frontiers, and write them to the rows; set `stop` of rows whose
-        text is complete."""
+    def write(self, rows: Sequence[Row], pending_reveals: Sequence[PendingReveal | None]) -> None:
+        """Refine the pending reveals, and write them to the rows; set `stop` of rows whose text is
+        complete."""
         if self.mode.refine is not None:
-            frontiers = refined(self.mode.refine, self.networks, rows, frontiers)
-        for row, frontier in zip(rows, frontiers, strict=True):
-            if frontier is not None:
-                write(row, frontier)
+            pending_reveals = refined(self.mode.refine, self.networks, rows, pending_reveals)
+        for row, pending in zip(rows, pending_reveals, strict=True):
+            if pending is not None:
+                write(row, pending)
             if row.stop is None:
-                row.settle()
+                row.update_stop()
 
 
 class Decoder(RoundDecoder):
@@ -360,7 +360,7 @@ class Decoder(RoundDecoder):
         self.watch(batch)
         for _ in self.rounds(batch, iter(waiting)):
             pass
-        self.networks.widen(max(row.held for row in rows))
+        self.networks.restore_batch(max(row.held for row in rows))
 
     def rounds(self, batch: list[Row], waiting: Iterator[Row]) -> Iterator[None]:
         """Run rounds until every row has ended and none waits; yield after each round, when
@@ -377,7 +377,7 @@ class Decoder(RoundDecoder):
             if not active and not joined:
                 break
             if not joined and (size := self.smaller(len(batch), active)) < len(batch):
-                batch = self.networks.narrow(batch, size)
+                batch = self.networks.shrink_batch(batch, size)
             # otherwise the texts of all rows that joined were complete with their first token
             if active:
                 self.round(batch, self.plan(batch))
@@ -386,19 +386,19 @@ class Decoder(RoundDecoder):
 
     def prefill(
         self, rows: Sequence[Row], reused: Sequence[int], first: int = 0
-    ) -> list[Frontier | None]:
-        """Compute the prompts of the batch's rows from index `first` on; return the frontiers at
-        their first states."""
+    ) -> list[PendingReveal | None]:
+        """Compute the prompts of the batch's rows from index `first` on; return the reveals that
+        are pending at their first states."""
         scores = self.networks.prefill(rows, reused, first)
-        frontiers: list[Frontier | None] = []
+        pending_reveals: list[PendingReveal | None] = []
         for row, row_scores in zip(rows, scores, strict=True):
-            frontiers.append(first_frontier(row, self.rule_of(row), row_scores))
-        return frontiers
+            pending_reveals.append(first_pending_reveal(row, self.rule_of(row), row_scores))
+        return pending_reveals
 
     def join(self, batch: list[Row], waiting: Iterator[Row]) -> bool:
         """Put waiting rows in the places of ended rows, as far as there are any, and write the
         reveals at their first states; return whether a row joined."""
-        frontiers: list[Frontier | None] = [None] * len(batch)
+        pending_reveals: list[PendingReveal | None] = [None] * len(batch)
         joined = False
         for index, ended in enumerate(batch):
             if ended.stop is None:
@@ -408,10 +408,10 @@ class Decoder(RoundDecoder):
                 break
             ended.forget()
             batch[index] = row
-            (frontiers[index],) = self.prefill([row], [0], index)
+            (pending_reveals[index],) = self.prefill([row], [0], index)
             joined = True
         if joined:
-            self.write(batch, frontiers)
+            self.write(batch, pending_reveals)
         return joined
 
     def watch(self, rows: Sequence[Row]) -> None:

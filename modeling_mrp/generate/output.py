@@ -16,7 +16,7 @@ from transformers.utils import ModelOutput
 from ..model.compat import CacheOutput
 from ..networks.cache import BlockCache
 from ..networks.picker import Picker, Spots
-from ..rules.state import Frontier, Row, State
+from ..rules.state import PendingReveal, Row, State
 from .loop import Decoder
 
 
@@ -120,8 +120,8 @@ class Progress:
         """Record all rows' counts after a round, and the tokens that `rows`, the rows that took
         part in it, picked and re-masked."""
         for row in rows:
-            for frontier in row.written or ():
-                self._record(row, frontier)
+            for pending in row.written or ():
+                self._record(row, pending)
             row.written = []
         # otherwise each round would record the counts of all rows, waiting ones included
         if self.waiting:
@@ -133,16 +133,16 @@ class Progress:
             table.append((counts.forwards, row.steps, counts.drafted, counts.accepted, column))
         self.rounds.append(table)
 
-    def _record(self, row: Row, frontier: Frontier) -> None:
-        begin = frontier.state.start - row.prompt
-        tokens = frontier.scores.token
-        for column in frontier.remasked:
+    def _record(self, row: Row, pending: PendingReveal) -> None:
+        begin = pending.state.start - row.prompt
+        tokens = pending.scores.token
+        for column in pending.remasked:
             self.revocations.append((row.place, begin + column, tokens[column]))
         if not any(self.requested.values()):
             return
-        backbone_pick = (frontier.state, frontier.scores.hidden)
-        for column in frontier.where:
-            state, (hidden, index) = (frontier.drawn or {}).get(column, backbone_pick)
+        backbone_pick = (pending.state, pending.scores.hidden)
+        for column in pending.columns:
+            state, (hidden, index) = (pending.drawn or {}).get(column, backbone_pick)
             single = State(state.key, (column,), state.end, state.masks, state.step)
             self.picks[row.place, state.start + column] = (single, hidden[index, column].clone())
 

@@ -6,18 +6,17 @@ from dataclasses import dataclass
 
 from ..networks.runner import Runner
 from ..networks.sampler import Hidden
-from ..rules.reveal import Columns, surest
-from ..rules.state import Frontier, Row, Scores, State
+from ..rules.reveal import Columns, most_confident
+from ..rules.state import PendingReveal, Row, Scores, State
 
 
 class Reveal:
-    """A reveal of one row while the head refines it, starting from the backbone's reveal at the
-    row's frontier.
+    """A row's pending reveal while the head refines it, starting from the backbone's.
 
     Attributes:
         row, index: The row of text, and its index in the batch.
-        frontier: The row's frontier before the refinement.
-        state: The frontier's state, before the reveal.
+        pending: The row's pending reveal before the refinement.
+        state: Its state, before the reveal.
         columns: Columns to reveal.
         token, log_odds: By column, as in `Scores`; NaN where the head's estimate is NaN.
         hidden: Hidden states h_A of the state, or the head's latest estimate for a state after it.
@@ -25,23 +24,23 @@ class Reveal:
             token was picked.
     """
 
-    def __init__(self, row: Row, index: int, frontier: Frontier) -> None:
-        scores = frontier.scores
+    def __init__(self, row: Row, index: int, pending: PendingReveal) -> None:
+        scores = pending.scores
         assert scores.hidden is not None
         self.row = row
         self.index = index
-        self.frontier = frontier
-        self.state = frontier.state
-        self.columns = frontier.where
+        self.pending = pending
+        self.state = pending.state
+        self.columns = pending.columns
         self.token = list(scores.token)
-        self.log_odds = list(scores.odds)
+        self.log_odds = list(scores.log_odds)
         self.hidden = scores.hidden
         self.drawn: dict[int, tuple[State, Hidden]] = {}
 
     def state_after(self, columns: Sequence[int]) -> State:
         """Make the state that results from revealing this reveal's tokens at `columns`, for the
         head to read."""
-        return self.row.after(self.state, columns, self.token)
+        return self.row.successor(self.state, columns, self.token)
 
     def keep(self, columns: Sequence[int], estimates: Sequence[float]) -> None:
         """Reduce the reveal to `columns`, after setting log-odds to NaN where the head's
@@ -51,17 +50,17 @@ class Reveal:
                 self.log_odds[column] = estimates[column]
         self.columns = tuple(columns)
 
-    def refined_frontier(self) -> Frontier:
-        """Make the frontier of the columns that remain; count the re-masked columns, and list them
-        in the frontier's `remasked`."""
-        frontier = self.frontier
-        remasked = tuple([column for column in frontier.where if column not in self.columns])
+    def refined_reveal(self) -> PendingReveal:
+        """Make the pending reveal of the columns that remain; count the re-masked columns, and list
+        them in its `remasked`."""
+        pending = self.pending
+        remasked = tuple([column for column in pending.columns if column not in self.columns])
         self.row.counts.revoked += len(remasked)
-        return Frontier(
-            frontier.state,
-            Scores(self.token, self.log_odds, hidden=frontier.scores.hidden),
+        return PendingReveal(
+            pending.state,
+            Scores(self.token, self.log_odds, hidden=pending.scores.hidden),
             self.columns,
-            frontier.memo,
+            pending.memo,
             self.state_after(self.columns),
             self.drawn,
             remasked,
@@ -77,19 +76,19 @@ def refined(
     refine: Refinement,
     networks: Runner,
     rows: Sequence[Row],
-    frontiers: Sequence[Frontier | None],
-) -> list[Frontier | None]:
-    """Refine the reveals at the frontiers of a batch's rows; return the refined frontiers, by
+    pending_reveals: Sequence[PendingReveal | None],
+) -> list[PendingReveal | None]:
+    """Refine the pending reveals of a batch's rows; return them refined, by
     row."""
     reveals = []
-    for index, (row, frontier) in enumerate(zip(rows, frontiers, strict=True)):
-        if frontier:
-            reveals.append(Reveal(row, index, frontier))
+    for index, (row, pending) in enumerate(zip(rows, pending_reveals, strict=True)):
+        if pending:
+            reveals.append(Reveal(row, index, pending))
     if reveals:
         refine(networks, rows, reveals)
-    outputs: list[Frontier | None] = [None] * len(rows)
+    outputs: list[PendingReveal | None] = [None] * len(rows)
     for reveal in reveals:
-        outputs[reveal.index] = reveal.refined_frontier()
+        outputs[reveal.index] = reveal.refined_reveal()
     return outputs
 
 
@@ -147,10 +146,10 @@ class Direct:
             states = [(reveal.row, state) for reveal, state in queries]
             picks = networks.sampler.pick(states, hidden)
             for (reveal, state), scores, estimate in zip(queries, picks, hidden, strict=True):
-                best = surest(state.free, scores.odds)
+                best = most_confident(state.free, scores.log_odds)
                 reveal.columns = tuple(sorted((*reveal.columns, best)))
                 reveal.token[best] = scores.token[best]
-                reveal.log_odds[best] = scores.odds[best]
+                reveal.log_odds[best] = scores.log_odds[best]
                 reveal.hidden = estimate
                 reveal.drawn[best] = (state, estimate)
 
@@ -172,7 +171,7 @@ class ThresholdRemask:
         queries = [(reveal, reveal.columns) for reveal in reveals]
         for reveal, log_odds in head_log_odds(networks, rows, queries):
             confident = [column for column in reveal.columns if log_odds[column] >= self.threshold]
-            reveal.keep(confident or [surest(reveal.columns, log_odds)], log_odds)
+            reveal.keep(confident or [most_confident(reveal.columns, log_odds)], log_odds)
 
 
 @dataclass(frozen=True)
@@ -194,7 +193,7 @@ class ResidualRemask:
         changes = networks.sampler.magnitudes(tokens, residual)
         for reveal, change in zip(reveals, changes, strict=True):
             stable = [column for column in reveal.columns if change[column] <= self.delta]
-            reveal.keep(stable or [surest(reveal.columns, reveal.log_odds)], change)
+            reveal.keep(stable or [most_confident(reveal.columns, reveal.log_odds)], change)
 
 
 @dataclass(frozen=True)
@@ -220,7 +219,7 @@ class RereadRemask:
             queries = [(reveal, reveal.columns) for reveal in unsettled]
             unsettled = []
             for reveal, log_odds in head_log_odds(networks, rows, queries):
-                best = surest(reveal.columns, log_odds)
+                best = most_confident(reveal.columns, log_odds)
                 doubtful = [
                     column
                     for column in reveal.columns
@@ -233,7 +232,7 @@ class RereadRemask:
         queries = []
         for reveal in reveals:
             if len(reveal.columns) > 1:
-                queries.append((reveal, (surest(reveal.columns, reveal.log_odds),)))
+                queries.append((reveal, (most_confident(reveal.columns, reveal.log_odds),)))
         if not queries:
             return
         outputs = head_log_odds(networks, rows, queries)

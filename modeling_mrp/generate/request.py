@@ -18,7 +18,7 @@ from ..networks.picker import Picker, Spots
 from ..rules.draft import UnscoredError
 from ..rules.reveal import log_sigmoid
 from ..rules.sources import DraftSource
-from ..rules.state import Counts, Frontier, Row, State
+from ..rules.state import Counts, PendingReveal, Row, State
 from .loop import Mode
 from .output import Stopping
 
@@ -212,8 +212,8 @@ class Request:
         positions = []
         states: list[tuple[Row, State]] = []
         hidden_states = []
-        for frontier in self.row.written or ():
-            for column, (state, (hidden, index)) in picked_from(frontier):
+        for pending in self.row.written or ():
+            for column, (state, (hidden, index)) in picked_from(pending):
                 positions.append(state.start + column)
                 single = State(state.key, (column,), state.end, state.masks, state.step)
                 states.append((self.row, single))
@@ -239,9 +239,9 @@ class Request:
             self._likeliest[position] = {int(token): log_sigmoid(number) for token, number in pairs}
 
 
-def picked_from(frontier: Frontier) -> Iterator[tuple[int, tuple[State, Any]]]:
-    """Yield each revealed column of a frontier, with the state and the hidden states (in the form
-    of `Scores.hidden`) from which its token was picked."""
-    of_backbone = (frontier.state, frontier.scores.hidden)
-    for column in frontier.where:
-        yield column, (frontier.drawn or {}).get(column, of_backbone)
+def picked_from(pending: PendingReveal) -> Iterator[tuple[int, tuple[State, Any]]]:
+    """Yield each revealed column of a pending reveal, with the state and the hidden states (in the
+    form of `Scores.hidden`) from which its token was picked."""
+    of_backbone = (pending.state, pending.scores.hidden)
+    for column in pending.columns:
+        yield column, (pending.drawn or {}).get(column, of_backbone)

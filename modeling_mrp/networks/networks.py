@@ -312,7 +312,7 @@ class Networks:
             if states and row.held > row.head_held:
                 leading_rows.append(index)
                 position = index * self.cache.hidden.shape[1] + row.head_held
-                entries.append((row.opened(row.head_held), -1))
+                entries.append((row.first_state(row.head_held), -1))
                 blocks.append((committed_blocks, position // self.block))
                 parent = 0
             for state, hidden in states:
@@ -500,7 +500,7 @@ class Networks:
         previous = torch.where(parent[..., None] >= 0, parent_lasts, previous)
         return torch.cat([previous[:, :, None], states], 2)
 
-    def narrow(self, rows: list[Row], size: int) -> list[Row]:
+    def shrink_batch(self, rows: list[Row], size: int) -> list[Row]:
         """Shrink the batch to its first `size` rows, after moving all unfinished rows there, which
         must fit; return the rows."""
         free_indices = []
@@ -524,13 +524,13 @@ class Networks:
         return rows[:size]
 
     def extend(self, size: int) -> None:
-        """Enlarge the batch to its first `size` rows, without undoing earlier calls of `narrow`."""
+        """Enlarge the batch to its first `size` rows, without undoing calls of `shrink_batch`."""
         self._swaps.clear()
         self.cache.active = size
 
-    def widen(self, slots: int) -> None:
-        """Undo all calls of `narrow`: move rows, with their first `slots` slots, back to their
-        indices."""
+    def restore_batch(self, slots: int) -> None:
+        """Undo all calls of `shrink_batch`: move rows, with their first `slots` slots, back to
+        their indices."""
         with self.cache.exchanging():
             while self._swaps:
                 self.cache.swap(self._swaps.pop(), slots)

@@ -122,7 +122,7 @@ class Picks(NamedTuple):
 
     Attributes:
         token: [n] long.
-        odds: [n] float, log-odds of the token's probability after temperature and processors,
+        log_odds: [n] float, log-odds of the token's probability after temperature and processors,
             before truncation; NaN where no token had a finite score.
         entropy: [n] float, in nats.
         candidates: [n, 2 m + 1] in at least float32, the m likeliest tokens: their ids, the
@@ -131,7 +131,7 @@ class Picks(NamedTuple):
     """
 
     token: Tensor
-    odds: Tensor
+    log_odds: Tensor
     entropy: Tensor | None = None
     candidates: Tensor | None = None
 
@@ -240,7 +240,8 @@ class Picker:
         return _join(picks)
 
     def token_odds(self, hidden: Tensor, token: Tensor, spots: Spots) -> Tensor:
-        """Compute the log-odds [n] of given tokens [n], under the same softmax as `Picks.odds`."""
+        """Compute the log-odds [n] of given tokens [n], under the same softmax as
+        `Picks.log_odds`."""
         shape = self._shaper(spots)
         odds = []
         for chunk in self.unembedding.chunks(len(hidden)):

@@ -294,7 +294,7 @@ def on_host(
     numbers = []
     for field in picks:
         if field is not None:
-            numbers.append(field.view(len(columns), -1).to(picks.odds.dtype))
+            numbers.append(field.view(len(columns), -1).to(picks.log_odds.dtype))
     spread = spread_columns(torch.cat(numbers, 1), columns, states, block)
     # exact in float32: a vocabulary has fewer than 2^24
     token = np.maximum(spread[..., 0], 0).astype(np.int64).tolist()

@@ -28,7 +28,7 @@ import numpy as np
 
 from .reveal import RevealRule, log_sigmoid
 from .sources import UNKNOWN, Candidates, DraftSource, Guess, combined
-from .state import Frontier, Key, Row, Scores, State
+from .state import Key, PendingReveal, Row, Scores, State
 
 # Followers considered per state, at most, and the number of rows from which only one is: such a
 # chain makes 0.5 to 6 % fewer tokens a forward but saves a quarter of the host's time, which adds
@@ -110,7 +110,7 @@ def followers(
     """
     scored: tuple[Sequence[int], Sequence[float]] | None = None
     if scores is not None and scores.drawable is None:
-        scored = scores.token, scores.odds
+        scored = scores.token, scores.log_odds
     elif scores is not None:
         scored = draw_tokens(row, state, scores)
     guess = combined(state, scored, candidates, rule.left_to_right) if candidates else None
@@ -196,14 +196,16 @@ def unscored_follower(
 ) -> Follower | None:
     """Make the candidate of the first state behind a reveal that the last round did not score; None
     if the text is whole there."""
-    successor, source = row.after(state, columns, token, clean), scores
+    successor, source = row.successor(state, columns, token, clean), scores
     while (remembered := row.memory.get(successor.key)) is not None:
         source = remembered[1]
         revealed, _ = rule.reveal(successor, source, row.memo)
         if row.constraint is not None:
-            possible = possible_columns(row, successor, revealed, source.token, source.odds, clean)
+            possible = possible_columns(
+                row, successor, revealed, source.token, source.log_odds, clean
+            )
             revealed = possible or revealed
-        successor = row.after(successor, revealed, source.token, clean)
+        successor = row.successor(successor, revealed, source.token, clean)
     return None if row.ends(successor) else (successor, (), successor.key, source, parent, ())
 
 
@@ -264,7 +266,7 @@ def build_draft(
             continue
         if not state.masks:
             if parent < 0:  # what is behind the next block would have to see two clean states
-                next_state = row.opened(state.start + row.block_size, state)
+                next_state = row.first_state(state.start + row.block_size, state)
                 if next_state.free:  # one block at a time: a given one has to wait
                     guess = row.preview[1] if row.preview[0] == next_state.key else None
                     waiting.append((next_state, (), next_state.key, guess, len(nodes) - 1, ()))
@@ -299,7 +301,7 @@ def previewed(row: Row) -> State | None:
         return None
     if row.constraint is not None:
         return None
-    next_state = row.opened(start)
+    next_state = row.first_state(start)
     return next_state if next_state.free else None
 
 
@@ -366,13 +368,13 @@ class UnscoredError(ValueError):
 
 def accept(
     row: Row, rule: RevealRule, nodes: Sequence[Node], scores: Sequence[Scores], drafts: bool
-) -> tuple[Frontier | None, list[int]]:
+) -> tuple[PendingReveal | None, list[int]]:
     """Accept the longest verified path of a row: write all its reveals but the last, and remember
     the scored states.
 
     Args:
-        row: The row. Its state becomes the frontier's or, if the path ends in a clean block, the
-            next block's first state.
+        row: The row. Its state becomes the last accepted one or, if the path ends in a clean block,
+            the next block's first state.
         rule: Decides what a step reveals.
         nodes: The row's nodes in the round, its own state's first.
         scores: The backbone's scores of each node.
@@ -381,7 +383,7 @@ def accept(
             counted.
 
     Returns:
-        The frontier, whose reveal is not written yet (None if the path ends in a clean block), and
+        The pending reveal, which is not written yet (None if the path ends in a clean block), and
         the indices in `nodes` of the accepted clean states.
 
     Raises:
@@ -393,22 +395,22 @@ def accept(
     state, node_index, parent = row.state, 0, -1
     state_scores, remembered = scores[0], False
     clean: list[int] = []
-    frontier: Frontier | None = None
+    pending: PendingReveal | None = None
     length = depth = 0
     while True:
         length += 1
         depth += remembered or (node_index > 0 and not nodes[node_index].opens)
         if not state.masks:
             clean.append(node_index)
-            frontier, state, parent = None, row.opened(state.start + row.block_size), node_index
+            pending, state, parent = None, row.first_state(state.start + row.block_size), node_index
             node_index = index_of.get((parent, state.key), -1)
             if node_index < 0:
                 break
             nodes[node_index].accepted = True
             state_scores, remembered = scores[node_index], False
             continue
-        frontier = reveal_at(row, rule, state, state_scores)
-        state = frontier.successor
+        pending = reveal_at(row, rule, state, state_scores)
+        state = pending.successor
         node_index = index_of.get((parent, state.key), -1)
         if node_index >= 0:
             nodes[node_index].accepted = True
@@ -416,11 +418,11 @@ def accept(
         elif drafts and (entry := row.memory.get(state.key)) is not None:
             state_scores, remembered = entry[1], True
         else:
-            state = frontier.state
+            state = pending.state
             break
-        write(row, frontier)
+        write(row, pending)
     row.state = state
-    if frontier is None:
+    if pending is None:
         row.source = None
         row.write_filled()
     if drafts:
@@ -434,12 +436,12 @@ def accept(
             if node.state.masks and not node.opens and node.parent in (-1, parent)
         }
     row.counts.lengths[length] += 1
-    return frontier, clean
+    return pending, clean
 
 
-def first_frontier(row: Row, rule: RevealRule, scores: Scores) -> Frontier | None:
-    """Make the frontier of a row at its first state from the state's scores; return None if nothing
-    is left to reveal."""
+def first_pending_reveal(row: Row, rule: RevealRule, scores: Scores) -> PendingReveal | None:
+    """Make the pending reveal of a row at its first state from the state's scores; return None if
+    nothing is left to reveal."""
     if row.ends(row.state) or not row.state.free:
         return None
     return reveal_at(row, rule, row.state, scores)
@@ -461,38 +463,38 @@ def possible_columns(
     return row.constraint.possible_part(origin, state.key, columns, token, log_odds)
 
 
-def reveal_at(row: Row, rule: RevealRule, state: State, scores: Scores) -> Frontier:
-    """Make the frontier at a scored state of the row's path: the rule's reveal there, within the
-    row's bans and constraint."""
+def reveal_at(row: Row, rule: RevealRule, state: State, scores: Scores) -> PendingReveal:
+    """Make the pending reveal at a scored state of the row's path: the rule's reveal there, within
+    the row's bans and constraint."""
     columns, memo = rule.reveal(state, scores, row.memo)
     if row.bans is not None and len(columns) > 1:
         columns = row.bans.allowed(
-            row.text_at(state), state.start, columns, scores.token, scores.odds, row.mask_id
+            row.text_at(state), state.start, columns, scores.token, scores.log_odds, row.mask_id
         )
     if row.constraint is not None and len(columns) > 1:  # none remains where no token is finite
-        columns = possible_columns(row, state, columns, scores.token, scores.odds) or columns
-    return Frontier(state, scores, columns, memo, row.after(state, columns, scores.token))
+        columns = possible_columns(row, state, columns, scores.token, scores.log_odds) or columns
+    return PendingReveal(state, scores, columns, memo, row.successor(state, columns, scores.token))
 
 
-def write(row: Row, frontier: Frontier) -> None:
-    """Write a frontier's reveal into the row's text, and move the row to the frontier's successor.
+def write(row: Row, pending: PendingReveal) -> None:
+    """Write a pending reveal into the row's text, and move the row to the state that it makes.
 
     Raises:
         UnscoredError: if no token had a finite score at a revealed column.
     """
-    start, scores = frontier.state.key[0], frontier.scores
+    start, scores = pending.state.key[0], pending.scores
     offset = start - row.prompt
-    for column in frontier.where:
-        logprob = log_sigmoid(scores.odds[column])
+    for column in pending.columns:
+        logprob = log_sigmoid(scores.log_odds[column])
         if math.isnan(logprob):
             raise UnscoredError(row.place, start + column)
         row.text[start + column] = scores.token[column]
         row.logprob[offset + column], row.step[offset + column] = logprob, row.steps
-    row.state, row.source, row.memo = frontier.successor, scores, frontier.memo
+    row.state, row.source, row.memo = pending.successor, scores, pending.memo
     row.write_filled()
     row.steps += 1
     if row.written is not None:
-        row.written.append(frontier)
+        row.written.append(pending)
 
 
 def count_drafts(row: Row, nodes: Sequence[Node], last: State, parent: int, depth: int) -> None:

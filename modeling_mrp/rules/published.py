@@ -30,8 +30,8 @@ from .reveal import (
     likely_over,
     log_sigmoid,
     logit,
+    most_confident,
     sigmoid,
-    surest,
 )
 from .state import Scores, State
 
@@ -58,7 +58,7 @@ def thresholds_of(options: Any, published: float) -> tuple[float, float]:
 
 def at_least(columns: Columns, log_odds: Sequence[float], threshold: float) -> Columns:
     """Select the columns whose log-odds reach a threshold, and always the most confident column."""
-    best = surest(columns, log_odds)
+    best = most_confident(columns, log_odds)
     return tuple([column for column in columns if log_odds[column] >= threshold or column == best])
 
 
@@ -95,8 +95,8 @@ class FastDLLM(RevealRule, name="fast_dllm"):
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`."""
-        ordered = by_odds(state.free, scores.odds)
-        return tuple(sorted(ordered[: self.leading(ordered, scores.odds)])), memo
+        ordered = by_odds(state.free, scores.log_odds)
+        return tuple(sorted(ordered[: self.leading(ordered, scores.log_odds)])), memo
 
     def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
         """See `RevealRule`: guess about as many columns as the bound allows under the estimates."""
@@ -146,21 +146,21 @@ class Hierarchy(Dynamic, name="hierarchy"):
         runs = groupby(enumerate(free), lambda pair: pair[1] - pair[0])
         eased = set()
         for _, run in runs:
-            eased.add(surest([column for _, column in run], log_odds))
+            eased.add(most_confident([column for _, column in run], log_odds))
         return eased
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`."""
         free = state.free
-        log_odds = scores.odds
-        eased = self.eased(state.free, scores.odds)
+        log_odds = scores.log_odds
+        eased = self.eased(state.free, scores.log_odds)
         columns = []
         for column in free:
             if log_odds[column] > self.threshold or (
                 column in eased and log_odds[column] > self.low
             ):
                 columns.append(column)
-        return tuple(columns) or (surest(free, log_odds),), memo
+        return tuple(columns) or (most_confident(free, log_odds),), memo
 
     def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
         """See `RevealRule`: as `Dynamic`, after raising the estimates of eased columns by the
@@ -203,15 +203,15 @@ class LocalLeap(Hierarchy, name="local_leap"):
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`."""
         free = state.free
-        log_odds = scores.odds
-        eased = self.eased(state.free, scores.odds)
+        log_odds = scores.log_odds
+        eased = self.eased(state.free, scores.log_odds)
         columns = []
         for column in free:
             if log_odds[column] >= self.threshold or (
                 column in eased and log_odds[column] >= self.low
             ):
                 columns.append(column)
-        return tuple(columns) or (surest(free, log_odds),), memo
+        return tuple(columns) or (most_confident(free, log_odds),), memo
 
 
 @dataclass(frozen=True)
@@ -243,8 +243,8 @@ class ConfidenceAdaptive(Dynamic, name="cad"):
             free = (
                 tuple([column for column in free if scores.token[column] not in self.eos]) or free
             )
-        candidates = tuple(sorted(by_odds(free, scores.odds)[: self.max_columns]))
-        return at_least(candidates, scores.odds, self.threshold), memo
+        candidates = tuple(sorted(by_odds(free, scores.log_odds)[: self.max_columns]))
+        return at_least(candidates, scores.log_odds, self.threshold), memo
 
     def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
         """See `RevealRule`: as `Dynamic`, over the `max_columns` most confident columns."""
@@ -290,7 +290,7 @@ class EosRejection(Static, name="eoser"):
         steps = len(self.schedule)
         share = (2 ** min(state.step + 1, steps) - 1) / 2**steps
         factor = self.gamma + (1 - self.gamma) * share
-        log_odds = list(scores.odds)
+        log_odds = list(scores.log_odds)
         for column in state.free:
             if scores.token[column] in self.eos:
                 log_odds[column] = logit(factor * sigmoid(log_odds[column]))
@@ -320,9 +320,9 @@ class Prophet(Static, name="prophet"):
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`."""
-        if self.margin(state, scores.odds) >= 0:
+        if self.margin(state, scores.log_odds) >= 0:
             return state.free, memo
-        return self.first(state, scores.odds), memo
+        return self.first(state, scores.log_odds), memo
 
     def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
         """See `RevealRule`: guess all columns, with the chance that their mean reaches the bound,
@@ -370,14 +370,14 @@ class BoundedAdaptive(Dynamic, name="bacd"):
         if count:
             mean_log_odds = logit(total / count)
         else:
-            mean_log_odds = scores.odds[surest(state.free, scores.odds)]
+            mean_log_odds = scores.log_odds[most_confident(state.free, scores.log_odds)]
         columns = at_least(
-            state.free, scores.odds, min(max(mean_log_odds, self.low), self.threshold)
+            state.free, scores.log_odds, min(max(mean_log_odds, self.low), self.threshold)
         )
         return columns, (
             state.start,
             count + len(columns),
-            total + sum([sigmoid(scores.odds[column]) for column in columns]),
+            total + sum([sigmoid(scores.log_odds[column]) for column in columns]),
         )
 
 
@@ -412,7 +412,7 @@ class SlowFast(Dynamic, name="slow_fast"):
         number of its steps, and the last estimate."""
         begin, end, steps, last = recalled(memo, state, (0, 0, 0, 0))
         free = state.free
-        log_odds = scores.odds
+        log_odds = scores.log_odds
         if end and not any(begin <= column < end for column in free):  # the span is clean
             begin = end
             end = 0
@@ -453,7 +453,7 @@ class Coherent(RevealRule, name="ccd"):
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`: the memo holds the buffer's columns and tokens."""
         (buffer,) = recalled(memo, state, ((),))
-        ordered = by_odds(state.free, scores.odds)
+        ordered = by_odds(state.free, scores.log_odds)
         buffered_tokens = dict(buffer)
         token = scores.token
         stable = []
@@ -491,7 +491,7 @@ class Credit(Dynamic, name="credit"):
         (records,) = recalled(memo, state, ((),))
         credits = {(column, token): credit for column, token, credit in records}
         new_credits = []
-        log_odds = list(scores.odds)
+        log_odds = list(scores.log_odds)
         for column in state.free:
             token = scores.token[column]
             credit = (
@@ -538,7 +538,7 @@ class Klass(Dynamic, name="klass"):
         columns = []
         for column in state.free:
             token = scores.token[column]
-            log_odds = scores.odds[column]
+            log_odds = scores.log_odds[column]
             previous_log_odds, stable = previous_records.get((column, token), (None, 0))
             if (
                 previous_log_odds is not None
@@ -550,7 +550,7 @@ class Klass(Dynamic, name="klass"):
             new_records.append((column, token, log_odds, stable))
             if stable == self.steps and log_odds > self.threshold:
                 columns.append(column)
-        return tuple(columns) or (surest(state.free, scores.odds),), (
+        return tuple(columns) or (most_confident(state.free, scores.log_odds),), (
             state.start,
             tuple(new_records),
         )

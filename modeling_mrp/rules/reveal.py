@@ -169,7 +169,7 @@ class CheckedRule(RevealRule):
         return [(self.checked("likely", state, columns), chance) for columns, chance in guesses]
 
 
-def surest(columns: Sequence[int], log_odds: Sequence[float]) -> int:
+def most_confident(columns: Sequence[int], log_odds: Sequence[float]) -> int:
     """Return the column with the largest log-odds, the leftmost if several are equal."""
     return max(columns, key=log_odds.__getitem__)
 
@@ -207,7 +207,7 @@ def likely_over(
     only one column is likely to be revealed, it is uncertain which one is the most confident, as
     under `Static`: so every second guess is another column alone.
     """
-    best = surest(columns, log_odds)
+    best = most_confident(columns, log_odds)
     threshold = bounded(threshold, 2 * MOST_ODDS)
     exp = math.exp
     if count == 1:
@@ -335,12 +335,12 @@ class Static(RevealRule, name="static"):
         """Select the n most confident columns, or all that are left."""
         quota = self.quota(state)
         if quota == 1:
-            return (surest(state.free, log_odds),)
+            return (most_confident(state.free, log_odds),)
         return tuple(sorted(by_odds(state.free, log_odds)[:quota]))
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`."""
-        return self.first(state, scores.odds), memo
+        return self.first(state, scores.log_odds), memo
 
     def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
         """See `RevealRule`: guesses differ in the least confident of their n columns; the other
@@ -376,9 +376,9 @@ class Dynamic(RevealRule, name="dynamic"):
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`."""
-        log_odds = scores.odds
+        log_odds = scores.log_odds
         threshold = self.threshold
-        best = surest(state.free, log_odds)
+        best = most_confident(state.free, log_odds)
         return tuple(
             [column for column in state.free if log_odds[column] > threshold or column == best]
         ), memo

@@ -59,8 +59,8 @@ class Scores:
 
     Attributes:
         token: By column, the picked token; arbitrary where the state has no mask.
-        odds: By column, the picked token's log-odds. They order columns as probabilities do, but
-            stay precise where probabilities round to 1. NaN: no token had a finite score.
+        log_odds: By column, the picked token's log-odds. They order columns as probabilities do,
+            but stay precise where probabilities round to 1. NaN: no token had a finite score.
         entropy: By column, in nats; None unless the rule needs it.
         drawable: The state's `Picks.candidates` by column, a numpy array [block, 2 m + 1], if
             tokens are sampled and drafts are made, which draw among them; else None.
@@ -71,7 +71,7 @@ class Scores:
     """
 
     token: list[int]
-    odds: list[float]
+    log_odds: list[float]
     entropy: list[float] | None = None
     drawable: Any = None
     hidden: tuple[Any, int] | None = None
@@ -79,14 +79,14 @@ class Scores:
 
 
 @dataclass(slots=True, eq=False)
-class Frontier:
+class PendingReveal:
     """The last accepted state of a row, and the reveal there, which leads to a state that no
     forward has scored yet.
 
     Attributes:
         state: The state, which has masks.
         scores: The backbone's scores of the state.
-        where: Revealed columns.
+        columns: Revealed columns.
         memo: The rule's memo after the reveal.
         successor: The state that the reveal makes.
         drawn: By column that the head revealed, the state and the hidden states (in the form of
@@ -96,7 +96,7 @@ class Frontier:
 
     state: State
     scores: Scores
-    where: tuple[int, ...]
+    columns: tuple[int, ...]
     memo: Any
     successor: State
     drawn: dict[int, tuple[State, Any]] | None = None
@@ -186,7 +186,7 @@ class Row:
     steps: int = field(init=False, default=0)
     stop: int | None = field(init=False, default=None)
     counts: Counts = field(init=False)
-    written: list[Frontier] | None = field(init=False, default=None)
+    written: list[PendingReveal] | None = field(init=False, default=None)
     origins: dict[int, Any] = field(init=False, default_factory=dict)
     filled_in: list[int] = field(init=False, default_factory=list)
 
@@ -195,7 +195,7 @@ class Row:
             (index for index in range(self.limit) if self.text[index] == self.mask_id),
             self.limit - 1,
         )
-        self.state = self.opened(first // self.block_size * self.block_size)
+        self.state = self.first_state(first // self.block_size * self.block_size)
         self.logprob = [0.0] * (len(self.text) - self.prompt)
         self.step = [-1] * (len(self.text) - self.prompt)
         self.counts = Counts(1, False)
@@ -225,7 +225,7 @@ class Row:
             ids[parent.start :] = parent.ids
         return [*ids, *state.ids, *self.text[state.start + self.block_size : self.given_end]]
 
-    def opened(self, start: int, parent: State | None = None) -> State:
+    def first_state(self, start: int, parent: State | None = None) -> State:
         """Make the first state of the block at `start`, from masks, given tokens and tokens that
         the constraint fills in; a given eos does not end the text. `parent` is the unwritten clean
         state before it, if any."""
@@ -234,7 +234,7 @@ class Row:
         free = tuple([column for column, token in enumerate(ids) if token == self.mask_id])
         return self.filled(State((start, ids), free, self.block_size, len(free), 0), parent)
 
-    def after(
+    def successor(
         self,
         state: State,
         columns: Sequence[int],
@@ -326,7 +326,7 @@ class Row:
             return False
         return not state.free or state.free[0] >= room
 
-    def settle(self) -> None:
+    def update_stop(self) -> None:
         """Set `stop` if the text is complete at the row's state."""
         if self.ends(self.state):
             start = self.state.start

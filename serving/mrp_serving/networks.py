@@ -431,7 +431,7 @@ class EngineNetworks:
             for row_index, (row, slots) in enumerate(zip(rows, clean, strict=True)):
                 if slots:
                     hidden = (self._scored, self._first_states[row_index] + slots[0])
-                    inputs[row_index].append((row.opened(row.held), hidden))
+                    inputs[row_index].append((row.first_state(row.held), hidden))
             self.head(rows, inputs)
         elif self._kept_entries:
             on_device, _ = send_to_device(self._map_vectors(self._kept_entries), self.device)

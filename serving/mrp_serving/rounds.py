@@ -15,7 +15,7 @@ from modeling_mrp.networks.picker import Picker
 from modeling_mrp.rules.draft import Node, UnscoredError
 from modeling_mrp.rules.gain import DraftAmount
 from modeling_mrp.rules.reveal import RevealRule
-from modeling_mrp.rules.state import Counts, Frontier, Key, Scores
+from modeling_mrp.rules.state import Counts, Key, PendingReveal, Scores
 
 from .networks import EngineNetworks, RequestRows
 from .options import Settings
@@ -98,17 +98,17 @@ class EngineDecoder(RoundDecoder):
             head_drafts.append(nodes if drafting and drafting.passes else [])
         super().read(rows, head_drafts, estimates)
 
-    def write(self, rows: Sequence[Any], frontiers: Sequence[Frontier | None]) -> None:
+    def write(self, rows: Sequence[Any], pending_reveals: Sequence[PendingReveal | None]) -> None:
         """See `RoundDecoder.write`."""
-        results = list(frontiers)
+        results = list(pending_reveals)
         row_indices: dict[Refinement, list[int]] = {}
         for index, row in enumerate(rows):
             if row.options.mode.refine is not None:
                 row_indices.setdefault(row.options.mode.refine, []).append(index)
         for refine, indices in row_indices.items():
-            matching: list[Frontier | None] = [None] * len(rows)
+            matching: list[PendingReveal | None] = [None] * len(rows)
             for index in indices:
-                matching[index] = frontiers[index]
+                matching[index] = pending_reveals[index]
             for index, update in enumerate(refined(refine, self.networks, rows, matching)):
                 if update is not None:
                     results[index] = update
@@ -405,6 +405,6 @@ def fresh_row(
     row.single_state = progress.single_state
     row.counts = progress.counts
     row.steps = progress.steps
-    row.state = row.opened(start)
+    row.state = row.first_state(start)
     row.held = row.head_held = start
     return row

@@ -106,7 +106,7 @@ def test_the_host_has_what_networks_leave(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(rounds, "now", lambda _: float(next(clock)))
     monkeypatch.setattr(rounds, "TOKENS", 8)
     calls = Counter[str]()
-    for verb in ("prefill", "score", "commit", "widen", "narrow"):
+    for verb in ("prefill", "score", "commit", "restore_batch", "shrink_batch"):
         real = getattr(Networks, verb)
 
         def counted(*given: Any, verb: str = verb, run: Any = real) -> Any:

@@ -41,10 +41,10 @@ def test_scored_states_are_kept_for_drafts_alone(
     kept = []
 
     def watched(self: Decoder, rows: Any, *others: Any) -> Any:
-        frontiers = accept(self, rows, *others)
+        pending_reveals = accept(self, rows, *others)
         for row in rows:
             kept.append(len(row.memory))
-        return frontiers
+        return pending_reveals
 
     monkeypatch.setattr(Decoder, "accept", watched)
     generate(random_model, PROMPTS, decoding=mode, num_draft_states=4, max_new_tokens=12)

@@ -64,7 +64,7 @@ def defined(
     token = int(candidates.argmax())
     return {
         "token": token,
-        "odds": beside(token),
+        "log_odds": beside(token),
         "ids": listed,
         "scores": [scores[token].item() if kept[token] else -INF for token in listed],
         "other_logsumexp": [others.logsumexp(0).item()],
@@ -75,7 +75,7 @@ class Listed(NamedTuple):
     """What the kernel returns, its candidates taken apart."""
 
     token: Tensor
-    odds: Tensor
+    log_odds: Tensor
     ids: Tensor
     scores: Tensor
     other_logsumexp: Tensor
@@ -141,7 +141,7 @@ def test_lists_by_their_definition(
         )
         assert found.token[row] == twin.token[row] == wanted["token"]
         assert found.ids[row].tolist() == wanted["ids"]
-        for name in ("odds", "scores", "other_logsumexp"):
+        for name in ("log_odds", "scores", "other_logsumexp"):
             value = getattr(found, name)[row].tolist()
             assert value == pytest.approx(wanted[name], rel=1e-5, abs=3e-5), name
 
@@ -178,7 +178,7 @@ def test_of_equals_the_first_are_listed(count: int) -> None:
     assert found.ids[2].tolist() == [2, 40, 4000, *others][:count]
     assert found.ids[3].tolist() == barred[:count]
     assert found.scores[3].eq(-INF).all()
-    assert found.odds[3].isnan()
+    assert found.log_odds[3].isnan()
     twin = taken_apart(*LIST.twin(vocabulary(8000), logits, None, None, count))
     close(
         Listed._make(part[1:] for part in found),
@@ -200,8 +200,8 @@ def test_extremes() -> None:
     logits[5, 5], logits[5, 6] = INF, INF
     found = taken_apart(*LIST.launch(vocabulary(700), logits, None, None, 8))
     close(found, taken_apart(*LIST.twin(vocabulary(700), logits.double(), None, None, 8)))
-    assert found.odds.tolist()[0] == INF
-    assert found.odds[2:].isnan().all()
+    assert found.log_odds.tolist()[0] == INF
+    assert found.log_odds[2:].isnan().all()
     assert found.token.tolist() == [3, 9, 5, 5, 6, 5]
     assert found.other_logsumexp[0] == -INF
 

@@ -181,9 +181,11 @@ def test_picks_by_the_formulas(case: str, at_once: int, monkeypatch: pytest.Monk
     picks, p = picker(hidden, spots(100, early=50)), scores.softmax(-1)
     assert torch.equal(picks.token, token)
     assert torch.equal(token, scores.argmax(-1)) is (warpers is None)
-    torch.testing.assert_close(picks.odds, p.gather(1, token[:, None])[:, 0].logit())
+    torch.testing.assert_close(picks.log_odds, p.gather(1, token[:, None])[:, 0].logit())
     torch.testing.assert_close(picks.entropy, torch.special.entr(p).sum(-1))
-    torch.testing.assert_close(picker.token_odds(hidden, token, spots(100, early=50)), picks.odds)
+    torch.testing.assert_close(
+        picker.token_odds(hidden, token, spots(100, early=50)), picks.log_odds
+    )
     for ids, odds, left, own in zip(*listed(picks.candidates), shown, p.logit(), strict=True):
         there = odds > -torch.inf
         assert set(ids[there].tolist()) == set((left > -torch.inf).nonzero()[:, 0].tolist())
@@ -205,8 +207,8 @@ def test_confidence_where_the_probability_rounds_to_1(
         # its logits are the hidden states
         picker = Picker(torch.eye(8, dtype=dtype), 7, sample=sample, candidates=64)
         picks = picker(logits, spots(len(tops)))
-        assert picks.odds.dtype == dtype
-        for odds in (picks.odds, listed(picks.candidates)[1][:, 0]):
+        assert picks.log_odds.dtype == dtype
+        for odds in (picks.log_odds, listed(picks.candidates)[1][:, 0]):
             assert odds.tolist() == pytest.approx([top - math.log(6) for top in tops], rel=1e-6)
 
 
@@ -238,7 +240,7 @@ def test_picks_among_a_few(sample: bool, at_once: int, monkeypatch: pytest.Monke
     picks = picker.for_drafts.among(now, before.candidates, spots(300, early=150))
     assert torch.equal(picks.token, kept.gather(1, place)[:, 0])
     told = scores.softmax(-1).gather(1, kept)
-    torch.testing.assert_close(picks.odds, told.gather(1, place)[:, 0].logit())
+    torch.testing.assert_close(picks.log_odds, told.gather(1, place)[:, 0].logit())
     assert (picks.candidates is not None) is sample
     if not sample:
         return

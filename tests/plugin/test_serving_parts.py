@@ -91,7 +91,7 @@ def test_picks_are_those_of_the_engines_own_algorithm() -> None:
     picks, p = picker(stock=True, shortlist=4)(logits), logits.softmax(-1)
     assert (logits.argmax(-1) == 3).any(), "the mask id has to be the likeliest somewhere"
     assert torch.equal(picks.token, logits.index_fill(1, torch.tensor(3), -torch.inf).argmax(-1))
-    torch.testing.assert_close(picks.odds.sigmoid(), p.gather(1, picks.token[:, None])[:, 0])
+    torch.testing.assert_close(picks.log_odds.sigmoid(), p.gather(1, picks.token[:, None])[:, 0])
     torch.testing.assert_close(
         picks.entropy, torch.distributions.Categorical(logits=logits).entropy()
     )
@@ -105,7 +105,7 @@ def test_picks_are_those_of_the_engines_own_algorithm() -> None:
     torch.testing.assert_close(picks.candidates[:, 8], rest)
     sure = torch.zeros(2, 11)
     sure[0, 5], sure[1, 5] = 30.0, 40.0
-    rounded, exact = picker(stock=True)(sure).odds, picker(stock=False)(sure).odds
+    rounded, exact = picker(stock=True)(sure).log_odds, picker(stock=False)(sure).log_odds
     assert rounded[0] == rounded[1]
     assert exact[0] < exact[1]
 

@@ -18,7 +18,7 @@ from modeling_mrp.rules.costs import draft_sizes
 from modeling_mrp.rules.draft import Node, accept, build_draft
 from modeling_mrp.rules.published import SlowFast
 from modeling_mrp.rules.reveal import ORDER_SHARPNESS, RevealRule, Static, log_sigmoid, logit
-from modeling_mrp.rules.state import Frontier, Row, Scores
+from modeling_mrp.rules.state import PendingReveal, Row, Scores
 from tests.support.handmade import EOS, A, B, C, D, M, row, says, state
 from tests.support.random_cases import SOME_VALUES, options_of_rules
 from tests.support.reference import Row as SlowRow
@@ -63,7 +63,7 @@ def random_scores(rng: random.Random, block: int, before: Scores | None, coarse:
         kept = [rng.random() < 0.8 for _ in range(block)]
         fresh = [
             was + rng.uniform(-calm, calm) if keep else new
-            for was, new, keep in zip(before.odds, fresh, kept, strict=True)
+            for was, new, keep in zip(before.log_odds, fresh, kept, strict=True)
         ]
         token = [
             was if keep else new for was, new, keep in zip(before.token, token, kept, strict=True)
@@ -80,7 +80,7 @@ def random_scores(rng: random.Random, block: int, before: Scores | None, coarse:
 
 def pick_of(scores: Scores, start: int, column: int) -> Any:
     """A column as the slow rules are told of it."""
-    odds = scores.odds[column]
+    odds = scores.log_odds[column]
     assert scores.entropy is not None
     told = {"log_odds": odds, "logprob": log_sigmoid(odds), "entropy": scores.entropy[column]}
     return SimpleNamespace(position=start + column, token=scores.token[column], **told)
@@ -240,11 +240,11 @@ def test_what_is_remembered_of_a_round() -> None:
         Node(state([10, 11, 12, 13]), -1, None),
         Node(state([M] * 4, 8), 1, None),
     ]
-    frontier, clean = accept(
+    pending, clean = accept(
         of, ONE, nodes, [says([0] * 4), says([0] * 4), says([1, 2, 3, 4])], True
     )
-    assert frontier is not None
-    assert (clean, frontier.state.key, frontier.where) == ([1], (8, (M,) * 4), (3,))
+    assert pending is not None
+    assert (clean, pending.state.key, pending.columns) == ([1], (8, (M,) * 4), (3,))
     assert set(of.memory) == {(4, (10, 11, 12, M))}
 
 
@@ -283,9 +283,9 @@ def test_what_was_drafted_behind_another_block_is_neither_remembered_nor_offered
         Node(state([M] * 4, 8), 1, None),
         Node(state([A, M, M, M], 8), 2, None),
     ]
-    frontier, clean = accept(of, ONE, nodes, [says([1, 2, 3, 4])] * 5, True)
-    assert frontier is not None
-    assert (clean, frontier.state.key, frontier.where) == ([1], (8, (M,) * 4), (3,))
+    pending, clean = accept(of, ONE, nodes, [says([1, 2, 3, 4])] * 5, True)
+    assert pending is not None
+    assert (clean, pending.state.key, pending.columns) == ([1], (8, (M,) * 4), (3,))
     assert set(of.memory) == {(4, (A, B, C, M))}
     assert (of.counts.drafted, of.counts.accepted) == (3, 1)
     assert of.counts.offered_at_depth == [1, *[0] * (len(of.counts.offered_at_depth) - 1)]
@@ -296,9 +296,9 @@ def test_a_remembered_state_on_the_path_counts_as_an_accepted_draft() -> None:
     [A, B, M, M]."""
     of = drafting_row([4, 3, 2, 1])
     of.memory[4, (A, M, M, M)] = (state([A, M, M, M]), says([0, 3, 2, 1]))
-    frontier, clean = accept(of, ONE, [Node(of.state, -1, None)], [says([4, 3, 2, 1])], True)
-    assert frontier is not None
-    assert (clean, frontier.successor.ids) == ([], (A, B, M, M))
+    pending, clean = accept(of, ONE, [Node(of.state, -1, None)], [says([4, 3, 2, 1])], True)
+    assert pending is not None
+    assert (clean, pending.successor.ids) == ([], (A, B, M, M))
     assert (of.counts.drafted, of.counts.accepted, of.counts.lengths[2]) == (0, 1, 1)
     assert (of.counts.offered_at_depth, of.counts.accepted_at_depth) == (
         [1, *[0] * 6],
@@ -384,6 +384,6 @@ def test_what_is_read_again_under_the_surest_alone() -> None:
         RereadRemask(1.0, -1.0),
         networks,
         [of],
-        [Frontier(at, scores, where, None, of.after(at, where, scores.token))],
+        [PendingReveal(at, scores, where, None, of.successor(at, where, scores.token))],
     )
     assert shown == [[A, B, M, M], [M, B, M, M]]

@@ -73,7 +73,7 @@ class Recorded:
         columns = []
         for index, (state, scores) in enumerate(zip(self.states, self.scores, strict=True)):
             for column in state.free:
-                columns.append((index, column, scores.token[column], scores.odds[column]))
+                columns.append((index, column, scores.token[column], scores.log_odds[column]))
         return columns
 
 
@@ -113,7 +113,7 @@ class Script:
         self.recorded = {group: Recorded() for group in GROUPS}
         following: State | None = None  # a state that the previous round has left for this round
         for start in range(first, first + BLOCKS * block, block):
-            state = following or self.row.opened(start)
+            state = following or self.row.first_state(start)
             following = self._rounds_of_block(state, generator)
         assert following is not None
         self._add([Node(following, -1, None)], None)
@@ -132,7 +132,7 @@ class Script:
         states = dict.fromkeys([path[0], path[1], sibling, path[2]])
         self._add([Node(state, -1, None) for state in states], None)
         clean = self._reveal(path[-1], order[half:])
-        following = self.row.opened(state.start + self.row.block_size)
+        following = self.row.first_state(state.start + self.row.block_size)
         first = self._reveal(following, generator.sample(following.free, 1))
         nodes = [Node(path[-1], -1, None), Node(clean, -1, None)]
         nodes += [Node(following, 1, None), Node(first, 1, None)]
@@ -147,7 +147,7 @@ class Script:
         columns = [column for column in columns if column in state.free]
         if not columns:
             return state
-        return self.row.after(state, columns, self.text[state.start :][: self.row.block_size])
+        return self.row.successor(state, columns, self.text[state.start :][: self.row.block_size])
 
     def record(self, group: str, state: State, scores: Scores, source: int = -1) -> None:
         """Record the scores of a state."""

@@ -225,7 +225,7 @@ def _nodes_of(row: Row, count: int) -> list[Node]:
     for index in range(1, count):
         column = index % row.block_size
         state = row.state if column == 0 else nodes[-1].state
-        revealed = row.after(state, [state.free[0]], [1] * row.block_size)
+        revealed = row.successor(state, [state.free[0]], [1] * row.block_size)
         nodes.append(Node(revealed, -1, None))
     return nodes
 

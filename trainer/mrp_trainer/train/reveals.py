@@ -69,7 +69,7 @@ class Reveals:
         if self.rule == "on_policy":
             picks = sampler(hidden[open_])
             token = picks.token
-            score = picks.odds
+            score = picks.log_odds
             draw = uniform(batch, 1, batch.block)[open_]
             threshold = (
                 _EAGER_FROM + (_EAGER_TO - _EAGER_FROM) * uniform(batch, 2, batch.block)[open_]
