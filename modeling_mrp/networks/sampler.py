@@ -161,9 +161,8 @@ class Sampler:
             by_column.index_copy_(0, flat_index, picks.candidates)
             by_column = by_column.view(count, block, size)
             kept = [(by_column, index) for index in range(count)]
-        if not picker.sample:
-            picks = picks._replace(candidates=None)  # the host draws nothing
-        picked = zip(on_host(picks, columns, count, block), hidden, kept, strict=True)
+        on_the_host = on_host(picks, columns, count, block, picker.sample)
+        picked = zip(on_the_host, hidden, kept, strict=True)
         return [Scores(*fields, location, listed) for fields, location, listed in picked]
 
     def token_odds(
@@ -287,12 +286,13 @@ def spread_columns(numbers: Tensor, columns: np.ndarray, states: int, block: int
 
 
 def on_host(
-    picks: Picks, columns: np.ndarray, states: int, block: int
+    picks: Picks, columns: np.ndarray, states: int, block: int, draws: bool
 ) -> list[tuple[list[int], list[float], Any, Any]]:
-    """Read picks in one transfer; return by state its token, odds, entropy and drawable, as in
-    `Scores`."""
+    """Read picks in one transfer, candidates only if the host `draws`; return by state its token,
+    log_odds, entropy and drawable, as in `Scores`."""
+    candidates = picks.candidates if draws else None
     numbers = []
-    for field in picks:
+    for field in (picks.token, picks.log_odds, picks.entropy, candidates):
         if field is not None:
             numbers.append(field.view(len(columns), -1).to(picks.log_odds.dtype))
     spread = spread_columns(torch.cat(numbers, 1), columns, states, block)
@@ -302,6 +302,6 @@ def on_host(
     if picks.entropy is not None:
         entropy = spread[..., 2].tolist()
     drawable: list[Any] = [None] * states
-    if picks.candidates is not None:
-        drawable = list(spread[..., -picks.candidates.shape[1] :])
+    if candidates is not None:
+        drawable = list(spread[..., -candidates.shape[1] :])
     return list(zip(token, spread[..., 1].tolist(), entropy, drawable, strict=True))

@@ -57,7 +57,7 @@ def low_confidence(
         closest += [close] * (len(state) - len(prompt) - len(closest))
         if (end := min(row.end(state) or row.limit, row.limit)) <= len(state):
             return Decoded(list(state[len(prompt) : end]), closest[: end - len(prompt)])
-        state = row.first_state(state)
+        state = row.opened(state)
 
 
 def _step(
