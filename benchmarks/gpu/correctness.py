@@ -106,7 +106,7 @@ def broken(session: Session) -> None:
     """Broken models, each of which the log-odds must find."""
     import pytest
 
-    faults: Any = import_module("faults")
+    faults: Any = import_module("tests.support.faults")
 
     for name in ("flipped MLPs in rounds", "reversed lm_head", "flipped MLPs"):
         model = session.embedded(torch.bfloat16)

@@ -66,8 +66,10 @@ def test_every_part_is_there() -> None:
 
 def test_a_part_on_stand_ins(tmp_path: Path) -> None:
     """In processes of their own."""
-    main(["correctness", "--only", "machine", "--stand-ins", "--output", str(tmp_path)])
+    parts = ["machine", "broken"]
+    main(["correctness", "--only", *parts, "--stand-ins", "--output", str(tmp_path)])
     text = (tmp_path / "correctness.md").read_text()
     assert text.startswith("# A session on a GPU: correctness\n\n**A rehearsal on a CPU**")
-    assert "| machine | ok |" in text
+    for part in parts:
+        assert f"| {part} | ok |" in text
     assert "| bfloat16 |" in text

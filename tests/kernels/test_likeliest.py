@@ -179,6 +179,8 @@ def test_of_equals_the_first_are_listed(count: int) -> None:
     assert found.ids[3].tolist() == barred[:count]
     assert found.scores[3].eq(-INF).all()
     assert found.log_odds[3].isnan()
+    nothing = logits[3:].repeat(2, 1)
+    assert LIST.launch(vocabulary(8000), nothing, None, keys_of(2), count)[0].tolist() == [0, 0]
     twin = taken_apart(*LIST.twin(vocabulary(8000), logits, None, None, count))
     close(
         Listed._make(part[1:] for part in found),
