@@ -1,4 +1,4 @@
-"""MRP for SDAR block-diffusion models: everything a Hub repository carries as remote code."""
+"""MRP for SDAR block-diffusion models: everything that a Hub repository carries as remote code."""
 
 import sys
 from importlib import import_module
@@ -41,8 +41,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import an exported name on first use: torch takes seconds, and `mrp --help` needs only the
-    table of options."""
+    """Import an exported name when it is first used. Importing torch takes seconds, and `mrp
+    --help` needs only the table of options."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     register()
@@ -55,11 +55,11 @@ def __dir__() -> list[str]:
 
 
 def register() -> None:
-    """Make transformers' Auto classes load this package's models without `trust_remote_code`; it
+    """Make transformers' Auto classes load this package's models without `trust_remote_code`. It
     may be called repeatedly.
 
-    It is called when this package is imported. The command `mrp`, whose help has to appear at once,
-    calls it later.
+    It is called when this package is imported. Only the command `mrp` calls it later, because its
+    help has to appear at once.
     """
     with tested_versions():
         from transformers import AutoConfig, AutoModel, AutoModelForCausalLM

@@ -1,13 +1,13 @@
 """Generator of a repository's remote code: this package's modules in one file, as remote code has
 no subpackages.
 
-`package_mrp.py` holds all modules that the model imports, directly or indirectly, and its family's
-module, in the order of `READING`, below one section of imports. `modeling_mrp.py`, which
-transformers loads, is the code of `entry.py`, which waits until that file is complete. Modules must
-import each other by `from .module import name` at the top of a file, and no two modules may define
-the same name differently. ``python -m modeling_mrp.bundle hub_configs/sdar-tiny-mrp`` writes the
-files of a repository again; with ``--check`` it reports whether they are the files that this
-package would write.
+`package_mrp.py` holds all modules that the model imports, directly or indirectly, and the module of
+its family. They are in the order of `READING`, below one section of imports. `modeling_mrp.py` is
+the file that transformers loads. It is made from the code of `entry.py`, and waits until
+`package_mrp.py` is complete. Modules must import each other by `from .module import name` at the
+top of a file, and no two modules may define the same name differently. ``python -m
+modeling_mrp.bundle hub_configs/sdar-tiny-mrp`` writes the files of a repository again; with
+``--check`` it reports whether they are the files that this package would write.
 """
 
 import argparse
@@ -329,12 +329,14 @@ What else outlives a call, in memory and on disk:
 
 
 class Module(NamedTuple):
-    """A module of the bundle.
+    """A module of this package that goes into the bundle.
 
     Attributes:
-        text: Its source.
-        imports: Names that it imports from other modules of the package, by module.
-        needed: Modules from which it uses a name during import, such as that of a base class.
+        text: The source of the module.
+        imports: The names that the module imports from other modules of the package, by the name of
+            the other module.
+        needed: Those other modules whose names are used while this module is imported, for instance
+            as a base class.
     """
 
     text: str
@@ -343,8 +345,8 @@ class Module(NamedTuple):
 
 
 def used_on_import(node: ast.AST) -> Iterator[str]:
-    """Find the names that code reads when it is imported: all names outside of function bodies and
-    annotations."""
+    """Yield the names that code reads while it is imported: all names outside of function bodies
+    and annotations."""
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
         yield node.id
     children: list[ast.AST | None] = list(ast.iter_child_nodes(node))
@@ -362,7 +364,8 @@ def used_on_import(node: ast.AST) -> Iterator[str]:
 
 
 def read_module(name: str) -> Module:
-    """Read a module of this package."""
+    """Read a module of this package. Its name is given relative to the package, such as
+    "model.head"."""
     text = HERE.joinpath(*name.split(".")).with_suffix(".py").read_text(encoding="utf-8")
     tree = ast.parse(text)
     imports: dict[str, set[str]] = {}
@@ -378,8 +381,8 @@ def read_module(name: str) -> Module:
 
 
 def modules_of(family: str = DENSE) -> dict[str, Module]:
-    """Read the modules of a family's bundle: by name, in reading order. The family's own module is
-    left out if it lies outside this package."""
+    """Read the modules that the bundle of a family contains, and return them by name, in reading
+    order. The module of the family itself is left out if it lies outside this package."""
     family_module = backbone_of(family).__module__.removeprefix(f"{__package__}.")
     pending = ["modeling"]
     if family_module.startswith("model.families."):
@@ -403,8 +406,9 @@ def modules_of(family: str = DENSE) -> dict[str, Module]:
 
 
 def reading_rank(name: str) -> tuple[int, str]:
-    """Rank a module by the longest entry of `READING` that is its name or its package; a module
-    without an entry comes last."""
+    """Return a key that sorts modules by reading order. It begins with the index of an entry of
+    `READING`: the longest one that is the module or a package around it. A module without such an
+    entry comes last."""
     components = name.split(".")
     for length in range(len(components), 0, -1):
         entry = ".".join(components[:length])
@@ -414,8 +418,14 @@ def reading_rank(name: str) -> tuple[int, str]:
 
 
 def code_of(text: str, imported: dict[str, set[str]]) -> str:
-    """Return a module's text without imports and `__all__`. Add its imports of other packages to
-    `imported`, grouped by their first words."""
+    """Return the text of a module without imports and `__all__`. Its imports of other packages are
+    added to `imported`.
+
+    Args:
+        text: The source of the module.
+        imported: Maps the first words of an import statement, such as "from torch import ", to the
+            names that follow these words.
+    """
     removed: set[int] = set()  # line numbers
     for node in ast.parse(text).body:
         if isinstance(node, ast.Import):
@@ -434,7 +444,8 @@ def code_of(text: str, imported: dict[str, set[str]]) -> str:
 
 
 def import_lines(imported: dict[str, set[str]]) -> str:
-    """Write the imports that `code_of` collected, sorted, with one line per module."""
+    """Write the imports that `code_of` collected in `imported`, sorted, with one line per
+    module."""
     lines = [f"import {name}" for name in sorted(imported["import "])]
     for start, names in sorted(imported.items()):
         if start != "import ":
@@ -443,8 +454,8 @@ def import_lines(imported: dict[str, set[str]]) -> str:
 
 
 def imported_packages(nodes: Iterable[ast.AST]) -> set[str]:
-    """List the packages that the import statements among `nodes` name; relative imports are left
-    out."""
+    """Return the names of the packages that are imported by the statements among `nodes`. Relative
+    imports are left out."""
     packages: set[str] = set()
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -455,8 +466,9 @@ def imported_packages(nodes: Iterable[ast.AST]) -> set[str]:
 
 
 def packages_of(modules: dict[str, Module]) -> tuple[list[str], list[str]]:
-    """List the packages outside the standard library that modules import: first the required ones,
-    then the optional ones."""
+    """Return the names of the packages outside the standard library that modules import, as two
+    lists. The first are required: they are imported at the top level of a module. The others are
+    optional, as they are only imported within other statements."""
     required: set[str] = set()
     optional: set[str] = set()
     for module in modules.values():
@@ -469,7 +481,8 @@ def packages_of(modules: dict[str, Module]) -> tuple[list[str], list[str]]:
 
 
 def sources_digest() -> str:
-    """Compute a digest of the package's sources, equal in every clone of a commit."""
+    """Compute a digest of the source files of this package. It is equal in every clone of a
+    commit."""
     digest = hashlib.sha256()
     for path in sorted(HERE.rglob("*.py"), key=lambda path: path.relative_to(HERE).as_posix()):
         name = path.relative_to(HERE).as_posix()
@@ -479,7 +492,8 @@ def sources_digest() -> str:
 
 
 def about(title: str) -> str:
-    """Describe a generated file and its origin."""
+    """Return the text with which a generated file begins: its title, and how the file was
+    generated."""
     digest = sources_digest()
     return f"""{title}
 
@@ -496,14 +510,20 @@ def end_mark() -> str:
 
 
 def first_sentence(text: str) -> str:
-    """Return the first sentence of a module's docstring in one line, without its full stop."""
+    """Return the first sentence of a module's docstring in one line, without its full stop. `text`
+    is the source of the module."""
     paragraph = " ".join(str(ast.get_docstring(ast.parse(text))).partition("\n\n")[0].split())
     return re.split(r"\.(?= |$)", paragraph)[0]
 
 
 def listing(entries: Iterable[tuple[str, str]], lines: Mapping[str, int]) -> str:
-    """Write a list of texts, each preceded by the line number of its name. The number of lines
-    written does not depend on the line numbers."""
+    """Write a list of texts, each after a line number. The number of lines written does not depend
+    on the line numbers.
+
+    Args:
+        entries: Pairs of a name and a text.
+        lines: Maps each name to its line number.
+    """
     filled = []
     for name, text in entries:
         entry = f"{lines[name]:6,}  {text}"
@@ -512,13 +532,13 @@ def listing(entries: Iterable[tuple[str, str]], lines: Mapping[str, int]) -> str
 
 
 def section_line(name: str) -> str:
-    """Return the line above a module's code."""
+    """Return the line that is written above the code of a module, and that names the module."""
     return f"# {'-' * 80} {name}"
 
 
 def lines_of(text: str, modules: Iterable[str]) -> dict[str, int]:
-    """Return the line numbers at which modules, functions, classes and their methods begin in a
-    generated file, by name."""
+    """Return the numbers of the lines at which modules, functions, classes and methods begin in the
+    text of a generated file, by the name of each."""
     text_lines = text.splitlines()
     lines = {name: text_lines.index(section_line(name)) + 1 for name in modules}
     for definition in ast.parse(text).body:
@@ -533,7 +553,12 @@ def lines_of(text: str, modules: Iterable[str]) -> dict[str, int]:
 
 def header(modules: Mapping[str, Module], lines: Mapping[str, int]) -> str:
     """Write the docstring of `package_mrp.py`: table of contents, call path, glossary, imports and
-    effects."""
+    effects.
+
+    Args:
+        modules: The modules of the file, by name, in reading order.
+        lines: Maps the names of modules and definitions to their line numbers in the file.
+    """
     required, optional = packages_of(dict(modules))
     imports = (
         f"Imports {', '.join(required)}, Python's standard library and, if installed, "
@@ -560,8 +585,8 @@ def header(modules: Mapping[str, Module], lines: Mapping[str, int]) -> str:
 
 
 def package_text(family: str) -> str:
-    """Generate `package_mrp.py`: docstring, imports, and the modules, each below a line with its
-    name."""
+    """Generate the text of `package_mrp.py` for a family: docstring, imports, and the modules, each
+    below a line with its name."""
     modules = modules_of(family)
     imported: dict[str, set[str]] = {}
     sections = [
@@ -579,7 +604,8 @@ def package_text(family: str) -> str:
 
 
 def entry_text() -> str:
-    """Generate `modeling_mrp.py`, which imports `package_mrp.py` once that file is complete."""
+    """Generate the text of `modeling_mrp.py`, which imports `package_mrp.py` once that file is
+    complete."""
     imported: dict[str, set[str]] = {}
     code = code_of(read_module("entry").text, imported)
     code = code.removeprefix(f'"""{ast.get_docstring(ast.parse(code), clean=False)}"""').strip()
@@ -594,17 +620,17 @@ def entry_text() -> str:
 
 @cache
 def bundled(family: str = DENSE) -> dict[str, str]:
-    """Generate a family's remote code: the text of each file, by file name. The family's module is
-    left out if it lies outside this package."""
+    """Generate the remote code of a family. Return the text of each file, by file name. The module
+    of the family is left out if it lies outside this package."""
     return {MODELING: entry_text(), PACKAGE: package_text(family)}
 
 
 def differences(folder: Path) -> list[str]:
     """List the differences between the code in a checkpoint's folder and the code that this package
-    writes there, without running any of this code.
+    would write there. None of this code is run.
 
-    The text of all Python files is compared, and the classes that `auto_map` names in configs.
-    Raise `ValueError` for a malformed config.
+    Two things are compared: the texts of all Python files, and the classes that `auto_map` names in
+    config files. Raise `ValueError` for a malformed config.
     """
     fields = {path.name: json_object(path) for path in sorted(folder.glob("*config.json"))}
     expected = code_files(fields.get("config.json", {}).get("family", DENSE))
@@ -629,8 +655,8 @@ def differences(folder: Path) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the code into checkpoints' folders, or with `--check` compare it; return the exit
-    status, 1 if a folder differs."""
+    """Write the remote code into the folders of checkpoints or, with `--check`, compare the code
+    there with it. Return the exit status, which is 1 if a folder differs."""
     parser = argparse.ArgumentParser(
         prog="python -m modeling_mrp.bundle", description="Write or check a repository's code."
     )

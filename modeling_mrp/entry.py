@@ -1,5 +1,5 @@
-"""Import of a file that another process may still be copying. `bundle` generates a repository's
-entry file from this code."""
+"""Import of a file that another process may still be copying. The module `bundle` generates a
+repository's entry file from this code."""
 
 import sys
 import time
@@ -10,11 +10,11 @@ from types import ModuleType
 
 
 class WholeFile(SourceFileLoader):
-    """A loader that runs a file only once it is complete.
+    """A loader that waits until a module's file is complete before it runs the file.
 
     Args:
         end: The last line of a complete file.
-        seconds: The longest time to wait for it.
+        seconds: The longest time to wait for a complete file.
     """
 
     def __init__(self, name: str, path: str, end: str, seconds: float) -> None:
@@ -23,8 +23,8 @@ class WholeFile(SourceFileLoader):
         self.seconds = seconds
 
     def get_data(self, path: str) -> bytes:
-        """Read the source once it is complete, and other files (byte code) as they are;
-        `ImportError` if it stays incomplete."""
+        """Read the module's file once it is complete; raise `ImportError` if it stays incomplete.
+        Read other files (byte code) as they are."""
         if path != self.path:
             return super().get_data(path)
         deadline = time.monotonic() + self.seconds
@@ -45,8 +45,8 @@ class WholeFile(SourceFileLoader):
 
 
 def import_whole(name: str, path: Path, end: str, seconds: float = 60.0) -> ModuleType:
-    """Import a file as the module `name` once the file ends with `end`; `ImportError` if it stays
-    incomplete for `seconds`."""
+    """Import a file as the module `name` once the file ends with `end`. Raise `ImportError` if it
+    stays incomplete for `seconds`."""
     if name in sys.modules:
         return sys.modules[name]
     spec = spec_from_file_location(name, path, loader=WholeFile(name, str(path), end, seconds))

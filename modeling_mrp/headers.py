@@ -1,5 +1,5 @@
-"""Checks that a checkpoint's tensors fit its config, made from the headers of its files before it
-is published or served."""
+"""Checks that a checkpoint's tensors fit its config. They read only the headers of its files,
+before the checkpoint is published or served."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -14,7 +14,13 @@ from .modeling import MRPForCausalLM
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a safetensors file: its shape, and its type as safetensors spells it (`BF16`)."""
+    """A tensor in a safetensors file.
+
+    Attributes:
+        file: The file.
+        shape: The shape of the tensor.
+        dtype: The type of its numbers, as safetensors spells it (`BF16`).
+    """
 
     file: Path
     shape: tuple[int, ...]
@@ -22,8 +28,8 @@ class StoredTensor(NamedTuple):
 
 
 def stored_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
-    """Read the headers of safetensors files; return the stored tensors by their names in this
-    package. `ValueError` for a damaged file."""
+    """Read the headers of safetensors files. Return the stored tensors by their names in this
+    package. Raise `ValueError` for a damaged file."""
     stored: dict[str, StoredTensor] = {}
     for file in files:
         try:
@@ -41,8 +47,9 @@ def stored_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
 
 
 def check_tensors(config: MRPConfig, stored: Mapping[str, StoredTensor], prefix: str = "") -> None:
-    """Raise `ValueError`, listing all differences, unless `stored` holds the tensors that a config
-    implies below `prefix`."""
+    """Raise `ValueError`, listing all differences, unless `stored` holds exactly the tensors that
+    the config implies. Only names that begin with `prefix` are expected; a tied `lm_head.weight`
+    may be missing."""
     check_depth(config, stored, "the checkpoint")
     with torch.device("meta"):
         state: Any = MRPForCausalLM(config).state_dict().items()

@@ -1,4 +1,4 @@
-"""The model: a block-diffusion backbone with an optional MRP head on top; symbols as in
+"""The model: a block-diffusion backbone with an optional MRP head on top. Symbols are those of
 `model.head`."""
 
 from typing import Any
@@ -31,9 +31,10 @@ _PASSED_ON = ("output_hidden_states", "output_attentions", "cache_position")
 
 
 class _LateClass:
-    """A descriptor that looks up `MRPGenerationConfig` only when it is read, so that in a
-    repository's file the rules and options on which this class depends can be placed after the
-    model."""
+    """A descriptor that looks up `MRPGenerationConfig` only when it is read.
+
+    So this class may depend on rules and options that come after the model in a repository's file.
+    """
 
     def __get__(self, model: Any, owner: Any) -> type[MRPGenerationConfig]:
         return MRPGenerationConfig
@@ -66,7 +67,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPDecidingMixin, MRPG
         self.post_init()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute as torch does; an `lm_head` that gets an adapter is untied first
+        """Set an attribute as torch does. If `lm_head` is given an adapter, it is untied first
         (`untie`)."""
         untie(self, name, value)
         super().__setattr__(name, value)
@@ -74,13 +75,13 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPDecidingMixin, MRPG
     def backbone(
         self, input_ids: Tensor, position_ids: Tensor, mask: AnyMask, cache: Cache | None = None
     ) -> Tensor:
-        """Run the backbone; return its final-norm hidden states h_A, [batch, length, hidden_size],
-        at their inputs' positions.
+        """Run the backbone; return the hidden states h_A after its final norm, [batch, length,
+        hidden_size]. They are not shifted: each stands at the position of its input.
 
         Args:
-            input_ids: [batch, length] long.
-            position_ids: [batch, length] long, absolute.
-            mask: [batch, 1, length, keys] bool, True where a query sees a key; a `BlockMask` under
+            input_ids: int64 [batch, length].
+            position_ids: int64 [batch, length], absolute positions.
+            mask: bool [batch, 1, length, keys], True where a query sees a key; a `BlockMask` under
                 flex attention.
             cache: A cache that the layers update, or None.
         """
@@ -104,14 +105,14 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPDecidingMixin, MRPG
         mask: AnyMask,
         cache: Cache | None = None,
     ) -> Tensor:
-        """Compute the head's residual h_C = Head(embed(x'), h_A), [batch, length, hidden_size];
-        `ValueError` without a head.
+        """Compute the head's residual h_C = Head(embed(x'), h_A), [batch, length, hidden_size].
+        Raise `ValueError` if the model has no head.
 
         Args:
-            input_ids: [batch, length] long, the state x' after a reveal.
+            input_ids: int64 [batch, length], the state x' after a reveal.
             hidden_states: [batch, length, hidden_size], h_A, or an estimate of it: h_A plus earlier
                 residuals.
-            position_ids, mask, cache: As for `backbone`; a cache must have room for the head's
+            position_ids, mask, cache: As for `backbone`. A cache must have room for the head's
                 layers.
         """
         if self.mrp_head is None:
@@ -141,31 +142,32 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPDecidingMixin, MRPG
         cache: Cache | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Compute the logits of every position given the revealed tokens; with `labels`, the
-        block-diffusion loss, too.
+        """Compute the logits of every position given the revealed tokens. With `labels`, also
+        compute the block-diffusion loss.
 
-        With `labels`, each learned token is masked with probability t ~ U(0, 1], drawn per
-        sequence; in eval mode the seed is derived from the tokens, so that the loss is
-        reproducible. One pass holds [x_t | x_0]; the loss is the cross-entropy at masks, weighted
-        1 / t, divided by the number of learned tokens (SDAR, equation 3). The logits are those of
-        x_t.
+        With `labels`, each learned token is masked with probability t ~ U(0, 1], where t is drawn
+        for each sequence. In eval mode the seed is derived from the tokens, so that the loss is
+        reproducible. One pass holds [x_t | x_0], the masked and the clean text. The loss is the
+        cross-entropy at masks, weighted by 1 / t, divided by the number of learned tokens (SDAR,
+        equation 3). The logits are those of x_t.
 
         Args:
-            input_ids: [batch, length] long. Positions that hold `mask_token_id` are predicted.
-            attention_mask: [batch, past + length], 1 for real tokens (padding on either side), or a
-                boolean or additive [batch, 1, length, past + length] mask that replaces the
-                block-causal one.
-            position_ids: [batch, length] long, absolute; by default counted from the first real
-                token.
+            input_ids: int64 [batch, length]. Positions that hold `mask_token_id` are predicted.
+            attention_mask: [batch, past + length], 1 for real tokens (padding may be on either
+                side); or a boolean or additive mask [batch, 1, length, past + length] that replaces
+                the block-causal one.
+            position_ids: int64 [batch, length], absolute positions; by default counted from the
+                first real token.
             past_key_values: Keys and values of earlier, clean blocks; must be empty in a `shifted`
-                family. `cache` is its name from transformers 5.24 on.
-            inputs_embeds: [batch, length, hidden_size] in place of `input_ids`.
-            labels: [batch, length] long, the true tokens; -100 where nothing is learned (the
+                family. `cache` is the name of this argument from transformers 5.24 on.
+            inputs_embeds: [batch, length, hidden_size], in place of `input_ids`.
+            labels: int64 [batch, length], the true tokens; -100 where nothing is learned (the
                 prompt).
-            text_noise: With `labels`, the noise [batch, 1 + length] in [0, 1), drawn by default:
-                first 1 - t, then a number for each token, which is masked if its number is below t.
+            text_noise: With `labels`, the noise [batch, 1 + length] in [0, 1); it is drawn by
+                default. The first number is 1 - t. Then comes one number for each token, which is
+                masked if its number is below t.
             num_items_in_batch: With `labels`, the divisor of the loss, by default the number of
-                learned tokens; transformers' Trainer passes the number of all accumulation steps.
+                learned tokens. transformers' Trainer passes the number over all accumulation steps.
                 If it is above 0, a batch without learned tokens has loss 0, since other batches of
                 the step have some.
             logits_to_keep: As in transformers; chosen positions must hold masks.
@@ -173,7 +175,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPDecidingMixin, MRPG
 
         Returns:
             Logits [batch, kept, vocab]; with `labels`, the loss; with `output_hidden_states=True`,
-            hidden states, h_A the last.
+            hidden states, of which h_A are the last.
 
         Raises:
             ValueError: for an argument that has no effect or does not fit the tokens, for labels
@@ -271,7 +273,8 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPDecidingMixin, MRPG
         )
 
     def _check_kept(self, ids: Tensor) -> None:
-        """Refuse to compute logits at chosen positions whose `ids` are tokens and not masks.
+        """Raise `ValueError` if logits are to be computed only at positions that hold tokens, not
+        masks. `ids` are the ids at the chosen positions.
 
         transformers' pipeline for decisions, which `/v1/systemone` of its server also calls, would
         take the logits of the last token for those of the next one.
@@ -291,8 +294,8 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPDecidingMixin, MRPG
         position_ids: Tensor | None,
         cache: Cache | None,
     ) -> tuple[Tensor, Tensor]:
-        """Make the attention mask (block-causal, or the caller's 4-D mask) and the positions
-        [batch, length] of the new `tokens`."""
+        """Return the attention mask for the new `tokens` (block-causal, or the caller's 4-D mask),
+        and their positions [batch, length]."""
         batch, length = tokens.shape[:2]
         past = cache.get_seq_length() if cache is not None else 0
         valid = torch.ones(batch, past + length, dtype=torch.bool, device=tokens.device)

@@ -1,5 +1,5 @@
-"""The versions of transformers on which this release was tested; error messages on other versions
-name them."""
+"""The versions of transformers with which this release was tested. On other versions, error
+messages name them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,8 +9,8 @@ TESTED = "5.17.0", "5.24.0"
 
 
 def version_note() -> str | None:
-    """Return a note on the tested versions of transformers and the version to install; None if the
-    installed version is among them."""
+    """Return a note that names the tested versions of transformers and the version to install.
+    Return None if the installed version is a tested one."""
     import transformers
 
     oldest, newest = TESTED

@@ -1,4 +1,5 @@
-"""Automata over bytes, made from a regex, and automata over tokens, which decoding follows."""
+"""Automata over bytes, made from a regex, and automata over tokens, made from an automaton over
+bytes and the tokens of a tokenizer. Decoding follows the automata over tokens."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ States = int
 
 
 def members(states: States) -> list[int]:
-    """List the states of a set."""
+    """List the numbers of the states in a set, in increasing order."""
     listed = []
     while states:
         lowest = states & -states
@@ -26,13 +27,13 @@ def members(states: States) -> list[int]:
 
 @dataclass(frozen=True)
 class ByteAutomaton:
-    """A deterministic automaton over bytes, whose first state is 0. A final state can be reached
-    from every state.
+    """A deterministic automaton over bytes. Texts start at state 0. From each state that a text can
+    reach, a final state can be reached.
 
     Attributes:
-        next_state: [states, 256] int32, the next state by state and byte; -1 if no text continues
-            with the byte.
-        final: [states] bool, whether a text may end at the state.
+        next_state: int32 [states, 256], the next state for each state and byte; -1 if no text
+            continues with that byte.
+        final: bool [states], whether a text may end at each state.
     """
 
     next_state: np.ndarray
@@ -40,15 +41,15 @@ class ByteAutomaton:
 
     @cached_property
     def only(self) -> np.ndarray:
-        """For each state, the byte with which every text continues, [states] int; -1 if texts may
-        end there or continue differently."""
+        """int [states], for each state the byte with which every text continues; -1 where a text
+        may end or may continue with different bytes."""
         goes_on = self.next_state >= 0
         is_forced = (goes_on.sum(1) == 1) & ~self.final
         return np.where(is_forced, goes_on.argmax(1), -1)
 
     def forced(self, state: int) -> bytes:
-        """Return the bytes with which every text continues after a state, up to the first
-        choice."""
+        """Return the bytes with which every text continues after a state, up to the first place
+        where a text may end or where texts differ."""
         text = bytearray()
         while (letter := int(self.only[state])) >= 0:
             text.append(letter)
@@ -57,20 +58,21 @@ class ByteAutomaton:
 
 
 class TokenTrie:
-    """A trie of the bytes of tokens.
+    """A trie (prefix tree) of tokens by their bytes.
 
     Args:
-        tokens: By id, the bytes of each token that may occur in a text, none empty. Several ids may
-            have the same bytes.
-        vocab_size: Rows of the model's unembedding, at least as many as ids.
+        tokens: Maps the id of each token that may occur in a text to the token's bytes, which are
+            not empty. Several ids may have the same bytes.
+        vocab_size: The number of rows of the model's unembedding, at least the number of ids.
 
     Attributes:
-        first_child, child_count: [nodes], the first child of each node, and the number of its
-            children. Node 0 is the root.
-        byte: [nodes] uint8, the last byte of each node's prefix.
-        first_token, token_count: [nodes], the index in `tokens` of the first token that ends at a
-            node, and the number of tokens that end there.
-        tokens: [n] int32, ids sorted by bytes.
+        first_child, child_count: int [nodes], for each node, its first child and the number of its
+            children, which are numbered consecutively. Node 0 is the root.
+        byte: uint8 [nodes], for each node, the last byte of the prefix that the node stands for.
+        first_token, token_count: int [nodes], for each node, the index in `tokens` of the first
+            token that ends there, and the number of tokens that end there.
+        tokens: int32 [n], the token ids in the order of the nodes at which they end: by increasing
+            number of bytes, then by the bytes.
     """
 
     def __init__(self, tokens: Mapping[int, bytes], vocab_size: int) -> None:
@@ -113,7 +115,8 @@ class TokenTrie:
     def walk(
         self, automaton: ByteAutomaton, states: Sequence[int]
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Find the tokens that may follow each of the given states. Return three arrays [n]: the
+        """Find the tokens that may follow each of the given states of an automaton. Return three
+        arrays [n], with an entry for each pair of a state and a token that may follow it: the
         state, the token, and the state after the token."""
         origin = np.array(states, np.int32)
         state = origin
@@ -132,8 +135,8 @@ class TokenTrie:
 
 
 def _ranges(starts: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Expand ranges into their elements; return for each element the index of its range, and its
-    value."""
+    """Expand ranges, given by their starts and lengths, into their elements. Return two arrays with
+    an entry for each element: the index of the element's range, and the element itself."""
     indices = np.repeat(np.arange(len(starts)), counts)
     offsets = np.arange(len(indices)) - np.repeat(np.cumsum(counts) - counts, counts)
     return indices, starts[indices] + offsets
@@ -143,9 +146,11 @@ class PackedSet:
     """A set of token ids.
 
     Attributes:
-        packed: Its membership by id, [vocab] bits packed by numpy.
+        packed: uint8, one bit for each token id of the vocabulary, as `numpy.packbits` packs them;
+            the bit is 1 if the id belongs to the set.
         size: The size of the vocabulary.
-        only: The id of a set with a single id; else None.
+        only: The id in a set with a single id, or the first eos in a set of eos ids alone; else
+            None.
     """
 
     def __init__(self, packed: np.ndarray, size: int, only: int | None = None) -> None:
@@ -155,26 +160,27 @@ class PackedSet:
 
     @classmethod
     def of(cls, is_member: np.ndarray, only: int | None = None) -> Self:
-        """Pack a set from its membership by id, [vocab] bool."""
+        """Make a set from a bool array [vocab] that says whether each token id belongs to the set.
+        `only` is the attribute of this name."""
         return cls(np.packbits(is_member), len(is_member), only)
 
     def is_member(self) -> np.ndarray:
-        """Return the membership by id, [vocab] bool."""
+        """Return a bool array [vocab]: whether each token id belongs to the set."""
         return np.unpackbits(self.packed, count=self.size).view(bool)
 
 
 class TokenAutomaton:
-    """A deterministic automaton over token ids, whose first state is 0.
+    """A deterministic automaton over token ids. Texts start at state 0.
 
-    The last state is the end: an eos leads to it from final states, and only an eos may follow
-    there.
+    The last state is the end. An eos leads from each final state to the end, where only eos tokens
+    may follow.
 
     Args:
-        source, token, target: [n] int, the transitions except those of eos, sorted by source, then
-            by token.
-        final: [states - 1] bool, the states at which an eos may follow.
+        source, token, target: int [n], the transitions except those of eos tokens: `token` leads
+            from the state `source` to the state `target`. They are sorted by source, then by token.
+        final: bool [states - 1], for each state except the end, whether an eos may follow.
         eos: Ids that end a text; at least one. The first is used where only the end can follow.
-        vocab_size: Rows of the model's unembedding.
+        vocab_size: The number of rows of the model's unembedding.
     """
 
     def __init__(
@@ -207,8 +213,9 @@ class TokenAutomaton:
 
     @cached_property
     def single(self) -> list[dict[int, int | None]]:
-        """For each state, the states that may follow it except the end. Each maps to the token that
-        leads to it, or to None if several tokens do."""
+        """For each state except the end, a dict whose keys are the next states, again except the
+        end. It maps a next state to the only token that leads there, or to None if several tokens
+        do."""
         by_state: list[dict[int, int | None]] = []
         for state in range(self.end):
             edges = self._slice(state)
@@ -224,7 +231,7 @@ class TokenAutomaton:
 
     @cached_property
     def successors(self) -> list[States]:
-        """For each state, the states that may follow it."""
+        """For each state, the set of possible next states."""
         successors = []
         for state, targets in enumerate(self.single):
             following = 0
@@ -235,8 +242,8 @@ class TokenAutomaton:
 
     @cached_property
     def within(self) -> list[States]:
-        """For each n, the states from which a text can end within n tokens, not counting the eos.
-        The last entry also holds for every larger n."""
+        """A list of sets. Entry n holds the states from which a text can end within n tokens, not
+        counting the eos. The last entry also holds for every larger n."""
         levels = [self.finals]
         while True:
             states = levels[-1]
@@ -253,11 +260,13 @@ class TokenAutomaton:
         return next(count for count, states in enumerate(self.within) if states & 1)
 
     def ending_within(self, count: int) -> States:
-        """Return the states from which a text can end within `count` tokens."""
+        """Return the set of states from which a text can end within `count` tokens, not counting
+        the eos."""
         return self.within[min(count, len(self.within) - 1)]
 
     def step(self, state: int, token: int) -> int | None:
-        """Return the state after a token; None if the token may not follow."""
+        """Return the state to which a token leads from a state; None if the token may not follow
+        there."""
         if token in self.eos:
             return self.end if self.finals >> state & 1 else None
         if state == self.end:
@@ -270,8 +279,8 @@ class TokenAutomaton:
         return int(self.target[edges][index])
 
     def behind(self, states: States, token: int | None) -> States:
-        """Return the states that a token leads to from the given states; without a token, the
-        states that any token leads to."""
+        """Return the set of states to which a token leads from any of the given states. If `token`
+        is None, it may be any token."""
         if token is None:
             following = self._any_next.get(states)
             if following is None:
@@ -291,8 +300,8 @@ class TokenAutomaton:
         return following
 
     def before(self, states: States, token: int | None, targets: States) -> States:
-        """Select those of the given states from which a token, or any token if none is given, leads
-        to `targets`."""
+        """Return those of the given states from which a token leads to one of `targets`. If `token`
+        is None, it may be any token."""
         if token is None:
             pair = (states, targets)
             origins = self._any_origins.get(pair)
@@ -313,15 +322,15 @@ class TokenAutomaton:
         return origins
 
     def paths(self, first: States, tokens: Sequence[int | None], room: int) -> list[States]:
-        """List the sets of states on all paths that can be completed: one set before each token,
-        and one after the last. A token of None may be any token. All sets are empty if there is no
-        path.
+        """Follow a sequence of tokens through the automaton, along all paths on which the text can
+        still be completed afterwards. Return the sets of states on these paths: one set before each
+        token, and one after the last token. All sets are empty if there is no such path.
 
         Args:
             first: The possible states before the first token.
-            tokens: The tokens, None where any token may stand.
-            room: The most tokens that a text may have, from the first one on and not counting the
-                eos; only eos follows them.
+            tokens: The tokens; None where any token may stand.
+            room: The largest number of tokens that the text may have from the first of `tokens` on,
+                not counting the eos; after that many tokens, only eos may follow.
         """
         any_next = self._any_next
         any_origins = self._any_origins
@@ -352,8 +361,9 @@ class TokenAutomaton:
         return paths
 
     def only(self, states: States, targets: States) -> int | None:
-        """Return the only token that leads from the given states to `targets`, or None if there are
-        several. If only eos tokens do, return the first eos."""
+        """Return the only token that leads from one of the given states to one of `targets`; None
+        if there are several such tokens or none. If they are all eos tokens, return the first
+        eos."""
         key = (states, targets)
         try:
             return self._only[key]
@@ -376,7 +386,7 @@ class TokenAutomaton:
         return single
 
     def tokens(self, states: States, targets: States) -> PackedSet:
-        """Return the tokens that lead from the given states to `targets`."""
+        """Return the set of tokens that lead from one of the given states to one of `targets`."""
         key = (states, targets)
         token_set = self._sets.get(key)
         if token_set is None:
@@ -401,7 +411,8 @@ class TokenAutomaton:
         return PackedSet(packed, self.vocab_size, self.only(states, targets))
 
     def _edge(self, state: int, target: int) -> PackedSet:
-        """Return the tokens that lead from one state to another one that is not the end."""
+        """Return the set of tokens that lead from `state` to `target`; neither of the two is the
+        end."""
         edge = self._edges.get((state, target))
         if edge is None:
             edges = self._slice(state)
@@ -411,7 +422,8 @@ class TokenAutomaton:
 
     @cached_property
     def _eos(self) -> PackedSet:
-        """The tokens that lead to the end. The first is used where only the end can follow."""
+        """The set of eos tokens, which lead to the end. Its `only` is the first eos, which is used
+        where only the end can follow."""
         packed = self._packed(np.array(self.eos)).packed
         return PackedSet(packed, self.vocab_size, self.eos[0])
 
@@ -421,7 +433,8 @@ class TokenAutomaton:
         return PackedSet.of(is_member, int(tokens[0]) if len(tokens) == 1 else None)
 
     def forget(self) -> None:
-        """Drop the results that were computed for earlier states."""
+        """Drop the results that earlier calls of methods computed; later calls compute them
+        again."""
         for known in (self._any_next, self._next, self._origins, self._any_origins):
             known.clear()
         for kept in (self._only, self._sets, self._edges):
@@ -434,12 +447,18 @@ class TokenAutomaton:
 def token_automaton(
     automaton: ByteAutomaton, trie: TokenTrie, eos: Sequence[int]
 ) -> TokenAutomaton | None:
-    """Make the automaton of the token sequences whose bytes are a text of the language; None if
-    there are none.
+    """Make the automaton that accepts token sequences whose bytes form a text of a language. Return
+    None if the tokens cannot form any text of the language.
 
-    Where every text continues with the same bytes, and no token reaches beyond these, only the
-    longest token is kept, provided that the single bytes are tokens too. Every text keeps a token
-    sequence, and no model is needed where the language leaves no choice.
+    Where every text continues with the same bytes, and no token that may follow reaches beyond
+    these bytes, the automaton keeps only the longest of these tokens. It does so only if each byte
+    of the language is also a token by itself, so that every text keeps a token sequence. As a
+    result, no model is needed where the language leaves no choice.
+
+    Args:
+        automaton: Accepts the texts of the language, as bytes.
+        trie: The tokens.
+        eos: Ids that end a text.
     """
     letters = np.flatnonzero((automaton.next_state >= 0).any(0)).tolist()
     single = {text[0] for text in trie.text.values() if len(text) == 1}
@@ -495,7 +514,12 @@ def token_automaton(
 
 
 def alive_states(source: np.ndarray, target: np.ndarray, final: np.ndarray) -> np.ndarray:
-    """Mark the states from which a final state can be reached, [states] bool."""
+    """Find the states from which a final state can be reached; return bool [states].
+
+    Args:
+        source, target: int [n], the state before and the state after each transition.
+        final: bool [states], whether each state is final.
+    """
     edges = np.unique(source.astype(np.int64) * len(final) + target)
     source, target = np.divmod(edges, len(final))
     alive = final.copy()

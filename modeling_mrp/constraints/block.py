@@ -1,4 +1,4 @@
-"""The tokens that an automaton allows in a partly revealed block, in any order of reveals."""
+"""The tokens that an automaton allows in a partly revealed block, whatever the order of reveals."""
 
 from collections.abc import Sequence
 
@@ -10,17 +10,17 @@ _KNOWN_STATES = 4096
 
 
 class AutomatonConstraint(Constraint):
-    """The constraint of a row whose new tokens must be a text of an automaton.
+    """Constrains a row so that its new tokens form a text that an automaton accepts.
 
-    A token is allowed at a masked column if the other masked columns can be filled so that the text
-    can still end within the tokens that are left. The origin is the automaton's state at the
-    block's start. One pass forward over the block finds the states that can be reached, and one
-    pass backward finds those of them that lead to such an end.
+    A token is allowed at a masked column if the block's other masked columns can be filled so that
+    the text can still be completed in the tokens that remain. A forward pass over the block finds
+    the states that can be reached from the automaton's state at the block's start (the origin); a
+    backward pass keeps those from which the text can be completed in time.
 
     Args:
         automaton: Accepts the allowed texts.
-        prompt: Position of the first new token.
-        limit: One past the last position to generate; only eos follows.
+        prompt: The position of the first new token.
+        limit: One past the last position that the text may reach; from there on, only eos follows.
         mask_id: The mask's id.
     """
 
@@ -34,7 +34,8 @@ class AutomatonConstraint(Constraint):
         self._paths: dict[tuple[int, int, tuple[int, ...]], list[States]] = {}
 
     def advance(self, origin: int, start: int, ids: Sequence[int]) -> int | None:
-        """See `Constraint`."""
+        """Return the automaton's state after a block, from the state `origin` before it; None if
+        the automaton does not accept the block or the block has masks. See `Constraint.advance`."""
         for token in ids[max(0, self.prompt - start) :]:
             following = self.automaton.step(origin, token)
             if following is None:
@@ -45,7 +46,8 @@ class AutomatonConstraint(Constraint):
     def allowed(
         self, origin: int, start: int, ids: tuple[int, ...], columns: Sequence[int]
     ) -> list[TokenSet | None]:
-        """See `Constraint`."""
+        """List the sets of tokens that the masked `columns` of a state may take, each column
+        considered alone. See `Constraint.allowed`."""
         paths = self.paths(origin, start, ids)
         if not paths[0]:
             return [None] * len(columns)
@@ -59,7 +61,8 @@ class AutomatonConstraint(Constraint):
     def forced(
         self, origin: int, start: int, ids: tuple[int, ...], columns: Sequence[int]
     ) -> dict[int, int]:
-        """See `Constraint`; no set of tokens is made."""
+        """Find the masked columns that can take only one token, and return these tokens by column.
+        See `Constraint.forced`; unlike that method, this one makes no sets of tokens."""
         paths = self.paths(origin, start, ids)
         if not paths[0]:
             return {}
@@ -77,13 +80,14 @@ class AutomatonConstraint(Constraint):
         return tokens
 
     def is_possible(self, origin: int, start: int, ids: tuple[int, ...]) -> bool:
-        """See `Constraint`."""
+        """Return whether a text with this state can still be completed. See
+        `Constraint.is_possible`."""
         return bool(self.paths(origin, start, ids)[0])
 
     def paths(self, origin: int, start: int, ids: tuple[int, ...]) -> list[States]:
-        """List the sets of the automaton's states on all paths through a block that can be
-        completed: one set before each column after the prompt, and one after the last column. All
-        sets are empty if there is no path."""
+        """Return the automaton's states on all paths through a block on which the text can still be
+        completed, as a list of sets: one set before each column after the prompt, and one after the
+        last column. All sets are empty if there is no such path."""
         key = (origin, start, ids)
         paths = self._paths.get(key)
         if paths is None:

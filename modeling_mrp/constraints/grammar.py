@@ -1,4 +1,4 @@
-"""The tokens that a grammar allows after the tokens on the left of a position, computed by
+"""The tokens that a grammar allows at a position after the text to its left, computed by
 llguidance."""
 
 from collections.abc import Sequence
@@ -14,19 +14,20 @@ _KNOWN_TEXTS = 256
 
 
 class GrammarConstraint(Constraint):
-    """The constraint of a row whose new tokens must be a text of a grammar, or the beginning of
-    such a text, and are revealed from left to right.
+    """Constrains a row so that its new tokens form a text of a grammar, or the beginning of such a
+    text. The tokens are revealed from left to right.
 
-    One matcher follows the text: for another text, it takes back tokens to where the two differ,
-    and continues from there. Only the leftmost masked column is constrained. A text that is cut at
-    the limit is incomplete.
+    One matcher follows the text. For another text, the matcher takes back its last tokens to the
+    place where the two texts differ, and continues from there. Only the leftmost masked column is
+    constrained. A text that is cut at the limit is incomplete. The origin of a block is the tuple
+    of all new tokens before the block.
 
     Args:
-        matcher: A matcher of llguidance at the beginning of a text, used by this row only.
-        prompt: Position of the first new token.
+        matcher: A matcher of llguidance at the beginning of a text; no other row may use it.
+        prompt: The position of the first new token.
         eos: Ids that end a text. The first is used where only the end can follow.
         mask_id: The mask's id.
-        vocab_size: Rows of the model's unembedding.
+        vocab_size: The number of rows of the model's unembedding.
     """
 
     first: tuple[int, ...] = ()
@@ -45,14 +46,16 @@ class GrammarConstraint(Constraint):
     def advance(
         self, origin: tuple[int, ...], start: int, ids: Sequence[int]
     ) -> tuple[int, ...] | None:
-        """See `Constraint`."""
+        """Return the origin of the next block: `origin` followed by the new tokens of this block.
+        Return None if this block has a mask or an eos. See `Constraint.advance`."""
         prefix = self.prefix_of(origin, start, ids)
         return (
             prefix if len(ids) - max(0, self.prompt - start) + len(origin) == len(prefix) else None
         )
 
     def prefix_of(self, origin: tuple[int, ...], start: int, ids: Sequence[int]) -> tuple[int, ...]:
-        """Return the tokens of a text up to its first mask or eos."""
+        """Return the new tokens before the first mask or eos of a block: those of `origin`, then
+        those of the block itself."""
         tokens = []
         for token in ids[max(0, self.prompt - start) :]:
             if token == self.mask_id or token in self.eos:
@@ -63,14 +66,18 @@ class GrammarConstraint(Constraint):
     def allowed(
         self, origin: tuple[int, ...], start: int, ids: tuple[int, ...], columns: Sequence[int]
     ) -> list[TokenSet | None]:
-        """See `Constraint`."""
+        """List the sets of tokens that the masked `columns` of a state may take. Only the leftmost
+        masked column has a set; the others have None, which allows all tokens. See
+        `Constraint.allowed`."""
         sets: list[TokenSet | None] = [None] * len(columns)
         if columns and ids.index(self.mask_id, max(0, self.prompt - start)) == columns[0]:
             sets[0] = self.tokens(self.prefix_of(origin, start, ids))
         return sets
 
     def is_possible(self, origin: tuple[int, ...], start: int, ids: tuple[int, ...]) -> bool:
-        """See `Constraint`."""
+        """Return whether the grammar allows the new tokens before the state's first mask or eos
+        and, if an eos follows them, whether the text may end there. See
+        `Constraint.is_possible`."""
         prefix = self.prefix_of(origin, start, ids)
         if not self.follow(prefix):
             return False
@@ -79,7 +86,8 @@ class GrammarConstraint(Constraint):
         return not ended or bool(self.matcher.is_accepting())
 
     def tokens(self, prefix: tuple[int, ...]) -> PackedSet | None:
-        """Return the tokens that may follow; None if the text does not belong to the grammar."""
+        """Return the set of tokens that may follow the new tokens `prefix`; None if no text of the
+        grammar begins with `prefix`."""
         if prefix not in self._sets:
             if len(self._sets) >= _KNOWN_TEXTS:
                 self._sets.clear()
@@ -87,8 +95,9 @@ class GrammarConstraint(Constraint):
         return self._sets[prefix]
 
     def follow(self, prefix: tuple[int, ...]) -> bool:
-        """Move the matcher to the end of a text; return False if the text does not belong to the
-        grammar."""
+        """Move the matcher to the end of the new tokens `prefix`. Return whether a text of the
+        grammar begins with `prefix`; if not, the matcher stops at the first token that the grammar
+        does not allow."""
         shared = 0
         for token, consumed in zip(prefix, self._consumed, strict=False):
             if token != consumed:

@@ -22,10 +22,10 @@ _KEPT_AUTOMATA = 8
 
 
 class Vocabulary(NamedTuple):
-    """The properties of a model's vocabulary that a language depends on.
+    """The properties of a model's vocabulary on which a language depends.
 
     Attributes:
-        size: Rows of the unembedding.
+        size: The number of rows of the unembedding.
         mask_id: The mask's id, which occurs in no text.
         eos: Ids that end a text.
     """
@@ -36,15 +36,16 @@ class Vocabulary(NamedTuple):
 
 
 class Languages:
-    """The languages of one tokenizer and model; the most recently used ones are kept.
+    """Makes the languages of one tokenizer and one model, and keeps the automata that were used
+    most recently.
 
     Args:
         tokenizer: A fast tokenizer of transformers.
         vocabulary: The vocabulary of the model.
 
     Raises:
-        ImportError: without llguidance, which finds the bytes of tokens.
-        ValueError: for a tokenizer that is not backed by the library `tokenizers`.
+        ImportError: if llguidance, which finds the bytes of tokens, is not installed.
+        ValueError: if the tokenizer is not backed by the library `tokenizers`.
     """
 
     def __init__(self, tokenizer: Any, vocabulary: Vocabulary) -> None:
@@ -71,7 +72,9 @@ class Languages:
         self._automata: OrderedDict[str, TokenAutomaton] = OrderedDict()
 
     def automaton(self, pattern: str) -> TokenAutomaton:
-        """Make the automaton of a regex; `ValueError` for a regex that cannot be followed."""
+        """Return the token automaton of a regex, which is made only if it was not kept. Raise
+        `ValueError` if the regex is invalid or matches no text, or if the tokenizer's tokens form
+        none of its texts."""
         automaton = self._automata.pop(pattern, None)
         if automaton is None:
             made = token_automaton(byte_automaton(pattern), self.trie, self.vocabulary.eos)
@@ -84,8 +87,8 @@ class Languages:
         return automaton
 
     def matcher(self, grammar: str) -> Any:
-        """Make llguidance's matcher of a grammar in the syntax of Lark or GBNF; `ValueError` for a
-        malformed grammar."""
+        """Make llguidance's matcher for a grammar that is written in the syntax of Lark or GBNF.
+        Raise `ValueError` if the grammar is malformed."""
         compiled = grammar_from("grammar", grammar)
         if error := LLMatcher.validate_grammar(compiled, self.tokenizer):
             raise ValueError(" ".join(error.split()))
@@ -93,12 +96,12 @@ class Languages:
 
 
 class Language(NamedTuple):
-    """The language that one row's new text must belong to.
+    """The language to which the new text of one row must belong.
 
     Attributes:
         vocabulary: The vocabulary of the model.
-        automaton: The automaton of the language; None for a grammar.
-        matcher: The matcher of a grammar; None otherwise.
+        automaton: The automaton of the language; None if a grammar defines the language.
+        matcher: The matcher of the grammar; None if an automaton defines the language.
     """
 
     vocabulary: Vocabulary
@@ -120,7 +123,14 @@ class Language(NamedTuple):
 
 
 def language_of(languages: Languages, name: str, value: Any) -> Language:
-    """Make the language that an option's value describes; `ValueError` if the value is invalid."""
+    """Make the language that an option describes. Raise `ValueError` if the value of the option is
+    invalid.
+
+    Args:
+        languages: The languages of the tokenizer and the model.
+        name: The option: "regex", "choices", "json_schema" or "grammar".
+        value: The value of the option.
+    """
     vocabulary = languages.vocabulary
     try:
         if name == "grammar":
@@ -141,7 +151,8 @@ _OF_TOKENIZERS: "weakref.WeakKeyDictionary[Any, dict[Any, Languages]]" = weakref
 
 
 def languages_of(tokenizer: Any, vocabulary: Vocabulary) -> Languages:
-    """Return the languages of a tokenizer and a model, kept as long as the tokenizer lives."""
+    """Return the `Languages` of a tokenizer and of the model with this vocabulary. The last result
+    for each tokenizer is kept as long as the tokenizer lives."""
     by_vocabulary = _OF_TOKENIZERS.setdefault(tokenizer, {})
     key = (len(tokenizer), vocabulary)
     languages = by_vocabulary.get(key)

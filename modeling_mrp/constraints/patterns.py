@@ -23,7 +23,7 @@ INSTALL = "pip install 'modeling-mrp[constraints]'"
 
 
 def need_outlines() -> None:
-    """Raise `ImportError` where outlines-core is not installed."""
+    """Raise `ImportError` if outlines-core is not installed."""
     if outlines_core is None:
         raise ImportError(
             f"regex, choices and json_schema need outlines-core, which is not installed: {INSTALL}"
@@ -31,13 +31,12 @@ def need_outlines() -> None:
 
 
 def byte_automaton(pattern: str) -> ByteAutomaton:
-    """Make the automaton of the UTF-8 texts that a regex matches as a whole; the syntax is that of
-    Rust's `regex`.
+    """Make the automaton of the texts, as UTF-8 bytes, that a regex matches from beginning to end.
+    The regex has the syntax of Rust's `regex`.
 
     Raises:
-        ImportError: without outlines-core.
-        ValueError: for an invalid pattern, such as one with a look-around, and for one that matches
-            nothing.
+        ImportError: if outlines-core is not installed.
+        ValueError: if the pattern is invalid, such as one with a look-around, or matches no text.
     """
     need_outlines()
     eos = 256
@@ -69,18 +68,18 @@ def byte_automaton(pattern: str) -> ByteAutomaton:
 
 
 def escaped(text: str) -> str:
-    """Write a regex that matches exactly one given text."""
+    """Return a regex that matches the given text and no other text."""
     return "".join([f"\\x{{{ord(letter):X}}}" for letter in text])
 
 
 def any_of(texts: Iterable[str]) -> str:
-    """Write a regex that matches exactly the given texts."""
+    """Return a regex that matches the given texts and no other texts."""
     return "|".join([escaped(text) for text in texts])
 
 
 def pattern_of(schema: dict[str, Any], space: str) -> str:
-    """Write a regex of a JSON schema's values, with the pattern `space` wherever JSON allows white
-    space."""
+    """Return a regex that matches the values of a JSON schema, written as JSON. The pattern `space`
+    stands in it wherever JSON allows white space."""
     need_outlines()
     pattern: str = build_regex_from_schema(json.dumps(schema), space)
     return pattern

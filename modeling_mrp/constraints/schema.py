@@ -1,5 +1,5 @@
-"""JSON schemas, checked and rewritten for outlines-core, which ignores what it does not know: here
-every keyword is followed, or refused by name."""
+"""JSON schemas, checked and rewritten for outlines-core. That library ignores the keywords that it
+does not know; here, each keyword is either followed or refused with an error that names it."""
 
 import json
 from collections.abc import Mapping
@@ -36,16 +36,18 @@ _PYTHON_TYPES: dict[str, Any] = {
 
 
 def schema_pattern(schema: Mapping[str, Any] | str) -> str:
-    """Write a regex of the values of a JSON schema (draft 2020-12), as `json.dumps` writes them.
+    """Return a regex that matches the values of a JSON schema (draft 2020-12), written as
+    `json.dumps` writes them.
 
-    Objects have their properties in the schema's order, and no others if it names any. Where any
-    value is allowed, arrays and objects are not nested. References are replaced by the schemas they
-    refer to, so a schema that refers to itself is refused.
+    An object has its properties in the order of the schema and, if the schema names any, no other
+    properties. Where the schema allows any value, arrays and objects hold no further arrays and
+    objects. Each reference is replaced by the schema to which it refers, so a schema that refers to
+    itself is refused.
 
     Raises:
-        ImportError: without outlines-core.
-        ValueError: for a keyword that is not supported, or that a pattern cannot express; the
-            message gives its name and place.
+        ImportError: if outlines-core is not installed.
+        ValueError: if the schema has a keyword that is not supported or that a pattern cannot
+            express; the message gives the keyword and its place.
     """
     root = json.loads(schema) if isinstance(schema, str) else schema
     if _SPACE in json.dumps(root, ensure_ascii=False):
@@ -73,8 +75,16 @@ class Checker:
         self.open_refs: list[str] = []
 
     def checked(self, schema: Any, path: str) -> dict[str, Any]:
-        """Return the schema at `path`, rewritten for outlines-core; `ValueError` if it is
-        refused."""
+        """Return a schema, rewritten for outlines-core.
+
+        Args:
+            schema: The whole schema, or a schema nested in it.
+            path: The place of `schema` in the whole schema, such as "#/properties/name"; the whole
+                schema is at "#". Error messages give this place.
+
+        Raises:
+            ValueError: if anything in the schema is refused.
+        """
         if not isinstance(schema, Mapping):
             raise ValueError(f"{path} is {schema!r}: give an object that says what is wanted")
         keywords = {name: value for name, value in schema.items() if name not in _ANNOTATIONS}
@@ -110,17 +120,20 @@ class Checker:
         return {"type": kind}
 
     def only(self, keywords: Mapping[str, Any], known: set[str], path: str) -> None:
-        """Refuse all keywords except the `known` ones."""
+        """Raise `ValueError` if the schema at `path` has a keyword that is not among the `known`
+        ones."""
         for name in keywords:
             if name not in known:
                 self.refuse(name, path)
 
     def refuse(self, name: str, path: str, why: str = "not supported there") -> NoReturn:
-        """Raise `ValueError` for a keyword at a path."""
+        """Raise `ValueError` for the keyword `name` of the schema at `path`; `why` completes the
+        message."""
         raise ValueError(f"{name} at {path} is {why}: leave it out, and check the value itself")
 
     def checked_choice(self, name: str, keywords: dict[str, Any], path: str) -> dict[str, Any]:
-        """Check a reference, a constant, or a choice between schemas."""
+        """Return a schema with the keyword `name`, rewritten for outlines-core. The keyword is
+        "$ref", "const", "enum", "anyOf" or "allOf"."""
         value = keywords[name]
         if name == "$ref":
             return self.referred(value, path)
@@ -139,7 +152,8 @@ class Checker:
         return {"anyOf": parts}
 
     def has_type(self, value: Any, kind: Any) -> bool:
-        """Return whether a JSON value has a type that a schema names."""
+        """Return whether a JSON value has the type that a schema gives as `kind`: the name of a
+        type, a list of such names, or None for any type."""
         if isinstance(kind, list):
             return any(self.has_type(value, name) for name in kind)
         expected = _PYTHON_TYPES.get(kind, object)
@@ -148,7 +162,7 @@ class Checker:
         return value is None if expected is None else isinstance(value, expected)
 
     def referred(self, ref: Any, path: str) -> dict[str, Any]:
-        """Replace a reference by the schema that it refers to."""
+        """Return the schema to which a reference refers, rewritten for outlines-core."""
         if not isinstance(ref, str) or not ref.startswith("#/") or {*ref} & {*"~%"}:
             self.refuse("$ref", path, f"{ref!r}, and not '#/' with names behind it")
         if ref in self.open_refs:
@@ -164,7 +178,8 @@ class Checker:
         return schema
 
     def checked_string(self, keywords: dict[str, Any], path: str) -> dict[str, Any]:
-        """Check a string's length, or its pattern or format."""
+        """Return the schema of a string, rewritten for outlines-core. A `format` is replaced by its
+        pattern. A pattern is refused if it allows characters that JSON has to escape."""
         for name in ("pattern", "format"):
             if name not in keywords:
                 continue
@@ -181,7 +196,9 @@ class Checker:
         return keywords
 
     def checked_array(self, keywords: dict[str, Any], path: str) -> dict[str, Any]:
-        """Check an array's items, or the items of an array of fixed length."""
+        """Return the schema of an array, rewritten for outlines-core together with the schemas of
+        its items: one schema for all items or, with `prefixItems`, one for each item of an array of
+        fixed length."""
         if "prefixItems" in keywords:
             self.only(keywords, {"type", "prefixItems", "items"}, path)
             items = []
@@ -194,7 +211,8 @@ class Checker:
         return keywords
 
     def checked_object(self, keywords: dict[str, Any], path: str) -> dict[str, Any]:
-        """Check an object's properties, or the values of an object with arbitrary names."""
+        """Return the schema of an object, rewritten for outlines-core together with the schemas of
+        its properties or, if the property names are arbitrary, with the schema of their values."""
         properties = keywords.get("properties") or {}
         required = keywords.get("required", [])
         for name in required:

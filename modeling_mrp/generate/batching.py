@@ -4,8 +4,9 @@ Batches of different settings (`setting_of`) take turns of one round each. Reque
 order of their arrival: a request without room waits until texts end, and so do all requests after
 it.
 
-A text depends on its own request only. So if a forward gives one request no token to choose, the
-other requests of its batch start again from their prompts, and produce the same texts.
+A text depends only on its own request. If a forward leaves one request without any token to choose,
+that request fails. The other requests of its batch then start again from their prompts, and produce
+the same texts.
 """
 
 import queue
@@ -50,14 +51,15 @@ _OF_GENERATE = (
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a manager's concurrent work.
+    """Limits of the work that a manager does at the same time.
 
     Attributes:
-        texts: Number of texts that are decoded at the same time.
-        waiting: Number of requests that may wait; 0: no limit.
-        tokens: Number of tokens of texts that fit into all caches together, not counting the states
-            being scored.
-        prompt_tokens: Number of prompt tokens that are computed between two rounds of a batch.
+        texts: The largest number of texts that are decoded at the same time.
+        waiting: The largest number of requests that may wait; 0 for no limit.
+        tokens: The number of tokens of texts that fit into all caches together, not counting the
+            states being scored.
+        prompt_tokens: The largest number of prompt tokens that are computed between two rounds of a
+            batch.
     """
 
     texts: int
@@ -67,8 +69,8 @@ class Limits:
 
     @classmethod
     def of(cls, given: Any, max_batch_size: int | None, config: Any) -> "Limits":
-        """Convert transformers' `ContinuousBatchingConfig`, or None; `ValueError` for a field that
-        is set and not supported."""
+        """Make limits from `given`, transformers' `ContinuousBatchingConfig` or None. Raise
+        `ValueError` for a field that is set but not supported."""
         fields = {} if given is None else dict(vars(given))
         defaults = {} if given is None else vars(type(given)())
         page = fields.pop(PAGE_SIZE_NAME, 256)
@@ -93,8 +95,8 @@ class Limits:
 class ContinuousBatchingManager:
     """Decodes requests as they arrive, in a separate thread; `init_continuous_batching` creates it.
 
-    The methods have the names and meaning of those of transformers' manager. A request may set any
-    option of `generate` that applies to a single text.
+    The methods have the names and the meanings of those of transformers' manager. A request may set
+    any option of `generate` that applies to a single text.
 
     Args:
         model: An `MRPForCausalLM`.
@@ -152,20 +154,20 @@ class ContinuousBatchingManager:
             input_ids: The prompt's ids.
             request_id: Id of the request; by default "req_0" and so on.
             max_new_tokens, eos_token_id: As for `generate`.
-            streaming: Whether each round that extends the text yields a result, or only the
+            streaming: If True, each round that extends the text yields a result; otherwise only the
                 complete text does.
             record_timestamps: Whether results contain the time of each token.
             top_logprobs: Number of likeliest tokens that results contain for each position, at most
                 20.
-            **options: Further options and arguments of `generate`. With `num_return_sequences`
-                further texts are named "ID__child#1" and so on.
+            **options: Further options and arguments of `generate`. With `num_return_sequences`, the
+                further texts are requests named "ID__child#1" and so on.
 
         Returns:
             The id of the request.
 
         Raises:
-            ValueError: as `generate`; also for a prompt that does not fit into memory, and for an
-                id that is in use.
+            ValueError: as from `generate`; also for a prompt that does not fit into memory, and for
+                an id that is in use.
             RuntimeError: if the manager has stopped.
             queue.Full: if the queue stays full for ten seconds.
         """
@@ -200,13 +202,14 @@ class ContinuousBatchingManager:
         record_timestamps: bool = False,
         **options: Any,
     ) -> list[str]:
-        """Submit a request for each prompt, as `add_request` does; return the ids."""
+        """Submit a request for each prompt, as `add_request` does; return the ids of the
+        requests."""
         common = (max_new_tokens, streaming, record_timestamps)
         return [self.add_request(ids, None, *common, **options) for ids in inputs]
 
     def cancel_request(self, request_id: str) -> None:
-        """Cancel a request: immediately if it is waiting, otherwise before its next round. Its last
-        result contains an error."""
+        """Cancel a request: at once if it is waiting, otherwise before its next round. The last
+        result of the request contains an error."""
         with self._change:
             if (request := self._requests.get(request_id)) is not None:
                 request.cancelled = True
@@ -215,8 +218,8 @@ class ContinuousBatchingManager:
     def get_result(
         self, request_id: str | None = None, timeout: float | None = None
     ) -> RequestOutput | None:
-        """Wait for a result of any request, or of the named one; return None if none arrives within
-        `timeout` seconds, or the thread has ended."""
+        """Wait for a result of any request, or of the request `request_id` if it is given. Return
+        None if none arrives within `timeout` seconds, or if the thread has ended."""
         with self._change:
             self._change.wait_for(
                 lambda: self._find(request_id) is not None or not self.is_running(), timeout
@@ -232,7 +235,7 @@ class ContinuousBatchingManager:
                 yield output
 
     def request_id_iter(self, request_id: str) -> Iterator[RequestOutput]:
-        """Iterate over the results of one request, up to its last one."""
+        """Iterate over the results of one request, until its last result."""
         while self.is_running() or self._find(request_id) is not None:
             if (output := self.get_result(request_id, timeout=0.1)) is not None:
                 yield output
@@ -243,8 +246,11 @@ class ContinuousBatchingManager:
         self, request_id: str, callback: Callable[[RequestOutput], None]
     ) -> None:
         """Pass the results of a request to `callback`, in the decoding thread, instead of returning
-        them from `get_result`. Call this before `add_request`. For an event loop, pass a function
-        that calls `loop.call_soon_threadsafe`. An error in the callback cancels the request."""
+        them from `get_result`.
+
+        Call this before `add_request`. For an event loop, pass a function that calls
+        `loop.call_soon_threadsafe`. An error in the callback cancels the request.
+        """
         with self._change:
             self._handlers[request_id] = callback
 
@@ -273,7 +279,7 @@ class ContinuousBatchingManager:
         self._thread.start()
 
     def warmup(self) -> None:
-        """Do nothing: CUDA graphs are recorded as forwards occur."""
+        """Do nothing: CUDA graphs are recorded while requests are decoded."""
 
     def stop(
         self,
@@ -282,8 +288,10 @@ class ContinuousBatchingManager:
         keep_for_next_session: bool = False,
         hard_stop: bool = False,
     ) -> None:
-        """Accept no more requests, and end the thread: once all texts are complete or, with
-        `hard_stop`, after the current round; then the remaining requests fail.
+        """Accept no more requests, and end the thread.
+
+        The thread ends once all texts are complete. With `hard_stop`, it ends after the current
+        round, and the remaining requests fail.
 
         Args:
             block: Whether to wait for the end of the thread, for at most `timeout` seconds.
@@ -296,7 +304,8 @@ class ContinuousBatchingManager:
             self.join(time.perf_counter(), timeout)
 
     def join(self, stop_trigger_time: float, timeout: float | None = None) -> None:
-        """Wait for the thread to end, for at most `timeout` seconds."""
+        """Wait for the thread to end, for at most `timeout` seconds. `stop_trigger_time` has no
+        effect."""
         if self._thread is not None:
             self._thread.join(timeout)
 
@@ -319,7 +328,7 @@ class ContinuousBatchingManager:
                 self._change.notify_all()
 
     def _call(self, input_ids: Sequence[int], options: dict[str, Any]) -> Call:
-        """Check the arguments of a request, and make its `Call`."""
+        """Check the arguments of a request, and make the `Call` that decodes it."""
         for name in _OF_GENERATE:
             if options.get(name):
                 raise ValueError(f"{name}: a request cannot have it, pass it to generate")
@@ -343,7 +352,8 @@ class ContinuousBatchingManager:
         return call
 
     def _enqueue(self, requests: Sequence[Request]) -> None:
-        """Add requests to the queue."""
+        """Add requests to the queue. Raise `ValueError` for an id that is in use, `queue.Full` if
+        the queue stays full, and `RuntimeError` if the manager has stopped."""
         for request in requests:
             if request.output.request_id in self._requests:
                 raise ValueError(
@@ -362,7 +372,8 @@ class ContinuousBatchingManager:
         self._change.notify_all()
 
     def _find(self, request_id: str | None) -> RequestOutput | None:
-        """Return the first result, of the named request if one is named; None if there is none."""
+        """Return the first result of the request `request_id`, or of any request if that is None.
+        Return None if there is no result."""
         for output in self._results:
             if request_id in (None, output.request_id):
                 return output
@@ -417,7 +428,8 @@ class ContinuousBatchingManager:
         return True
 
     def _admit(self) -> None:
-        """Assign waiting requests to batches, in order of arrival, as far as there is room."""
+        """Assign waiting requests to batches in the order of their arrival, as long as there is
+        room."""
         for _ in range(len(self._waiting)):
             request = self._waiting.popleft()
             if request.cancelled:
@@ -431,8 +443,8 @@ class ContinuousBatchingManager:
         self._change.notify_all()
 
     def _batch_for(self, request: Request) -> Batch | None:
-        """Return a batch that has room for a request, a new one if necessary; None if there is no
-        room."""
+        """Return a batch that has room for a request; make a new one if necessary. Return None if
+        there is no room."""
         if self.running >= self.limits.texts:
             return None
         for batch in self._batches:
@@ -451,7 +463,8 @@ class ContinuousBatchingManager:
         return None
 
     def _advance(self, batch: Batch) -> None:
-        """Run one round of a batch, and handle the requests for which it fails."""
+        """Run one round of a batch. If a request has no token to choose, that request fails, and
+        the others start again. After any other error, all requests of the batch fail."""
         try:
             next(batch.rounds)
             return
@@ -478,7 +491,7 @@ class ContinuousBatchingManager:
             self._tell(request)
 
     def _tell(self, request: Request) -> None:
-        """Deliver the new results of a request."""
+        """Deliver the new results of a request to its handler, or to `get_result`."""
         output = request.output
         if output.is_finished():
             self._requests.pop(output.request_id, None)

@@ -1,5 +1,5 @@
-"""The language of each row's new text, from the options `regex`, `choices`, `json_schema` and
-`grammar`."""
+"""The languages of rows: which new texts the options `regex`, `choices`, `json_schema` and
+`grammar` allow in each row."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,8 @@ from .option_table import CONSTRAINTS
 def languages_by_row(
     options: Any, tokenizer: Any, rows: int, vocab_size: int, mask_id: int
 ) -> list[Language | None]:
-    """Make the language of each prompt's new text; None for an unconstrained one.
+    """Make the language of each prompt's new text. It is None for a prompt whose new text is not
+    constrained.
 
     Args:
         options: An `MRPGenerationConfig`.
@@ -51,7 +52,8 @@ def languages_by_row(
 
 
 def values_by_row(name: str, value: Any, rows: int) -> Sequence[Any]:
-    """List an option's value for each prompt; `ValueError` for a list of another length."""
+    """Return the value of an option for each prompt. Raise `ValueError` if the option is a list of
+    another length than the number of prompts."""
     is_choices = name == "choices" and all(isinstance(choice, str) for choice in value)
     if is_choices or not isinstance(value, list | tuple):
         return [value] * rows

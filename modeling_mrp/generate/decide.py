@@ -1,10 +1,10 @@
-"""Typed answers: a *form* is a text with blanks, and each blank takes one of several labels, whose
-probabilities a forward computes exactly.
+"""Typed answers: a *form* is a text with blanks, and each blank is filled with one of several
+labels, whose probabilities a forward computes exactly.
 
-The form follows a prompt. The known tokens of a block are shown, on both sides of a blank; all
-blanks of the block are masks. A label of one token has its probability at that state. A label of
-several tokens is revealed from left to right: the state after each prefix of the label is scored
-beside the others, in the same forward.
+The form follows a prompt. When a block of it is scored, all blanks in the block are masks, and the
+known tokens of the block are shown, on both sides of a blank. A label of one token has the
+probability that it has at this state. A label of several tokens is revealed from left to right: for
+each prefix of the label, the state after that prefix is scored too, in the same forward.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,7 +33,7 @@ class Blank(NamedTuple):
         name: The name of the question.
         start: Index of the blank's first token in the form.
         values: The possible answers.
-        labels: The tokens of each answer, equally many for all.
+        labels: The tokens of each answer. All answers have the same number of tokens.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Blank(NamedTuple):
 
 
 class Form(NamedTuple):
-    """A tokenised form.
+    """A tokenised form, the text in whose blanks the answers are written.
 
     Attributes:
         ids: The token ids, with masks at blanks.
@@ -64,10 +64,12 @@ class MRPDecideOutput:
     """The output of `decide`.
 
     Attributes:
-        answers: By row, the likeliest answer to each question: a str, an int or a bool.
-        probabilities: By row and question, the probability of each answer, normalised over the
-            possible answers.
-        mass: By row and question, the total probability of all possible answers under the model.
+        answers: For each row, a dict from questions to their likeliest answers, each a str, an int
+            or a bool.
+        probabilities: For each row, a dict from questions to the probability of each possible
+            answer. The probabilities of a question add up to 1.
+        mass: For each row, a dict from questions to the total probability of all possible answers
+            under the model.
         forwards: Number of forwards of the whole batch.
     """
 
@@ -78,7 +80,8 @@ class MRPDecideOutput:
 
 
 def answers_of(name: str, question: Any) -> tuple[list[Any], list[str]]:
-    """List the possible answers to a question, and their texts."""
+    """Return the possible answers to a question and their texts; raise `ValueError` for a question
+    of another kind."""
     if question is bool:
         return [True, False], ["yes", "no"]
     values = list(question) if isinstance(question, Iterable) else []
@@ -96,9 +99,11 @@ def answers_of(name: str, question: Any) -> tuple[list[Any], list[str]]:
 def read_form(
     form: str, questions: Mapping[str, Any], tokenizer: Any, mask_id: int, eos: Sequence[int]
 ) -> Form:
-    """Tokenise a form. A space before a blank becomes part of its answers, as in most tokenizers; a
-    prefix that all answers share is shown; answers of different lengths are filled up with eos
-    tokens.
+    """Tokenise a form.
+
+    A space before a blank becomes part of its answers, as in most tokenizers. A prefix that all
+    answers of a blank share is shown in the form. Answers of different lengths are filled up with
+    eos tokens.
 
     Raises:
         ValueError: for a blank without a question, a question without a blank, and answers that do
@@ -145,7 +150,7 @@ def read_form(
 
 
 class Sheet:
-    """A row's prompt and form while its blanks are filled in, from left to right.
+    """The prompt and the form of one row, while the blanks are filled in from left to right.
 
     Args:
         prompt: The ids of the prompt.
@@ -153,8 +158,8 @@ class Sheet:
         block_size, mask_id: Block size and mask id of the model.
 
     Attributes:
-        groups: Blanks that are answered in one forward, namely those of one block; a blank that
-            lies in several blocks is a group of its own.
+        groups: Lists of blanks. The blanks of a group are answered in one forward. They lie in one
+            block; a blank that lies in several blocks is a group of its own.
     """
 
     def __init__(self, prompt: list[int], form: Form, block_size: int, mask_id: int) -> None:
@@ -177,14 +182,18 @@ class Sheet:
         return group[0].start // self.block_size * self.block_size
 
     def blocks_of(self, group: Sequence[Blank]) -> int:
-        """Return the number of blocks of a group."""
+        """Return the number of blocks in which a group lies."""
         return (group[-1].end - 1 - self.start_of(group)) // self.block_size + 1
 
     def states(
         self, group: Sequence[Blank], length: int
     ) -> dict[tuple[int, tuple[int, ...]], list[int]]:
-        """Make the states at which the labels of a group are scored. Each maps the column of a
-        blank and a prefix of its labels to the ids from the group's first block on."""
+        """Return the states at which the labels of a group are scored.
+
+        Each state is given by its ids: `length` ids from the beginning of the group's first block.
+        Its key is the column of a blank, counted from there, and the prefix of a label that is
+        shown in the blank.
+        """
         start = self.start_of(group)
         old_ids = self.text[start : start + length]
         old_ids += [self.mask_id] * (length - len(old_ids))
@@ -199,7 +208,7 @@ class Sheet:
         return states
 
     def fill(self, blank: Blank, label: Sequence[int]) -> None:
-        """Write an answer into a blank."""
+        """Write an answer, the tokens `label`, into a blank."""
         self.text[blank.start : blank.end] = label
 
 
@@ -219,18 +228,20 @@ class MRPDecidingMixin:
     ) -> MRPDecideOutput:
         """Answer typed questions about each prompt, by the probabilities of the possible answers.
 
-        Questions whose blanks lie in one block are answered in one forward, each while the others
-        are masked. Questions of later blocks see the likeliest answers to earlier ones. A blank
-        that lies in two blocks takes a forward of its own. No keys or values are kept.
+        Questions whose blanks lie in one block are answered in one forward, each of them while the
+        other blanks are masked. Questions of later blocks see the likeliest answers to earlier
+        questions. A blank that lies in two blocks takes a forward of its own. No keys or values are
+        kept.
 
         Args:
-            input_ids: [rows, length] long, the prompts.
+            input_ids: int64 [rows, length], the prompts.
             attention_mask: [rows, length], 1 for real tokens, with padding on either side.
-            questions: By name, the possible answers: a list of texts; `bool` for "yes" or "no"; a
-                `range` of numbers, as `range(10)` for one digit or `range(10, 100)` for two.
+            questions: Maps the name of each question to its possible answers: a list of texts;
+                `bool` for "yes" or "no"; a `range` of numbers, as `range(10)` for one digit or
+                `range(10, 100)` for two.
             tokenizer: The tokenizer of the model.
-            form: The text that follows each prompt, with a blank `{name}` for each question, and
-                `{{` for a brace. By default the blank of the only question follows the prompt.
+            form: The text that follows each prompt. It has a blank `{name}` for each question, and
+                `{{` stands for a brace. By default the form is just the blank of the only question.
             temperature: Divides the logits.
 
         Raises:
@@ -311,9 +322,10 @@ def _scores(
     sheets: Sequence[Sheet],
     groups: Mapping[int, Sequence[Blank]],
 ) -> dict[int, _ScoresOfStates]:
-    """Score the states of each row's group in one forward; return the scores by row.
+    """Score the states of each row's group in one forward; return the scores of each row, by its
+    index.
 
-    A row of the forward holds the text before the group, then the states side by side. A state
+    In the forward, a row holds the text before the group and then the states side by side. A state
     attends to that text and to itself, block by block.
     """
     block_size = model.config.block_size
@@ -366,7 +378,8 @@ def _scores(
 def _answer(
     output: MRPDecideOutput, index: int, sheet: Sheet, blank: Blank, scores: _ScoresOfStates
 ) -> None:
-    """Answer a question of a row, and write the answer into the blank."""
+    """Answer the question of a blank for the row `index`: record the answer in `output`, and write
+    it into the blank."""
     column = blank.start % sheet.block_size  # the column in the first block of its group
     totals = []
     for label in blank.labels:

@@ -70,8 +70,8 @@ _AT_ONCE = 16  # default number of rows of `generate_batch`
 
 
 class MRPGenerationMixin(GenerationMixin):
-    """The method `generate` of an MRP model: transformers prepares the inputs, and this package's
-    loop decodes them."""
+    """The method `generate` of an MRP model, and methods around it. transformers prepares the
+    inputs, and this package's loop decodes them."""
 
     @tested_versions()
     def generate(
@@ -86,41 +86,45 @@ class MRPGenerationMixin(GenerationMixin):
         draft_sources: Sequence[DraftSource] | None = None,
         **kwargs: Any,
     ) -> Tensor | MRPGenerateOutput:
-        """Decode prompts block by block, with the arguments of `GenerationMixin.generate` and the
-        fields of `DecodingOptions`.
+        """Decode prompts block by block. The keyword arguments are those of
+        `GenerationMixin.generate` and the fields of `DecodingOptions`.
 
         Logits processors get the scores of masked positions, [positions, vocab], and the ids before
-        each position, [positions, length]: the row's text with the revealed tokens of its block,
-        and `mask_token_id` where no token is known yet. A processor that remembers its calls or
-        depends on the row is supported under `sequential` only, and called once for each token with
-        all rows. Stopping criteria get the ids of all prompts as given, each followed by n tokens,
-        where n is the number of tokens of the row that is checked; a slower row is filled up with
-        masks. Their scores are None.
+        each position, [positions, length]. These ids are the row's text with the revealed tokens of
+        its block, and `mask_token_id` where no token is known yet. A processor that remembers its
+        calls or depends on the row is supported under `sequential` only. It is called once for each
+        token, with all rows.
+
+        Stopping criteria get the prompts of all rows as given, each followed by n tokens, where n
+        is the number of tokens of the row that is being checked. A row with fewer tokens is filled
+        up with masks. The `scores` of a criterion are None.
 
         Args:
-            inputs: [rows, length] long, the prompts (or `input_ids`); `attention_mask` has 0 at
-                padding, on either side.
-            generation_config: Options, or a dict of them; keyword arguments override its fields.
-            streamer: For a single row, it receives the prompt without padding, then finished blocks
-                in order. For several rows (after `num_return_sequences`), a list of one streamer
-                per row; each ends as soon as its row does.
+            inputs: int64 [rows, length], the prompts; `input_ids` is another name of this argument.
+                `attention_mask` has 0 at padding, which may be on either side.
+            generation_config: Options, or a dict of them. Keyword arguments override its fields.
+            streamer: For a single row, an object that receives the prompt without padding, and then
+                finished blocks in order. For several rows (after `num_return_sequences`), a list of
+                one streamer per row; each ends as soon as its row does.
             custom_generate: As in transformers, to which the call is passed on.
-            infill_ids: [rows, n] long, the continuation of each prompt: `mask_token_id` where a
-                token is to be generated; other ids are kept. Fill shorter rows up with masks.
-                Generation continues after column n if `max_new_tokens`, which also counts given
-                tokens, leaves room; it ends there if no limit of length is set. No eos is generated
-                before the last given token.
-            past_key_values: The cache in the output of an earlier call, of the same model, weights
-                and head; `input_ids` hold the whole conversation. The prefix on which a row's ids
-                agree with the cache is not computed again; the text is the same as without a cache.
-                The cache is overwritten, or copied if too small or with `num_return_sequences`:
-                continue from the one in the new output instead.
+            infill_ids: int64 [rows, n], the continuation of each prompt. It has `mask_token_id`
+                where a token is to be generated; other ids are kept. Fill shorter rows up with
+                masks. Generation continues after column n if `max_new_tokens`, which also counts
+                given tokens, leaves room. Without a limit of length it ends there. No eos is
+                generated before the last given token.
+            past_key_values: The cache in the output of an earlier call, made by the same model with
+                the same weights and head. `input_ids` must hold the whole conversation. The prefix
+                on which a row's ids agree with the cache is not computed again. The text is the
+                same as without a cache. The call overwrites the cache, or copies it if it is too
+                small or if `num_return_sequences` is set. So continue from the cache in the new
+                output instead.
             cache: Another name of `past_key_values`, which transformers uses from 5.24 on.
-            draft_sources: With 'self_spec' or 'mrp_spec', objects that propose tokens for drafts in
-                addition to scores (`DraftSource`). They affect the speed, never the text.
+            draft_sources: Objects that propose tokens for drafts in addition to scores
+                (`DraftSource`), with 'self_spec' or 'mrp_spec'. They affect the speed, never the
+                text.
 
         Returns:
-            [rows, prompt + generated] long, or an `MRPGenerateOutput` with
+            int64 [rows, prompt + generated], or an `MRPGenerateOutput` with
             `return_dict_in_generate=True`.
 
         Raises:
@@ -239,8 +243,8 @@ class MRPGenerationMixin(GenerationMixin):
     def _get_stopping_criteria(
         self, generation_config: GenerationConfig, *args: Any, **kwargs: Any
     ) -> StoppingCriteriaList:
-        """Make the stopping criteria except that of stop strings, which `resolved` has already
-        made."""
+        """Make the stopping criteria, except the criterion for stop strings, which `resolved` has
+        already made."""
         generation_config.stop_strings = None
         return super()._get_stopping_criteria(generation_config, *args, **kwargs)
 
@@ -254,8 +258,8 @@ class MRPGenerationMixin(GenerationMixin):
     ) -> dict[str, GenerationOutput]:
         """Decode prompts in one batch; each prompt joins the batch as soon as a row is free.
 
-        Each text equals that of `generate` for its prompt alone. With `do_sample`, the prompt's
-        seed is that of its row in a batch of all prompts.
+        Each text equals that of `generate` for its prompt alone. With `do_sample`, a prompt has the
+        seed that its row would have in a batch of all prompts.
 
         Args:
             inputs: The ids of each prompt, without padding.
@@ -264,11 +268,10 @@ class MRPGenerationMixin(GenerationMixin):
             **kwargs: Further options and arguments of `generate`.
 
         Returns:
-            A dict of the names "req_0", "req_1" and so on, in the order of the prompts, to
-                transformers'
-            `GenerationOutput`: `prompt_ids`, `generated_tokens` with the eos, and their `logprobs`
-            when committed. With `num_return_sequences`, the names of a prompt's further texts end
-                in
+            A dict from names to transformers' `GenerationOutput`. The names are "req_0", "req_1"
+            and so on, in the order of the prompts. Each output has `prompt_ids`, `generated_tokens`
+            including the eos, and `logprobs`, the log-probabilities of these tokens when they were
+            committed. With `num_return_sequences`, the names of a prompt's further texts end in
             "__child#1" and so on.
 
         Raises:
@@ -309,17 +312,17 @@ class MRPGenerationMixin(GenerationMixin):
         continuous_batching_config: Any = None,
         workload_hints: Any = None,
     ) -> ContinuousBatchingManager:
-        """Make a manager that decodes requests as they arrive; each joins a batch between two
-        rounds.
+        """Make a manager that decodes requests as they arrive. Each request joins a batch between
+        two rounds.
 
         Args:
             generation_config: Default options, which each request may override. `max_batch_size`,
                 16 by default, is the number of texts that are decoded at the same time.
             continuous_batching_config: transformers' `ContinuousBatchingConfig`. These fields are
                 supported: `max_requests_per_batch` (in place of `max_batch_size`),
-                `max_batch_tokens` (prompt tokens that are computed between two rounds, 512 by
-                default), `max_queue_size`, and `num_blocks` and `page_size` (whose product is the
-                number of tokens in all caches together).
+                `max_batch_tokens` (the number of prompt tokens that are computed between two
+                rounds, 512 by default), `max_queue_size`, and `num_blocks` and `page_size` (whose
+                product is the number of tokens in all caches together).
             workload_hints: Ignored.
 
         Raises:
@@ -334,11 +337,11 @@ class MRPGenerationMixin(GenerationMixin):
         self, batch_size: int, capacity: int, scratch: int, with_head: bool
     ) -> BlockCache:
         """Make an empty cache for `batch_size` rows of `capacity` tokens, with room to score
-        `scratch` tokens per row.
+        `scratch` tokens per row. With `with_head`, the cache also has the head's layers.
 
         Raises:
-            ValueError: for a `capacity` that is no multiple of the block size, or a head's layers
-                where the model has no head.
+            ValueError: for a `capacity` that is not a multiple of the block size, or for
+                `with_head` if the model has no head.
         """
         if capacity % self.config.block_size:
             raise ValueError(
@@ -352,8 +355,8 @@ class MRPGenerationMixin(GenerationMixin):
         return BlockCache(self, batch_size, capacity, scratch, with_head)
 
     def release_graphs(self) -> None:
-        """Free the CUDA graphs that calls of `generate` keep for later calls, and the KV cache that
-        the graphs write to."""
+        """Free the CUDA graphs that calls of `generate` keep for later calls, and also the KV cache
+        to which the graphs write."""
         release_graphs(self)
 
 
@@ -457,7 +460,7 @@ def _prepare(
 def _decode(
     model: Any, call: Call, streamer: Any, past: BlockCache | None
 ) -> Tensor | MRPGenerateOutput:
-    """Decode the prompts of a call."""
+    """Decode the prompts of a call, and return the output of `generate`."""
     config, mode, picker, rows = call.config, call.mode, call.picker, call.rows
     input_ids, model_key, block = call.input_ids, call.model_key, model.config.block_size
     at_once = min(config.max_batch_size or len(rows), len(rows))
@@ -516,8 +519,8 @@ def _decode(
 
 
 def _check_waiting(past: BlockCache | None, adapter_names: Sequence[str] | None) -> None:
-    """Raise `ValueError` for arguments that depend on the row of the batch, if rows have to wait
-    for others."""
+    """Raise `ValueError` for arguments that have an entry for each row of the batch. Called if some
+    rows have to wait for others."""
     if past is not None or adapter_names is not None:
         name = "adapter_names" if past is None else "past_key_values"
         raise ValueError(
@@ -533,7 +536,8 @@ def _check_languages(
     least: int,
     infill_ids: Tensor | None,
 ) -> None:
-    """Raise `ValueError` for options that conflict with the language of a row."""
+    """Raise `ValueError` for options that conflict with the language of a row, or for a row whose
+    language has no text that is short enough."""
     if infill_ids is not None or least:
         name = "infill_ids" if infill_ids is not None else "min_new_tokens (min_length)"
         raise ValueError(
@@ -560,8 +564,11 @@ def _check_languages(
 def _least_new(
     processors: kinds.LogitsProcessorList, width: int, config: MRPGenerationConfig
 ) -> list[int]:
-    """List the numbers of new tokens that must precede an eos, one for each processor of a minimum
-    length, including the user's."""
+    """Return the number of new tokens that must precede an eos, for each processor that sets a
+    minimum length. The user's own processors count, too.
+
+    Raise `ValueError` if such a processor has other eos ids than the call.
+    """
     numbers = []
     for processor in processors:
         if isinstance(processor, kinds.MinLengthLogitsProcessor):
@@ -590,10 +597,21 @@ def laid_out(
     languages: Sequence[Language | None] = (),
     fills: bool = True,
 ) -> list[Row]:
-    """Make the rows, each with its text before the first step: prompt (1-D long), row of
-    `infill_ids` ([rows, n] long), masks. At most `new` tokens follow a prompt, and none of the
-    first `least` new tokens is an eos. With `languages` by row, tokens about which the language
-    leaves no choice are filled in, if `fills` is set and there are no `bans`."""
+    """Make a row for each prompt, with its text before the first step: the prompt, its row of
+    `infill_ids`, and masks.
+
+    Args:
+        prompts: int64 [length] each, without padding.
+        infill_ids: int64 [rows, n], or None.
+        new: The largest number of tokens that follow a prompt.
+        config: The checked options.
+        least: None of the first `least` new tokens is an eos.
+        ours: The config of the model.
+        bans: Banned sequences, or None.
+        languages: The language of each row, or empty.
+        fills: Whether tokens that a language forces are filled in. They never are if there are
+            bans.
+    """
     rows, eos, block_size, mask_id = (
         [],
         frozenset(config.eos_ids()),
@@ -639,8 +657,11 @@ def _picker(
     mode: Mode,
     is_constrained: bool,
 ) -> Picker:
-    """Make the picker from transformers' processors, sorted by kind. Minimum lengths and, if rows
-    are constrained, languages are enforced by each `Row` instead."""
+    """Make the picker from transformers' processors, after sorting these by kind.
+
+    Minimum lengths and, if rows are constrained, languages are not part of it: each `Row` enforces
+    them.
+    """
     temperature, ngram = 1.0, 0
     words: list[tuple[int, ...]] = []
     before, after = kinds.LogitsProcessorList(), kinds.LogitsProcessorList()

@@ -1,8 +1,8 @@
 """Batches that requests join and leave between rounds.
 
 Requests share a batch if they agree in everything that a round shares (`setting_of`): sampling,
-processors, drafting, refinement. Prompt, target, seed, limits of length and stopping criteria may
-differ between requests.
+processors, drafting and refinement. Requests of a batch may differ in prompt, target, seed, limits
+of length and stopping criteria.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -34,18 +34,18 @@ _OF_REQUEST = {option.name for option in OPTIONS} - {"kernels", "graphs"} | {
 
 
 class Batch:
-    """Requests of one setting, decoded side by side.
+    """Requests with the same setting (`setting_of`), decoded side by side.
 
     Args:
         model: An `MRPForCausalLM`.
-        first: A request of the setting.
-        places: The most rows that decode at the same time.
-        capacity: Cache slots of each row.
-        prompt_tokens: The most prompt tokens that are computed between two rounds.
-        tell: Called with each request whose text a round has extended or ended.
+        first: A request with the setting.
+        places: The largest number of rows that are decoded at the same time.
+        capacity: Number of cache slots of each row.
+        prompt_tokens: The largest number of prompt tokens that are computed between two rounds.
+        tell: A function that is called with each request whose text a round has extended or ended.
 
     Attributes:
-        requests: The requests in the batch, by the `place` of their rows, including those that join
+        requests: Maps the `place` of each row to its request. It includes the requests that join
             before the next round.
         rounds: An iterator that runs one round at each step, until there is no request.
     """
@@ -72,16 +72,17 @@ class Batch:
 
     @property
     def slots(self) -> int:
-        """The number of tokens that fit into its cache."""
+        """The number of tokens that fit into the batch's cache."""
         return self.places * self.capacity
 
     def takes(self, request: Request) -> bool:
-        """Return whether a request can join."""
+        """Return whether a request can join the batch."""
         fits = request.setting == self.setting and request.size <= self.capacity
         return fits and len(self.requests) < self.places
 
     def add(self, request: Request, slot: int) -> None:
-        """Add a request, which joins before the next round."""
+        """Add a request to the batch; its row joins before the next round. `slot` becomes the row's
+        `place`."""
         request.begin()
         request.row.place = slot
         self.requests[slot] = request
@@ -96,7 +97,8 @@ class Batch:
                 yield from JoinedRows(self, networks).rounds([], iter(()))
 
     def report(self, networks: Networks, rows: Sequence[Row]) -> None:
-        """Report the progress of requests after a round."""
+        """Update the requests of `rows` after a round, and call `tell` with those that have new
+        results."""
         for row in rows:
             request = self.requests.get(row.place)
             if request is None:
@@ -113,7 +115,7 @@ class Batch:
                 self.tell(request)
 
     def drop_cancelled(self) -> None:
-        """End the rows of cancelled requests."""
+        """End the rows of cancelled requests, and remove these requests."""
         for slot, request in list(self.requests.items()):
             if request.cancelled:
                 del self.requests[slot]
@@ -124,7 +126,8 @@ class Batch:
 
 
 class JoinedRows(Decoder):
-    """The decoder of a `Batch`: rows join it as requests arrive, and the batch grows for them."""
+    """The decoder of a `Batch`: rows join the batch as requests arrive, and the batch grows for
+    them."""
 
     def __init__(self, batch: Batch, networks: Networks) -> None:
         call = batch.call
@@ -144,9 +147,12 @@ class JoinedRows(Decoder):
         return self.requests.requests[row.place].call.mode.rule
 
     def join(self, batch: list[Row], waiting: Iterator[Row]) -> bool:
-        """See `Decoder.join`; the waiting rows are those of the requests that arrived since the
-        last round. Their prompts are computed in parts, so that a long prompt does not delay the
-        next round of the other rows."""
+        """See `Decoder.join`. Here, the rows that join are those of the requests that have arrived
+        since the last round, not those of `waiting`.
+
+        Prompts are computed in parts, so that a long prompt does not delay the next round of the
+        other rows.
+        """
         self.requests.drop_cancelled()
         for index, row in list(self.reading.items()):
             if row.stop is not None:
@@ -169,7 +175,8 @@ class JoinedRows(Decoder):
         return joined
 
     def make_room(self, batch: list[Row]) -> None:
-        """Assign rows of the batch to requests that have arrived; the batch grows if necessary."""
+        """Assign rows of the batch to the requests that have arrived. The batch grows if
+        necessary."""
         joining, self.requests.joining = self.requests.joining, []
         if not joining:
             return
@@ -192,23 +199,24 @@ class JoinedRows(Decoder):
             self.reading[index] = row
 
     def read_part(self, stand_in: Row, row: Row, index: int, tokens: int) -> None:
-        """Compute the next `tokens` of a prompt. Until the prompt is complete, `stand_in` takes the
-        place of its row in rounds."""
+        """Compute keys and values of the next `tokens` tokens of a row's prompt. Until the prompt
+        is complete, `stand_in` takes part in rounds in place of the row."""
         if tokens:
             self.networks.read_ahead(row, index, row.held, row.held + tokens)
             stand_in.held, stand_in.head_held = row.held, row.head_held
 
 
 def vacant(row: Row) -> Row:
-    """Make an ended row for a place in the batch that another row may take."""
+    """Make an ended row, which keeps a place of the batch for another row to take. It is a copy of
+    `row` before its first step."""
     ended = row.rewound(0)
     ended.place, ended.stop = -1, ended.prompt
     return ended
 
 
 def setting_of(call: Call, options: dict[str, Any]) -> Hashable:
-    """Return the settings that all requests of a batch must share; `options` are the arguments
-    given."""
+    """Return the settings that all requests of a batch must share. `options` are the arguments of
+    the request."""
     shared = []
     for name, value in vars(call.config).items():
         if name not in _OF_REQUEST and value is not None and not name.startswith("_"):

@@ -4,21 +4,21 @@ for each other.
 A row (one sequence of the batch) is a small state machine. Its *next* state is known: it results
 from the reveal at the last accepted state. A round (`Decoder.round`) has four steps:
 
-1. **draft** (host): each row submits its next state, the states likely to follow it and, after a
-   clean state (no masks left), the all-mask state of the next block, which attends to the clean
-   one; head passes (device) estimate which are likely;
-2. **score** (device): one backbone forward over all submitted states, and picks at their masked
-   positions;
-3. **accept** (host): the reveal rule leads from state to state; states on that path that were
-   scored in this round or the one before are accepted, and the backbone's KV of accepted clean
-   blocks joins the prefix (`Networks.commit`, device);
-4. **write** (host): the reveal at the last accepted state, refined by the mode, makes the row's
-   next state.
+1. **draft** (host): each row submits its next state and the states that are likely to follow it.
+   After a clean state (one without masks), it also submits the all-mask state of the next block,
+   which attends to the clean one. Head passes (device) estimate which states are likely.
+2. **score** (device): one backbone forward runs over all submitted states, and tokens are picked at
+   their masked positions.
+3. **accept** (host): the reveal rule leads from state to state. The states on that path that were
+   scored in this round or the previous one are accepted. The backbone's keys and values of accepted
+   clean blocks join the prefix (`Networks.commit`, device).
+4. **write** (host): the reveal at the last accepted state, refined as the mode says, makes the
+   row's next state.
 
-A mode that drafts nothing submits one state a round (two where a block ends) and otherwise runs the
-same code.
+A mode that drafts nothing submits one state a round (two where a block ends), and otherwise runs
+the same code.
 
-Between rounds, rows that wait take the places of rows that have ended (`Decoder.join`); once none
+Between rounds, waiting rows take the places of rows that have ended (`Decoder.join`). Once no row
 waits, the batch shrinks.
 """
 
@@ -49,21 +49,23 @@ from .refine import Refinement, refined
 
 @dataclass(frozen=True)
 class Drafting:
-    """How states are drafted: the number of likely next states that one forward scores, and where
-    they come from. Drafts never change the text.
+    """How states are drafted: how many likely next states one forward scores, and where they come
+    from. Drafts never change the text.
 
     Attributes:
-        states: K, the most states a row may submit per round, its own included.
-        branches: The most followers (states after one reveal) considered per state; 1 drafts a
-            chain.
-        passes: Head passes per round, fewer than `states`; 0: drafts come from the backbone's own
-            stale logits.
-        by_gain: Whether `states` and `passes` are upper bounds, and each round drafts as much as
+        states: K, the largest number of states that a row may submit per round, its own state
+            included.
+        branches: The largest number of followers (states after one reveal) that are considered per
+            state. With 1, a draft is a chain.
+        passes: Number of head passes per round, less than `states`. If 0, drafts come from the
+            backbone's own stale logits.
+        by_gain: If True, `states` and `passes` are upper bounds, and each round drafts as much as
             its expected gain is worth (`ExpectedGain`).
-        shortlist: Number of tokens that a head pass chooses among at each position; 0: all; None:
-            by the size of the vocabulary.
-        lookup_tokens: The most tokens that a `PromptLookup` proposes at a state; 0: no lookup.
-        lookup_ngram_size: The longest n-gram that a lookup searches for.
+        shortlist: Number of tokens among which a head pass chooses at each position. 0: all tokens.
+            None: the number depends on the size of the vocabulary.
+        lookup_tokens: The largest number of tokens that a `PromptLookup` proposes at a state. 0: no
+            lookup.
+        lookup_ngram_size: Length of the longest n-gram for which a lookup searches.
         next_block: Whether drafts continue into the next block, using previews of it
             (`build_draft`).
     """
@@ -78,14 +80,14 @@ class Drafting:
     next_block: bool = False
 
     def sources(self) -> list[DraftSource]:
-        """Make the draft sources of one call, other than scores and the head."""
+        """Make the draft sources of one call, apart from scores and the head."""
         if not self.lookup_tokens:
             return []
         return [PromptLookup(self.lookup_tokens, self.lookup_ngram_size)]
 
     def listed(self, vocab_size: int, sample: bool) -> int:
-        """Return the number of tokens that a head pass chooses among at each position; 0 if all, or
-        if there is no head pass."""
+        """Return the number of tokens among which a head pass chooses at each position. It is 0 if
+        these are all tokens, or if there is no head pass."""
         if not self.passes or self.shortlist == 0:
             return 0
         usual = LIKELIEST if sample else SHORTLIST
@@ -96,13 +98,14 @@ class Drafting:
 
 @dataclass(frozen=True)
 class Mode:
-    """The reveal rule, refinement and drafting behind one value of the option `decoding`.
+    """The reveal rule, the refinement and the drafting that one value of the option `decoding`
+    stands for.
 
     Attributes:
-        rule: Decides which columns a step of the backbone reveals. Together with `refine` it
+        rule: Decides which columns a step of the backbone reveals. Together with `refine`, it
             determines the text.
-        refine: How the head changes the rule's reveals; None: no refinement.
-        drafting: How states are drafted; None: no drafts.
+        refine: How the head changes the rule's reveals; None for no refinement.
+        drafting: How states are drafted; None for no drafts.
     """
 
     rule: RevealRule
@@ -116,8 +119,9 @@ class Mode:
 
     @property
     def width(self) -> int:
-        """The most states of a row in a round, at least 2: its own state and the next block's first
-        state, or K with drafts."""
+        """The largest number of states of a row in a round. With drafts it is K
+        (`Drafting.states`), but at least 2: the row's own state and the next block's first
+        state."""
         return max(2, 1 if self.drafting is None else self.drafting.states)
 
 
@@ -128,10 +132,9 @@ def draft_amount(
 
     Args:
         mode: The `Mode` of the call.
-        picker: The `Picker` of the call, which has the weight of `lm_head` and the size of
-            shortlists.
+        picker: The `Picker` of the call. It has the weight of `lm_head` and the size of shortlists.
         config: The model's config.
-        table: The costs of states, as `RoundCosts.from_dict` reads them; None: predicted costs.
+        table: The costs of states, as `RoundCosts.from_dict` reads them; None for predicted costs.
     """
     drafting = mode.drafting
     if drafting is None:
@@ -147,18 +150,18 @@ def draft_amount(
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """The plan of a round, made before its first forward.
+    """The plan of a round, made before the first forward of the round.
 
     Attributes:
         amount: How much the round drafts.
-        outlines: By row, its draft without the head.
+        outlines: For each row, its draft without the head.
     """
 
     amount: Amount
     outlines: Drafts
 
     def within(self, states: int) -> "RoundPlan":
-        """Return the plan for rounds of at most `states` states a row."""
+        """Return the same plan, limited to at most `states` states per row."""
         states = min(self.amount.states, states)
         return replace(self, amount=Amount(states, min(self.amount.passes, states - 1)))
 
@@ -170,7 +173,7 @@ class RoundDecoder:
         mode: The reveal rule, refinement and drafting.
         networks: Runs backbone and head, and picks tokens, on the device.
         amount: Decides how much each round drafts.
-        sources: Draft sources used in addition to scores.
+        sources: Draft sources that are used in addition to scores.
 
     Attributes:
         verified: Number of forwards that scored drafts.
@@ -203,7 +206,7 @@ class RoundDecoder:
         self.amount.learn(plan.amount, plan.outlines, drafts)
 
     def draft(self, rows: Sequence[Row], plan: RoundPlan) -> list[list[Node]]:
-        """Choose the nodes that each row submits in the round; ended rows submit none."""
+        """Choose the nodes that each row submits in the round; an ended row submits none."""
         amount = plan.amount
         drafts = plan.outlines
         estimates: list[dict[Key, Scores]] = [{} for _ in rows]
@@ -223,8 +226,9 @@ class RoundDecoder:
         size: int,
         estimates: Sequence[Mapping[Key, Scores]] | None = None,
     ) -> list[list[Node]]:
-        """Build a draft of `size` states for each row that has not ended, from the head's estimates
-        of scores. A row that ends a block gets at least two states."""
+        """Build a draft of at most `size` states for each row that has not ended, using the head's
+        `estimates` of scores if they are given. A row that ends a block gets at least two
+        states."""
         drafting = self.mode.drafting
         branches = 1 if drafting is None else drafting.branches
         previews = drafting is not None and drafting.next_block
@@ -253,11 +257,11 @@ class RoundDecoder:
         estimates: Sequence[dict[Key, Scores]],
     ) -> None:
         """Run the head once over drafted states, and store its estimates of the backbone's scores
-        there in `estimates`.
+        at these states in `estimates`.
 
-        The head reads a state together with the hidden states of its source, the state before it.
-        Clean states (where nothing is picked) and first states of blocks (which have no source) are
-        left out.
+        The head reads a state together with the hidden states of its source, which is the state
+        from which it was made. Clean states (where nothing is picked) and first states of blocks
+        (which have no source) are left out.
         """
         inputs: list[list[tuple[State, Hidden]]] = [[] for _ in rows]
         states: list[tuple[Row, State]] = []
@@ -287,8 +291,8 @@ class RoundDecoder:
         drafts: Sequence[Sequence[Node]],
         scores: Sequence[Sequence[Scores]],
     ) -> list[PendingReveal | None]:
-        """Accept the longest verified path of each row, and commit its clean blocks; return the
-        rows' pending reveals."""
+        """Accept the longest verified path of each row, and commit the clean blocks on it; return
+        the pending reveal of each row."""
         drafted = self.mode.drafting is not None
         pending_reveals: list[PendingReveal | None] = [None] * len(rows)
         clean: list[list[int]] = [[] for _ in rows]
@@ -302,12 +306,13 @@ class RoundDecoder:
         return pending_reveals
 
     def rule_of(self, row: Row) -> RevealRule:
-        """Return the reveal rule of a row: the mode's, unless a subclass has one per row."""
+        """Return the reveal rule of a row. It is the mode's rule, unless a subclass has one per
+        row."""
         return self.mode.rule
 
     def write(self, rows: Sequence[Row], pending_reveals: Sequence[PendingReveal | None]) -> None:
-        """Refine the pending reveals, and write them to the rows; set `stop` of rows whose text is
-        complete."""
+        """Refine the pending reveals, and write them to the rows. Set `stop` of the rows whose text
+        is complete."""
         if self.mode.refine is not None:
             pending_reveals = refined(self.mode.refine, self.networks, rows, pending_reveals)
         for row, pending in zip(rows, pending_reveals, strict=True):
@@ -322,8 +327,8 @@ class Decoder(RoundDecoder):
 
     Args:
         mode, networks, amount, sources: See `RoundDecoder`.
-        watches: Callbacks that get the batch's rows after every prefill and every round, and may
-            end rows, such as stopping criteria.
+        watches: Callbacks such as stopping criteria. They get the batch's rows after every prefill
+            and every round, and may end rows.
         least_rows: The batch is halved as its rows end, but keeps at least this many rows.
     """
 
@@ -349,7 +354,8 @@ class Decoder(RoundDecoder):
 
         Args:
             rows: The rows of the first batch.
-            reused: By row, the number of leading tokens whose keys and values are in the cache.
+            reused: For each row, the number of leading tokens whose keys and values are in the
+                cache.
             waiting: Rows that take the places of rows that have ended.
 
         Raises:
@@ -363,8 +369,8 @@ class Decoder(RoundDecoder):
         self.networks.restore_batch(max(row.held for row in rows))
 
     def rounds(self, batch: list[Row], waiting: Iterator[Row]) -> Iterator[None]:
-        """Run rounds until every row has ended and none waits; yield after each round, when
-        `waiting` may get new rows.
+        """Run rounds until every row has ended and none waits. Yield after each round; `waiting`
+        may then get new rows.
 
         Raises:
             UnscoredError: as from `decode`.
@@ -387,8 +393,12 @@ class Decoder(RoundDecoder):
     def prefill(
         self, rows: Sequence[Row], reused: Sequence[int], first: int = 0
     ) -> list[PendingReveal | None]:
-        """Compute the prompts of the batch's rows from index `first` on; return the reveals that
-        are pending at their first states."""
+        """Compute the prompts of `rows`, which lie in the batch from the index `first` on. Return
+        the pending reveal at the first state of each row.
+
+        `reused` has, for each row, the number of leading tokens whose keys and values are in the
+        cache.
+        """
         scores = self.networks.prefill(rows, reused, first)
         pending_reveals: list[PendingReveal | None] = []
         for row, row_scores in zip(rows, scores, strict=True):
@@ -396,8 +406,8 @@ class Decoder(RoundDecoder):
         return pending_reveals
 
     def join(self, batch: list[Row], waiting: Iterator[Row]) -> bool:
-        """Put waiting rows in the places of ended rows, as far as there are any, and write the
-        reveals at their first states; return whether a row joined."""
+        """Put waiting rows in the places of ended rows, as long as there are both, and write the
+        reveals at the first states of the rows that join. Return whether a row joined."""
         pending_reveals: list[PendingReveal | None] = [None] * len(batch)
         joined = False
         for index, ended in enumerate(batch):
@@ -420,7 +430,8 @@ class Decoder(RoundDecoder):
             watch(rows)
 
     def smaller(self, size: int, active: int) -> int:
-        """Return the size of the batch after halving it as often as its `active` rows still fit."""
+        """Return the size of the batch after halving it from `size` as often as its `active` rows
+        still fit, but not below `least_rows`."""
         while size > 1 and (half := (size + 1) // 2) >= max(active, self.least_rows):
             size = half
         return size

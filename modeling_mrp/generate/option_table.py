@@ -1,9 +1,9 @@
 """The options of `generate`, each declared once as a field of `DecodingOptions`; the rules;
 unsupported options.
 
-The fields are also those of `MRPGenerationConfig`; help, defaults, checks, command-line flags and
-the table of docs/decoding.md are derived from them. Within the package this module imports no
-torch, so that a command prints its help at once.
+The fields are also those of `MRPGenerationConfig`. Help, defaults, checks, command-line flags and
+the table of docs/decoding.md are derived from them. Of this package, this module imports nothing
+that imports torch, so that a command prints its help at once.
 """
 
 import difflib
@@ -70,8 +70,8 @@ _COSTS = Values(dict, _is_table, TABLE)
 
 
 def _by_row(holds: Callable[[Any], bool]) -> Callable[[Any, int], bool]:
-    """Extend a predicate of values to lists of values by row, in which None stands for a row
-    without a value."""
+    """Extend a predicate of values so that it also holds for a list of such values, one per row. In
+    a list, None stands for a row without a value."""
 
     def all_hold(value: Any, _: int) -> bool:
         values = value if isinstance(value, list | tuple) else [value]
@@ -94,8 +94,8 @@ def _is_schema(value: Any) -> bool:
 
 
 def _are_choices(value: Any, _: int) -> bool:
-    """Tell if a value is a list of texts, or a list of such lists by row, in which None stands for
-    a row without choices."""
+    """Return whether a value is a list of texts, or a list of such lists, one per row. In the
+    latter, None stands for a row without choices."""
     if all(isinstance(choice, str) for choice in value):
         return bool(value)
     return all(
@@ -139,8 +139,10 @@ CONSTRAINTS = ("regex", "choices", "json_schema", "grammar")
 
 
 class DecodingOptions:
-    """The options of block-diffusion decoding; None leaves one to the model's own config, and then
-    to its default. Options that reveal rules declare (`RevealRule.options`) are fields, too.
+    """The options of block-diffusion decoding.
+
+    An option that is None takes its value from the model's own config or, if it is None there, too,
+    from its default. Options that reveal rules declare (`RevealRule.options`) are fields as well.
 
     Attributes:
         decoding: the mode: a name, or a reveal rule as an object
@@ -217,7 +219,7 @@ def _own_options() -> list[Option]:
 
 
 def _options_of_rules() -> list[Option]:
-    """List the options that rules declare, and make each a field of `DecodingOptions`."""
+    """List the options that rules declare, and make each of them a field of `DecodingOptions`."""
     declared: dict[str, Option] = {}
     for rule in RULES.values():
         for option in rule.options:
@@ -240,16 +242,19 @@ OPTIONS = (*_OWN[:2], *_options_of_rules(), *_OWN[2:])
 
 
 def rule_of(choice: str | RevealRule, options: Any, block_size: int) -> RevealRule:
-    """Return the reveal rule that `decoding` or `target` names, made from checked options; a rule
-    object is returned as it is."""
+    """Return the reveal rule for `choice`, a value of `decoding` or `target`.
+
+    A name gives the rule of that name, made from checked options. A rule object gives the same
+    rule, with its results checked (`CheckedRule`).
+    """
     if isinstance(choice, RevealRule):
         return CheckedRule(choice)
     return RULES[choice].from_options(options, block_size)
 
 
 def ids_in(value: Any) -> list[Any]:
-    """List the ids of an option's value: None, one id, or several ids in a list, a tuple, a set or
-    a tensor."""
+    """Return the ids in the value of an option as a list. The value may be None, one id, or several
+    ids in a list, a tuple, a set or a tensor."""
     ids = value.tolist() if hasattr(value, "tolist") else value
     return [] if ids is None else list(ids) if isinstance(ids, list | tuple | set) else [ids]
 
@@ -388,8 +393,8 @@ OFF |= dict.fromkeys(
 
 
 def check_supported(values: Mapping[str, Any]) -> None:
-    """Raise `ValueError`, with value and reason, for the first given option or argument that is not
-    supported."""
+    """Raise `ValueError`, with its value and the reason, for the first option or argument among
+    `values` that is not supported."""
     for name, why in UNSUPPORTED.items():
         if (value := values.get(name)) not in (None, OFF.get(name)):
             raise ValueError(
@@ -398,7 +403,7 @@ def check_supported(values: Mapping[str, Any]) -> None:
 
 
 def closest_name(name: str, names: Iterable[str]) -> str:
-    """Suggest the most similar of the given names, as words to append to a message; "" if none is
-    similar."""
+    """Return a suggestion of the name most similar to `name`, as words to append to a message; ""
+    if none is similar."""
     near = difflib.get_close_matches(name, sorted(names), n=1, cutoff=0.75)
     return f" (did you mean {near[0]}?)" if near else ""

@@ -1,4 +1,4 @@
-"""Checks of the input of `generate`: its config, the options of a call, and the prompts."""
+"""Checks of the input of `generate`: the config, the options of a call, and the prompts."""
 
 import copy
 import reprlib
@@ -49,8 +49,8 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Make a config from the fields of a file; `ValueError` for a field whose value is invalid
-        for every model."""
+        """Make a config from the fields of a file. Raise `ValueError` for a field whose value is
+        invalid for every model."""
         _check_values(config_dict)
         try:
             return super().from_dict(config_dict, **kwargs)
@@ -61,9 +61,11 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
             ) from error
 
     def validate(self, strict: bool = False, **kwargs: Any) -> None:
-        """Validate as transformers does, also on `update`. Raise `ValueError` for an option that is
-        invalid for every model and, if `strict`, as when the config is saved, for one that no file
-        can hold."""
+        """Validate the config as transformers does, also on `update`.
+
+        Raise `ValueError` for an option that is invalid for every model. If `strict`, as when the
+        config is saved, also raise it for an option that no file can hold.
+        """
         _check_values(vars(self))
         for name in ("decoding", "target") if strict else ():
             if isinstance(rule := getattr(self, name), RevealRule):
@@ -74,8 +76,8 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
         super().validate(strict=strict, **kwargs)
 
     def check(self, block_size: int, has_head: bool) -> None:
-        """Fill in defaults, then raise `ValueError`, with value and remedy, for the first invalid
-        or unsupported option."""
+        """Fill in defaults. Then raise `ValueError`, with its value and the remedy, for the first
+        option that is invalid or not supported."""
         for option in OPTIONS:
             if getattr(self, option.name) is None:
                 setattr(self, option.name, option.default)
@@ -90,7 +92,8 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
         check_supported(vars(self))
 
     def mode(self, block_size: int, rows: int = 1) -> Mode:
-        """Make the decoding mode of a call with `rows` rows from checked options."""
+        """Make the `Mode` of a call with `rows` rows from the options, which must have been
+        checked."""
         options: Any = self  # checked options are not None
         name, with_head = options.decoding, options.decoding == "mrp_spec"
         if name == "mrp_direct":
@@ -127,8 +130,8 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
         return Mode(rule_of(options.target, self, block_size), drafting=drafting)
 
     def get_generation_mode(self, assistant_model: Any = None) -> Any:
-        """See `GenerationConfig`; prompt lookup drafts in this package's loop, so it does not
-        select assisted generation."""
+        """See `GenerationConfig.get_generation_mode`. Prompt lookup does not select assisted
+        generation here, because it drafts in this package's loop."""
         others = copy.copy(self)
         others.prompt_lookup_num_tokens = None
         return super(MRPGenerationConfig, others).get_generation_mode(assistant_model)
@@ -139,16 +142,17 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
         return any(getattr(self, name) is not None for name in CONSTRAINTS)
 
     def eos_ids(self) -> list[int]:
-        """List the ids that end a row; `eos_token_id` may be None, one id, several, or a tensor of
-        ids."""
+        """Return the ids that end a row as a list. `eos_token_id` may be None, one id, several ids,
+        or a tensor of ids."""
         return ids_in(self.eos_token_id)
 
     def pad_id(self) -> int:
-        """Choose the id that pads ended rows: `pad_token_id`, else the first eos id, else 0."""
+        """Return the id that pads ended rows: `pad_token_id`, else the first eos id, else 0."""
         return self.pad_token_id if self.pad_token_id is not None else next(iter(self.eos_ids()), 0)
 
     def seeds(self, rows: int) -> list[int]:
-        """Return one seed per row; raise `ValueError` if `seed` is a list of another length."""
+        """Return one seed per row. Raise `ValueError` if `seed` is a list whose length is not the
+        number of rows."""
         if self.seed is None:
             return torch.randint(1 << 62, (rows,)).tolist() if self.do_sample else [0] * rows
         seeds = (
@@ -177,7 +181,7 @@ OPTION_NAMES = frozenset({*vars(GenerationConfig()), *(option.name for option in
 
 
 def set_fields(fields: Mapping[Any, Any]) -> dict[str, Any]:
-    """Select the fields that are set: those that are neither None nor private to transformers (with
+    """Return the fields that are set: not None, and not private to transformers (private names have
     a leading underscore)."""
     return {
         str(name): value
@@ -189,9 +193,11 @@ def set_fields(fields: Mapping[Any, Any]) -> dict[str, Any]:
 def resolved(
     model: Any, given: Any, kwargs: dict[str, Any]
 ) -> tuple[MRPGenerationConfig, dict[str, Any]]:
-    """Return the config and the other arguments of a call: `kwargs` override the `given` config,
-    which overrides the model's. Raise `ValueError` for an argument that is unknown, unsupported or
-    invalid."""
+    """Return the config of a call, and the arguments of the call that are not fields of the config.
+
+    `kwargs` override the `given` config, which overrides the model's config. Raise `ValueError` for
+    an argument that is unknown, unsupported or invalid.
+    """
     if not isinstance(given, GenerationConfig | Mapping | None):
         raise ValueError(
             f"generation_config is {given!r}, of type {type(given).__name__}: pass a "
@@ -269,8 +275,8 @@ def _left_to_right(target: str | RevealRule | None) -> bool:
 
 
 def check_callables(arguments: Mapping[str, Any]) -> None:
-    """Raise `ValueError` unless `logits_processor` and `stopping_criteria`, where given, are lists
-    of callables, and `draft_sources` is a list of sources."""
+    """Raise `ValueError` unless `logits_processor` and `stopping_criteria`, if given, are lists of
+    callables, and `draft_sources`, if given, is a list of objects with a method `propose`."""
     for name in ("logits_processor", "stopping_criteria"):
         value = arguments.get(name, [])
         for part in value if isinstance(value, list | tuple) else [None]:
@@ -288,8 +294,8 @@ def check_callables(arguments: Mapping[str, Any]) -> None:
 
 
 def stop_strings_of(tokenizer: Any, strings: Any) -> StopStringCriteria:
-    """Make the stopping criterion of stop strings; `ValueError` for a tokenizer whose tokens
-    transformers cannot match with them."""
+    """Make the stopping criterion for stop strings. Raise `ValueError` for a tokenizer with whose
+    tokens transformers cannot match them."""
     try:
         return StopStringCriteria(tokenizer, strings)
     except ValueError as error:
@@ -302,8 +308,8 @@ def stop_strings_of(tokenizer: Any, strings: Any) -> StopStringCriteria:
 
 
 def check_ids(ids: Any, attention_mask: Any, config: Any, infilled: int | None = None) -> Tensor:
-    """Check the ids of prompts, or those of infills for `infilled` rows; return a mask [rows, n] of
-    the real ids. `ValueError` if they are invalid."""
+    """Check the ids of prompts, or of infills for `infilled` rows. Return a bool mask [rows, n] of
+    the real ids. Raise `ValueError` if the ids are invalid."""
     name = "input_ids" if infilled is None else "infill_ids"
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.long, torch.int):
         hint = (
@@ -347,8 +353,8 @@ def check_ids(ids: Any, attention_mask: Any, config: Any, infilled: int | None =
 
 
 def check_rows(real: Tensor, new_tokens: int, max_positions: int) -> None:
-    """Raise `ValueError` if a row of `real` [rows, length] is empty, has holes, or is too long with
-    its new tokens."""
+    """Raise `ValueError` if a row of the mask `real` [rows, length] has no real token, has holes,
+    or is too long with its new tokens."""
     for row in (~real.any(-1)).nonzero():
         raise ValueError(
             f"row {int(row)} has no token (its attention_mask is all zeros): drop the row"

@@ -1,5 +1,5 @@
-"""The output of `generate`, and the observers of its rounds: streamers, stopping criteria, records
-of progress."""
+"""The output of `generate`, and observers of its rounds: streamers, stopping criteria, records of
+progress."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,35 +22,38 @@ from .loop import Decoder
 
 @dataclass
 class MRPGenerateStats(ModelOutput):
-    """Costs of a `generate` call; tensors are long.
+    """The costs of a `generate` call. All tensors are int64.
 
     Attributes:
-        forwards: Forwards of the whole batch by role: `prefill` (prompts), `verify` (rounds that
-            scored drafts) and `denoise` (rounds without drafts) of the backbone, and `head`.
-        row_forwards, row_head_forwards: [rows], forwards of the backbone, and of the head, in which
-            each row took part.
-        slot_forwards: Rows of the batch summed over backbone forwards, including rows that had
-            ended but not left the batch.
-        drafted, accepted: [rows], the number of drafted states that were submitted, and of those
-            that were accepted.
-        revoked: [rows], reveals that `mrp_remask` re-masked.
-        filled: [rows], tokens that no forward picked, as a `regex`, `choices`, `json_schema` or
-            `grammar` left no choice.
-        accepted_lengths: [rows, n], the numbers of rounds that accepted 0, 1, 2, ... states. The
-            first state, which is no draft, counts too, and so do states that the round before had
-            scored.
-        offered_at_depth: [rows, n], by depth k = 1, 2, ...: rounds that accepted at least k - 1
-            drafts and offered a k-th, a draft that could follow the (k - 1)-th. No columns in modes
-            without drafts.
-        accepted_at_depth: [rows, n], by depth: rounds of `offered_at_depth` that accepted that
-            draft; their sum is `accepted`.
-        revocations: [n, 3]: row, column of the generated text (as in `reveal_step`; it may lie
-            beyond the end) and token of each reveal that `mrp_remask` re-masked, in order.
-        trailing_reveals: [n, 4]: row, column of the generated text, token and step (as in
-            `reveal_step`) of each token that was revealed beyond the end of its text.
-        rounds: [1 + rounds, rows] by name, each row's counts after the prefill and each round:
-            `row_forwards`, `drafted`, `accepted`, `steps` of denoising and `column`, its block's
-            start in the generated text (below 0 in the prompt). None if rows had to wait for others
+        forwards: Number of forwards of the whole batch, by role. The roles of the backbone are
+            `prefill` (prompts), `verify` (rounds that scored drafts) and `denoise` (rounds without
+            drafts); the role of the head is `head`.
+        row_forwards, row_head_forwards: [rows], the number of forwards in which each row took part,
+            of the backbone and of the head.
+        slot_forwards: The number of rows in the batch, summed over backbone forwards. It includes
+            rows that had ended but not left the batch.
+        drafted, accepted: [rows], the number of drafted states that were submitted, and the number
+            of drafted states that were accepted.
+        revoked: [rows], the number of reveals that `mrp_remask` masked again.
+        filled: [rows], the number of tokens that no forward picked, because a `regex`, `choices`,
+            `json_schema` or `grammar` left no choice.
+        accepted_lengths: [rows, n], the number of rounds that accepted 0, 1, 2, ... states. The
+            first state of a round counts, although it is not a draft. States that the previous
+            round had scored count, too.
+        offered_at_depth: [rows, n], for each depth k = 1, 2, ..., the number of rounds that
+            accepted at least k - 1 drafts and offered a k-th one, which is a draft that could
+            follow the (k - 1)-th. In modes without drafts, n is 0.
+        accepted_at_depth: [rows, n], for each depth k, the number of the rounds in
+            `offered_at_depth` that accepted the k-th draft. The sum over depths is `accepted`.
+        revocations: [n, 3], the row, column and token of each reveal that `mrp_remask` masked
+            again, in order. Columns are those of the generated text (as in `reveal_step`), but may
+            lie beyond its end.
+        trailing_reveals: [n, 4], the row, column, token and step of each token that was revealed
+            beyond the end of its text. Columns and steps are as in `reveal_step`.
+        rounds: Maps each name to a tensor [1 + rounds, rows]: the counts of each row after the
+            prefill and after each round. The names are `row_forwards`, `drafted`, `accepted`,
+            `steps` (denoising steps) and `column` (the column of the generated text where the row's
+            block begins, below 0 in the prompt). None if rows had to wait for others
             (`max_batch_size`).
     """
 
@@ -75,19 +78,21 @@ class MRPGenerateOutput(CacheOutput):
     """The output of `generate` with `return_dict_in_generate=True`.
 
     Attributes:
-        sequences: [rows, prompt + generated] long, padded with `pad_token_id` after each row's end.
-        tokens_per_forward: [rows] float, generated tokens (not given ones) over `row_forwards`.
-        reveal_step: [rows, generated] long, the denoising step of the row that committed each
-            token; -1 in padding and at tokens given with `infill_ids`.
-        token_logprobs: [rows, generated] float32, log-probability of each token when it was
-            committed; 0 at padding and given tokens.
-        scores: With `output_scores=True`, [rows, vocab] float for each new position in order: the
-            scores from which its token was drawn, after processors, temperature and truncation,
-            -inf at excluded tokens. Padding and given tokens have 0 at their own id and -inf
-            elsewhere, so that `compute_transition_scores` gives 0 for them.
+        sequences: int64 [rows, prompt + generated], padded with `pad_token_id` after the end of
+            each row.
+        tokens_per_forward: float [rows], the number of generated tokens (without given ones)
+            divided by `row_forwards`.
+        reveal_step: int64 [rows, generated], for each token, the denoising step of its row that
+            committed it. -1 in padding and at tokens given with `infill_ids`.
+        token_logprobs: float32 [rows, generated], the log-probability of each token when it was
+            committed; 0 at padding and at given tokens.
+        scores: With `output_scores=True`, a float tensor [rows, vocab] for each new position in
+            order: the scores from which its token was drawn, after processors, temperature and
+            truncation. Excluded tokens have -inf. At padding and given tokens, their own id has 0
+            and all others have -inf, so that `compute_transition_scores` gives 0 for them.
         logits: With `output_logits=True`, the same scores before processors, temperature and
             truncation.
-        stats: `MRPGenerateStats`.
+        stats: The costs of the call, an `MRPGenerateStats`.
         cache: The `BlockCache` with which the next call can continue; `past_key_values` is another
             name of it. None if rows had to wait for others (`max_batch_size`).
     """
@@ -103,8 +108,12 @@ class MRPGenerateOutput(CacheOutput):
 
 
 class Progress:
-    """Records each row's counts after the prefill and each round, unless rows wait for others, and
-    the hidden states from which `logits` and `scores` are computed."""
+    """Records what the output reports about the course of decoding.
+
+    These are the counts of each row after the prefill and after each round, the reveals that were
+    masked again, and, if `logits` or `scores` are requested, the hidden states from which they are
+    computed. If rows wait for others, no counts are recorded.
+    """
 
     def __init__(self, rows: Sequence[Row], logits: bool, scores: bool, waiting: bool) -> None:
         self.rows = rows
@@ -117,8 +126,8 @@ class Progress:
             row.written = []
 
     def __call__(self, rows: Sequence[Row]) -> None:
-        """Record all rows' counts after a round, and the tokens that `rows`, the rows that took
-        part in it, picked and re-masked."""
+        """Record a round: the tokens that `rows`, the rows that took part in it, picked and masked
+        again, and the counts of all rows of the call."""
         for row in rows:
             for pending in row.written or ():
                 self._record(row, pending)
@@ -147,8 +156,8 @@ class Progress:
             self.picks[row.place, state.start + column] = (single, hidden[index, column].clone())
 
     def distributions(self, picker: Picker, tokens: Tensor) -> dict[str, tuple[Tensor, ...]]:
-        """Compute the output's `scores` and `logits`, if requested: [rows, vocab] by column of
-        `tokens` [rows, generated]."""
+        """Compute those of the output's `scores` and `logits` that are requested. Each is a tuple
+        of tensors [rows, vocab], one for each column of `tokens` [rows, generated]."""
         if not any(self.requested.values()):
             return {}
         rewound = cache(lambda row_index, start: self.rows[row_index].rewound(start))
@@ -176,8 +185,8 @@ class Progress:
 
 
 class Streams:
-    """Feeds one streamer per row with the prompt [1, length] and finished blocks; the method
-    `put_draft`, if a streamer has it, gets unfinished blocks."""
+    """Feeds one streamer per row: first with the prompt [1, length], then with finished blocks. If
+    a streamer has a method `put_draft`, that method gets unfinished blocks."""
 
     def __init__(self, streamer: Any, prompts: Sequence[Tensor]) -> None:
         streamers = list(streamer) if isinstance(streamer, list | tuple) else [streamer]
@@ -200,7 +209,7 @@ class Streams:
             stream.put(prompt[None].cpu())
 
     def __call__(self, rows: Sequence[Row]) -> None:
-        """Send the text that a round has finished, and end the streams of ended rows."""
+        """Send the text that the last round has finished, and end the streams of ended rows."""
         for row in rows:
             if (stream := self.streams.get(row.place)) is None:
                 continue
@@ -223,21 +232,21 @@ class CountsEnd(BaseStreamer):
         self.bar = bar
 
     def put(self, value: Tensor) -> None:
-        """See `BaseStreamer`."""
+        """See `BaseStreamer.put`: do nothing."""
 
     def end(self) -> None:
-        """See `BaseStreamer`."""
+        """See `BaseStreamer.end`: advance the progress bar."""
         self.bar.update()
 
 
 class Stopping:
-    """The stopping criteria of one `generate` call, checked at every token of a row once it is
-    final (no mask before it).
+    """Checks the stopping criteria of one `generate` call at every token of a row once the token is
+    final, which means that no mask is before it.
 
-    A criterion gets ids as in transformers' loop, [rows, prompt + n]: the prompts as given, with
-    padding, then n tokens of every row. A row with fewer final tokens is filled up with the mask
-    id, and an ended row with padding. The answer applies to rows whose n-th token has just become
-    final.
+    As in transformers' loop, a criterion gets ids [rows, prompt + n]: the prompts as given, with
+    padding, and then n tokens of every row. A row with fewer than n final tokens is filled up with
+    the mask id, and an ended row with padding. The answer of the criterion applies to the rows
+    whose n-th token has just become final.
     """
 
     def __init__(
@@ -254,8 +263,8 @@ class Stopping:
         self.checked = [0] * len(rows)  # number of tokens of each row that criteria have seen
 
     def __call__(self, rows: Sequence[Row]) -> None:
-        """Check the criteria at all tokens of the call that have just become final; set `stop` of
-        each row whose text they end."""
+        """Check the criteria at all tokens of the call that have just become final. Set `stop` of
+        each row whose text a criterion ends."""
         final_tokens = []
         columns: set[int] = set()
         for row, checked in zip(self.rows, self.checked, strict=True):
@@ -288,8 +297,8 @@ class Stopping:
 
 
 def _stops(criterion: Any, ids: Tensor) -> list[bool]:
-    """Call a stopping criterion on ids [rows, length]; return its answer by row, or raise
-    `ValueError` for an answer of another type."""
+    """Call a stopping criterion on ids [rows, length]; return its answer for each row. Raise
+    `ValueError` if the answer is neither a bool nor a bool tensor [rows] (or with no dimension)."""
     answer = criterion(ids, None)
     if isinstance(answer, bool):
         return [answer] * len(ids)
@@ -318,7 +327,7 @@ def output_of(
     pad: int,
 ) -> Tensor | MRPGenerateOutput:
     """Make the output of `generate` from ended rows: their texts after `input_ids` [rows, prompt],
-    padded with `pad`."""
+    padded with `pad`. Without `progress`, the output is only the tensor of ids."""
     device = input_ids.device
     texts = [row.text[row.prompt : row.stop] for row in rows]
     width = max(map(len, texts))
@@ -393,8 +402,11 @@ def output_of(
 def by_request(
     prompts: Sequence[Sequence[int]], output: MRPGenerateOutput
 ) -> dict[str, GenerationOutput]:
-    """Name each text of a call as transformers' `generate_batch` does: "req_0" and so on for each
-    prompt; the names of a prompt's further texts also end in "__child#1" and so on."""
+    """Map the name of each text of a call to its output, as transformers' `generate_batch` does.
+
+    The names are "req_0", "req_1" and so on, one for each prompt. The names of a prompt's further
+    texts also end in "__child#1" and so on.
+    """
     rows: Any = (output.sequences, output.reveal_step, output.token_logprobs)
     copies = len(rows[0]) // len(prompts)
     results = {}

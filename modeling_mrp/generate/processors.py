@@ -1,6 +1,9 @@
-"""Checks and calls of logits processors. Any target can call a processor whose answer is a function
-of the ids and the scores of each position alone. Other processors need tokens revealed from left to
-right, one at a time, as in an autoregressive model."""
+"""Checks and calls of logits processors.
+
+Any target can call a processor whose answer at a position depends only on the ids and the scores of
+that position. Other processors need tokens to be revealed from left to right, one at a time, as in
+an autoregressive model.
+"""
 
 import copy
 from collections.abc import Sequence
@@ -35,11 +38,11 @@ CONTRACT = (
 
 class InOrder:
     """Calls logits processors as an autoregressive model does: once for each token of the text, in
-    order, with all rows of the batch by index, including ended rows.
+    order. Each call gets all rows of the batch in the order of their indices, including ended rows.
 
     Args:
         processors: The processors.
-        rows: All rows of the call, each of which gets one token per round.
+        rows: All rows of the call. Each of them gets one token per round.
         width: Number of columns of the prompts, which are padded on the left.
         pad_token_id: The id that pads prompts on the left, and ended texts on the right.
     """
@@ -53,8 +56,8 @@ class InOrder:
         self.pad_token_id = pad_token_id
 
     def __call__(self, spots: Spots, logits: Tensor) -> Tensor:
-        """Process the logits [states, vocab] of the first masked position of each state that has
-        one; a row has at most one such state."""
+        """Process `logits` [states, vocab], which belong to the first masked position of each state
+        that has one. A row has at most one such state."""
         texts: dict[int, list[int]] = {}
         for index, (row, state) in enumerate(spots.states):
             if state.free:
@@ -82,22 +85,22 @@ class InOrder:
 def why_in_order(
     processors: Sequence[Any], prompts: Sequence[Tensor], weight: Tensor
 ) -> str | None:
-    """Return the first reason that `check_processor` gives for one of the processors; None if it
-    gives none."""
+    """Return why processors must be called in order: the first reason that `check_processor` gives
+    for one of them. Return None if it gives none."""
     reasons = [check_processor(processor, prompts, weight) for processor in processors]
     return next((reason for reason in reasons if reason is not None), None)
 
 
 def check_processor(processor: Any, prompts: Sequence[Tensor], weight: Tensor) -> str | None:
-    """Return the reason why the answers of a logits processor depend on more than ids and scores;
-    None if a probe finds no such dependence.
+    """Return the reason why the answers of a logits processor depend on more than the ids and the
+    scores. Return None if a probe finds no such dependence.
 
-    The probe calls a copy of a processor from another library a few times.
+    The probe calls a copy of the processor a few times. Processors of transformers are not probed.
 
     Args:
         processor: The processor.
         prompts: Ids of the prompts, without padding.
-        weight: [vocab, hidden_size], the weight of `lm_head`; the scores have its vocabulary and
+        weight: [vocab, hidden_size], the weight of `lm_head`. The scores have its vocabulary and
             device.
 
     Raises:
@@ -143,7 +146,8 @@ def check_processor(processor: Any, prompts: Sequence[Tensor], weight: Tensor) -
 
 
 def copied_processor(processor: Any) -> Any:
-    """Copy a processor, except the networks that it holds and anything that cannot be copied."""
+    """Copy a processor. The copy shares the networks that the processor holds, and anything that
+    cannot be copied."""
     networks = {}
     for value in getattr(processor, "__dict__", {}).values():
         if isinstance(value, nn.Module):

@@ -1,4 +1,4 @@
-"""Refinements: how the head changes a step's reveals before they are written, for rows without
+"""Refinements: how the head changes the reveals of a step before they are written, for rows without
 drafts."""
 
 from collections.abc import Callable, Sequence
@@ -11,17 +11,19 @@ from ..rules.state import PendingReveal, Row, Scores, State
 
 
 class Reveal:
-    """A row's pending reveal while the head refines it, starting from the backbone's.
+    """A row's pending reveal while the head refines it. At first it is the backbone's reveal.
 
     Attributes:
-        row, index: The row of text, and its index in the batch.
+        row: The row of text.
+        index: The index of the row in the batch.
         pending: The row's pending reveal before the refinement.
-        state: Its state, before the reveal.
+        state: The state of that pending reveal, before the reveal.
         columns: Columns to reveal.
-        token, log_odds: By column, as in `Scores`; NaN where the head's estimate is NaN.
+        token, log_odds: For each column, as in `Scores`. The log-odds are NaN where the head's
+            estimate is NaN.
         hidden: Hidden states h_A of the state, or the head's latest estimate for a state after it.
-        drawn: By column that the head revealed, the state and the hidden states from which its
-            token was picked.
+        drawn: Maps each column that the head revealed to the state and the hidden states from which
+            its token was picked.
     """
 
     def __init__(self, row: Row, index: int, pending: PendingReveal) -> None:
@@ -38,21 +40,21 @@ class Reveal:
         self.drawn: dict[int, tuple[State, Hidden]] = {}
 
     def state_after(self, columns: Sequence[int]) -> State:
-        """Make the state that results from revealing this reveal's tokens at `columns`, for the
+        """Return the state that results from revealing the reveal's tokens at `columns`, for the
         head to read."""
         return self.row.successor(self.state, columns, self.token)
 
     def keep(self, columns: Sequence[int], estimates: Sequence[float]) -> None:
-        """Reduce the reveal to `columns`, after setting log-odds to NaN where the head's
-        `estimates` of its columns are NaN."""
+        """Reduce the reveal to `columns`. Before that, set the log-odds of its columns to NaN where
+        the head's `estimates` are NaN."""
         for column in self.columns:
             if estimates[column] != estimates[column]:
                 self.log_odds[column] = estimates[column]
         self.columns = tuple(columns)
 
     def refined_reveal(self) -> PendingReveal:
-        """Make the pending reveal of the columns that remain; count the re-masked columns, and list
-        them in its `remasked`."""
+        """Return the pending reveal of the columns that remain. Its `remasked` lists the columns
+        that are masked again, and the row's counts include them."""
         pending = self.pending
         remasked = tuple([column for column in pending.columns if column not in self.columns])
         self.row.counts.revoked += len(remasked)
@@ -78,8 +80,7 @@ def refined(
     rows: Sequence[Row],
     pending_reveals: Sequence[PendingReveal | None],
 ) -> list[PendingReveal | None]:
-    """Refine the pending reveals of a batch's rows; return them refined, by
-    row."""
+    """Refine the pending reveals of the batch's rows; return the refined ones, by row."""
     reveals = []
     for index, (row, pending) in enumerate(zip(rows, pending_reveals, strict=True)):
         if pending:
@@ -98,8 +99,8 @@ def run_head(
     queries: list[tuple[Reveal, State]],
     residual: bool = False,
 ) -> list[Hidden]:
-    """Run one head pass at one state per reveal; return h_A + h_C at each, or h_C alone if
-    `residual`."""
+    """Run one head pass over one state of each reveal. Return h_A + h_C at each state, or h_C alone
+    if `residual`."""
     inputs: list[list[tuple[State, Hidden]]] = [[] for _ in rows]
     for reveal, state in queries:
         inputs[reveal.index].append((state, reveal.hidden))
@@ -110,11 +111,12 @@ def run_head(
 def head_log_odds(
     networks: Runner, rows: Sequence[Row], queries: Sequence[tuple[Reveal, Columns]]
 ) -> list[tuple[Reveal, list[float]]]:
-    """Compute with the head the log-odds [block] of each reveal's tokens, given its tokens at the
-    query's columns; -inf elsewhere.
+    """Compute with the head the log-odds [block] of each reveal's tokens. They are -inf at columns
+    that the reveal does not have.
 
-    For a token at one of these columns, a trained head estimates the backbone's log-odds with this
-    token alone still masked.
+    Each query is a reveal and some columns. The head reads the state in which the reveal's tokens
+    stand at these columns. For a token at one of these columns, a trained head estimates the
+    log-odds that the backbone would give if this token alone were still masked.
     """
     states = []
     tokens = []
@@ -127,13 +129,17 @@ def head_log_odds(
 
 @dataclass(frozen=True)
 class Direct:
-    """`mrp_direct`: after each backbone step the head reveals more columns, one at a time,
-    unverified (MRP, section 5)."""
+    """The mode `mrp_direct`: after each backbone step, the head reveals more columns, one at a time
+    and unverified (MRP, section 5).
+
+    Attributes:
+        head_reveals: The number of columns that the head reveals after each backbone step.
+    """
 
     head_reveals: int
 
     def __call__(self, networks: Runner, rows: Sequence[Row], reveals: list[Reveal]) -> None:
-        """See `Refinement`."""
+        """Refine `reveals` in place (see `Refinement`)."""
         for _ in range(self.head_reveals):
             queries = []
             for reveal in reveals:
@@ -156,18 +162,18 @@ class Direct:
 
 @dataclass(frozen=True)
 class ThresholdRemask:
-    """The published rule of `mrp_remask`: re-mask tokens whose corrected confidence falls below
-    tau.
+    """The published rule of `mrp_remask`: mask tokens again if their corrected confidence falls
+    below tau.
 
-    The head is conditioned on all the fresh reveals; a token whose corrected confidence is below
-    tau becomes a mask again (MRP, arXiv 2605.18817). At least one reveal stays, under every
-    remasking rule.
+    The head is conditioned on all the fresh reveals. A token whose corrected confidence is below
+    tau becomes a mask again (MRP, arXiv 2605.18817). Under every remasking rule, at least one
+    reveal stays.
     """
 
     threshold: float  # tau, in log-odds
 
     def __call__(self, networks: Runner, rows: Sequence[Row], reveals: list[Reveal]) -> None:
-        """See `Refinement`."""
+        """Refine `reveals` in place (see `Refinement`)."""
         queries = [(reveal, reveal.columns) for reveal in reveals]
         for reveal, log_odds in head_log_odds(networks, rows, queries):
             confident = [column for column in reveal.columns if log_odds[column] >= self.threshold]
@@ -176,17 +182,17 @@ class ThresholdRemask:
 
 @dataclass(frozen=True)
 class ResidualRemask:
-    """The rule `residual` of the released code: re-mask tokens whose logits the head changes by
-    much.
+    """The rule `residual` of the released code: mask tokens again if the head changes their logits
+    by much.
 
-    The head reads the state before the reveal; a token goes back if its logit changes by more than
-    `delta`, up or down.
+    The head reads the state before the reveal. A token becomes a mask again if its logit changes by
+    more than `delta`, up or down.
     """
 
     delta: float  # in logits
 
     def __call__(self, networks: Runner, rows: Sequence[Row], reveals: list[Reveal]) -> None:
-        """See `Refinement`."""
+        """Refine `reveals` in place (see `Refinement`)."""
         queries = [(reveal, reveal.state) for reveal in reveals]
         residual = run_head(networks, rows, queries, residual=True)
         tokens = [(reveal.columns, reveal.token) for reveal in reveals]
@@ -198,22 +204,22 @@ class ResidualRemask:
 
 @dataclass(frozen=True)
 class RereadRemask:
-    """The rule `reread`: keep the tokens in which the head is confident given all other kept ones,
-    and given the most confident one alone.
+    """The rule `reread`: keep the tokens in which the head is confident, both given all other kept
+    tokens and given the most confident token alone.
 
-    Under `threshold`, two tokens that contradict each other both go back. Here only the least
-    confident token below tau does; then the head reads the remaining tokens again, until every
-    token's confidence given the others reaches tau. Tokens that are wrong together still support
-    each other, so the head finally reads them given the most confident one alone: a token whose
-    confidence is then below `alone_threshold` goes back, too (`benchmarks/NOTES.md`, Remasking). A
-    single token needs no head pass.
+    Under the rule `threshold`, two tokens that contradict each other both become masks again. Under
+    this rule, only the least confident token below tau does. Then the head reads the remaining
+    tokens again, until the confidence of every token, given the others, reaches tau. Tokens that
+    are wrong together still support each other. So the head finally reads them given only the most
+    confident token; a token whose confidence is then below `alone_threshold` becomes a mask again,
+    too (`benchmarks/NOTES.md`, Remasking). A single token needs no head pass.
     """
 
     threshold: float  # tau, in log-odds
     alone_threshold: float  # the log-odds of half of tau
 
     def __call__(self, networks: Runner, rows: Sequence[Row], reveals: list[Reveal]) -> None:
-        """See `Refinement`."""
+        """Refine `reveals` in place (see `Refinement`)."""
         unsettled = [reveal for reveal in reveals if len(reveal.columns) > 1]
         while unsettled:  # most rows are settled by the first pass
             queries = [(reveal, reveal.columns) for reveal in unsettled]

@@ -1,5 +1,5 @@
-"""A request for one text of a batch that requests join and leave: the input of decoding, and the
-results reported as the text grows."""
+"""A request for one text in a batch that requests join and leave: the input of decoding, and the
+results that are reported as the text grows."""
 
 import copy
 import time
@@ -25,18 +25,18 @@ from .output import Stopping
 
 @dataclass(frozen=True)
 class Call:
-    """The checked input of decoding: the prompts of a call of `generate`, and all that is needed to
-    decode them.
+    """The checked input of decoding: the prompts of a call of `generate`, and everything that is
+    needed to decode them.
 
     Attributes:
         config: The checked options.
         mode: Rule, refinement and drafting.
-        picker: Picks tokens by the call's processors.
+        picker: Picks tokens, using the call's processors.
         rows: The `Row` of each text.
-        prompts: By row, the prompt's ids without padding.
-        input_ids: [rows, length] long, the prompts as given, which criteria see.
+        prompts: For each row, the ids of its prompt, without padding.
+        input_ids: int64 [rows, length], the prompts as given, which stopping criteria get.
         criteria: Stopping criteria, without those that each row decides by itself.
-        sources: Draft sources used in addition to scores.
+        sources: Draft sources that are used in addition to scores.
         model_key: The model's `fingerprint`.
     """
 
@@ -52,7 +52,8 @@ class Call:
 
 
 def unscored(error: UnscoredError, row: Row, picker: Picker) -> str:
-    """Make the error message for a row without any token to choose, including the remedy."""
+    """Make the error message for a row in which there is no token to choose, including the
+    remedy."""
     return (
         f"no token with a finite score at position {error.position}, "
         f"{error.position - row.prompt} behind its prompt: leave one that no logits processor, "
@@ -63,14 +64,15 @@ def unscored(error: UnscoredError, row: Row, picker: Picker) -> str:
 
 @dataclass
 class RequestOutput(GenerationOutput):
-    """The text of a request so far, in the form of transformers' `GenerationOutput`, and its costs.
+    """The text of a request so far, in the form of transformers' `GenerationOutput`, and the costs
+    of the text.
 
     Attributes:
-        reveal_step: By generated token, the denoising step that revealed it.
-        top_logprobs: By generated token, the likeliest ids at its state with their
-            log-probabilities, if the request asks for them.
+        reveal_step: For each generated token, the denoising step that revealed it.
+        top_logprobs: For each generated token, the likeliest ids at its state with their
+            log-probabilities. Empty unless the request asks for them.
         finish_reason: "eos", "length" or "criterion" (also for a stop string) once the text is
-            complete.
+            complete; None before.
         counts: The costs of the row (`MRPGenerateStats` explains each number).
     """
 
@@ -81,13 +83,14 @@ class RequestOutput(GenerationOutput):
 
 
 class Request:
-    """A request for one text: its row, and the results so far.
+    """A request for one text: its row, and its results so far.
 
     Args:
         name: The id of the request.
-        call: The checked call that the request belongs to.
-        index: The index of its row in the call.
-        setting: The settings that it shares with all other requests of its batch (`setting_of`).
+        call: The checked call to which the request belongs.
+        index: The index of the request's row in the call.
+        setting: The settings that the request shares with all other requests of its batch
+            (`setting_of`).
         streaming: Whether the text is reported after every round, or only when it is complete.
         timestamps: Whether the time of each token is recorded.
         top_logprobs: Number of likeliest tokens that are reported for each position.
@@ -120,7 +123,7 @@ class Request:
 
     @property
     def size(self) -> int:
-        """The number of cache slots that its text takes."""
+        """The number of cache slots that the request's text takes."""
         return len(self.row.text)
 
     def restart(self) -> None:
@@ -138,8 +141,8 @@ class Request:
             self._stopping = Stopping(self.call.criteria, [self.row], ids, pad)
 
     def read(self, networks: Networks) -> bool:
-        """Update the results after a round: end the row where a criterion does, and take the newly
-        final tokens; return whether anything is new."""
+        """Update the results after a round: end the row if a criterion does, and take the tokens
+        that have become final. Return whether anything is new."""
         row = self.row
         if self.top_count:
             self._read_likeliest(networks)
@@ -158,8 +161,8 @@ class Request:
         return self._take(row.stop, reason)
 
     def _take(self, bound: int, reason: str | None) -> bool:
-        """Take tokens in order up to a mask or the position `bound`, and the reason of the end, if
-        the text ends; return whether anything is new."""
+        """Take tokens in order, up to a mask or to the position `bound`. `reason` is the reason why
+        the text has ended, or None. Return whether anything is new."""
         row, output = self.row, self.output
         begin = row.prompt + len(output.generated_tokens)
         end = begin
@@ -187,7 +190,7 @@ class Request:
         self.output.lifespan = (time.perf_counter(), -1)
 
     def fail(self, error: str) -> None:
-        """Record that the request has failed, and its text will not grow any more."""
+        """Record that the request has failed, so that its text will not grow any more."""
         self.output.error = error
         self._end(RequestStatus.FAILED)
 
@@ -197,7 +200,7 @@ class Request:
         self.row.forget()
 
     def snapshot(self) -> RequestOutput:
-        """Copy the results so far, which keep growing."""
+        """Return a copy of the results so far, which does not change while they keep growing."""
         output = copy.copy(self.output)
         output.generated_tokens = list(output.generated_tokens)
         output.logprobs = list(output.logprobs)
@@ -208,7 +211,8 @@ class Request:
         return output
 
     def _read_likeliest(self, networks: Networks) -> None:
-        """Compute the likeliest tokens at the positions that the last round revealed."""
+        """Compute the likeliest tokens at the positions that the last round revealed, for
+        `RequestOutput.top_logprobs`."""
         positions = []
         states: list[tuple[Row, State]] = []
         hidden_states = []
@@ -240,8 +244,8 @@ class Request:
 
 
 def picked_from(pending: PendingReveal) -> Iterator[tuple[int, tuple[State, Any]]]:
-    """Yield each revealed column of a pending reveal, with the state and the hidden states (in the
-    form of `Scores.hidden`) from which its token was picked."""
+    """Yield each revealed column of a pending reveal. With it, yield the state and the hidden
+    states (in the form of `Scores.hidden`) from which the column's token was picked."""
     of_backbone = (pending.state, pending.scores.hidden)
     for column in pending.columns:
         yield column, (pending.drawn or {}).get(column, of_backbone)

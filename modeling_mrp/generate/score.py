@@ -1,8 +1,8 @@
 """Log-probabilities of given texts under `sequential`.
 
 A token is scored at a state that shows all tokens to its left, and masks from its position to the
-end of its block. A given text determines all states: one pass over the text gives the keys and
-values that they attend to, then they are scored side by side.
+end of its block. A given text determines all these states. So one pass over the text computes the
+keys and values to which they attend; then the states are scored side by side.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,14 +29,15 @@ class MRPScoreOutput(ModelOutput):
     """The output of `score`.
 
     Attributes:
-        logprobs: [batch, length] float32 (float64 for a float64 model), log-probability of each
+        logprobs: float32 [batch, length] (float64 for a float64 model), the log-probability of each
             scored token, in nats; 0 elsewhere.
-        scored: [batch, length] bool, whether a token was scored.
-        greedy: [batch, length] bool, whether a scored token was the likeliest at its state.
-        sums: [batch], the summed log-probability of a row's scored tokens.
-        perplexity: [batch], exp of minus the mean log-probability of a row's scored tokens; NaN for
-            a row without scored tokens.
-        forwards: Forwards of the whole batch by role, `prefill` and `score`.
+        scored: bool [batch, length], whether each token was scored.
+        greedy: bool [batch, length], whether each scored token was the likeliest one at its state;
+            False elsewhere.
+        sums: [batch], the summed log-probability of each row's scored tokens.
+        perplexity: [batch], exp of minus the mean log-probability of each row's scored tokens; NaN
+            for a row without scored tokens.
+        forwards: Number of forwards of the whole batch, by role: `prefill` and `score`.
         top_ids, top_logprobs: [batch, length, top_tokens], if `top_tokens` is given: the likeliest
             tokens at the state of each scored token, and their log-probabilities; 0 elsewhere.
     """
@@ -70,14 +71,14 @@ class MRPScoringMixin:
         token per step, if there are no processors and no truncation.
 
         Args:
-            input_ids: [batch, length] long, complete texts: the prompts and their continuations.
+            input_ids: int64 [batch, length], complete texts: the prompts and their continuations.
             attention_mask: [batch, length], 1 for real tokens, with padding on either side.
-            labels: [batch, length] long, `input_ids` where a token is to be scored and -100
-                elsewhere, for instance in the prompt, which scored tokens still attend to; None:
-                all real tokens are scored.
+            labels: int64 [batch, length], equal to `input_ids` where a token is to be scored, and
+                -100 elsewhere, for instance in the prompt. Scored tokens still attend to the tokens
+                that are not scored. None: all real tokens are scored.
             temperature: Divides the logits.
-            tokens_per_forward: The most tokens in a forward of the batch, which bounds memory; at
-                least one block per row.
+            tokens_per_forward: The largest number of tokens in a forward of the batch, which bounds
+                memory. A forward has at least one block per row, though.
             top_tokens: Number of likeliest tokens that are returned for each state.
 
         Raises:
@@ -163,12 +164,12 @@ class MRPScoringMixin:
 
 
 class ScoredText(NamedTuple):
-    """A text of which tokens are scored.
+    """A text, and which of its tokens are scored.
 
     Attributes:
-        ids: Its tokens.
-        columns: By token, its column of `input_ids`.
-        asked: The positions of the tokens to score, in order.
+        ids: The tokens of the text.
+        columns: For each token, its column in `input_ids`.
+        asked: The positions of the tokens to score, in increasing order.
     """
 
     ids: list[int]
@@ -176,7 +177,8 @@ class ScoredText(NamedTuple):
     asked: list[int]
 
     def state_before(self, position: int, block_size: int, mask_id: int) -> State:
-        """Make the state that shows the tokens before a position, and masks from there on."""
+        """Return the state that shows the tokens before a position, and masks from that position to
+        the end of its block."""
         start = position // block_size * block_size
         masks = start + block_size - position
         ids = (*self.ids[start:position], *[mask_id] * masks)
@@ -190,9 +192,12 @@ def _scores_of(
     tokens_per_forward: int,
     forwards: dict[str, int],
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Read the texts, then score the states before the tokens that are asked for; count forwards by
-    role. Yields, for n tokens each, their rows, columns of `input_ids` and ids, [n] long, and the
-    log-probabilities at their states, [n, vocab]."""
+    """Read the texts, then score the state before each token that is asked for.
+
+    Yields, for n tokens at a time, four tensors: their rows, their columns of `input_ids` and their
+    ids, int64 [n] each, and the log-probabilities at their states, [n, vocab]. `forwards` counts
+    the forwards by role.
+    """
     count = max(len(text.asked) for text in texts)
     if not count:
         return

@@ -1,1 +1,1 @@
-"""Triton kernels, each beside its PyTorch twin."""
+"""Triton kernels. Each is defined beside its twin, a PyTorch function that computes the same."""

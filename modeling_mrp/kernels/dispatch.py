@@ -1,8 +1,8 @@
-"""The choice between a Triton kernel and its plain PyTorch twin. The kernels themselves lie beside
-their twins.
+"""The choice between a Triton kernel and its plain PyTorch twin. The kernels themselves are defined
+beside their twins, in other modules.
 
-triton need not be installed: it is imported here alone, and kernels are defined under `if triton is
-not None`.
+triton need not be installed: only this module imports it, and kernels are defined under `if triton
+is not None`.
 """
 
 import math
@@ -40,8 +40,13 @@ _KERNELS_LOCK = threading.Lock()  # of both
 
 @dataclass(eq=False)
 class Kernel:
-    """A named launcher of Triton kernels, and its twin: a PyTorch function that computes the same
-    from the same arguments."""
+    """An operation that can be computed in two ways.
+
+    Attributes:
+        name: The name of the operation, for messages.
+        launch: Computes the operation by launching Triton kernels.
+        twin: A PyTorch function that computes the same from the same arguments.
+    """
 
     name: str
     launch: Callable[..., Any]
@@ -50,20 +55,29 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Dispatch:
-    """A decision between kernels and their PyTorch twins.
+    """Decides whether operations run as kernels or as their PyTorch twins.
 
     Attributes:
-        forced: None: kernels where they can be used, by device and dtype, and the twin where one
-            fails; True: kernels or an error, also interpreted on a CPU; False: PyTorch only.
+        forced: None: use kernels where device and dtype permit, and the twin of a kernel that
+            fails. True: use kernels, also interpreted ones on a CPU, or raise an error. False: use
+            PyTorch only.
     """
 
     forced: bool | None = None
 
     def allows(self, subject: str, *tensors: Tensor, obstacle: str | None = None) -> bool:
-        """Return whether kernels should run on tensors of these devices and dtypes; never for
-        gradients, under autocast, or with an `obstacle`, a reason with its remedy.
+        """Return whether kernels should run on the given tensors, judging by their devices and
+        dtypes. Kernels never run where gradients are needed, under autocast, or if there is an
+        obstacle.
 
-        Raise `ValueError` if kernels, named `subject`, are forced and cannot run.
+        Args:
+            subject: What the kernels are called in the error message.
+            tensors: The tensors on which kernels would run.
+            obstacle: A further reason why kernels cannot run, with its remedy; None if there is
+                none.
+
+        Raises:
+            ValueError: if kernels are forced and cannot run.
         """
         if self.forced is False:
             return False
@@ -78,9 +92,9 @@ class Dispatch:
     def run(self, kernel: Kernel, *arguments: Any) -> Any:
         """Run a kernel or its twin on the arguments; return the result.
 
-        A kernel that does not compile or launch, or whose first results on a GPU differ from its
-        twin's, is reported in one warning per device and not tried again; if kernels are forced,
-        `RuntimeError` is raised.
+        If a kernel does not compile or launch, or if its first results on a GPU differ from those
+        of its twin, the twin runs in its place. One warning per device reports this, and the kernel
+        is not tried again on that device. If kernels are forced, `RuntimeError` is raised instead.
         """
         if self.forced is False:
             return kernel.twin(*arguments)
@@ -137,8 +151,8 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def relative_error(result: Tensor, expected: Tensor) -> float:
-    """Compute norm(ours - right) / norm(right), or the share of differing integers; infinite if
-    only one of a pair is NaN."""
+    """Compute norm(result - expected) / norm(expected) or, for integers, the share of elements that
+    differ. The error is infinite if an element is NaN in only one of the two tensors."""
     if not expected.is_floating_point():
         return float((result != expected).double().mean())
     result = result.double()
@@ -150,8 +164,9 @@ def relative_error(result: Tensor, expected: Tensor) -> float:
 
 
 def check_close(claim: str, result: Tensor, expected: Tensor) -> None:
-    """Raise `ArithmeticError` if two results differ by more than rounding: 2 % in dtypes of 16
-    bits, 0.5 % in wider ones."""
+    """Raise `ArithmeticError` if two results differ by more than rounding can explain: by a
+    relative error above 2 % in dtypes of 16 bits, or above 0.5 % in wider ones. `claim` begins the
+    message."""
     error = relative_error(result, expected)
     allowed = 2e-2 if expected.dtype in (torch.float16, torch.bfloat16) else 5e-3
     if error > allowed:
@@ -161,8 +176,8 @@ def check_close(claim: str, result: Tensor, expected: Tensor) -> None:
 
 
 def _check(kernel: Kernel, arguments: tuple[Any, ...], result: Any) -> None:
-    """Raise `ArithmeticError` if a kernel's result differs from its twin's; once per device, dtype
-    and types of arguments."""
+    """Compare a kernel's result with its twin's, and raise `ArithmeticError` if they differ. This
+    is done once for each combination of devices, dtypes and types of arguments."""
     kind = (
         kernel.name,
         *dict.fromkeys((tensor.device, tensor.dtype) for tensor in _tensors(arguments)),
@@ -179,22 +194,23 @@ def _check(kernel: Kernel, arguments: tuple[Any, ...], result: Any) -> None:
 
 
 def failed_kernels() -> list[str]:
-    """Name the kernels, with their devices, that failed in this process and are replaced by their
-    PyTorch twins."""
+    """List the kernels that failed in this process and that PyTorch twins replace, each with the
+    device on which it failed."""
     with _KERNELS_LOCK:
         return sorted(f"{name} on {device}" for name, device in _failed)
 
 
 def processors(device: torch.device) -> int:
-    """Return the number of multiprocessors of a GPU; for other devices, on which kernels are
-    interpreted, an H200's."""
+    """Return the number of multiprocessors of a GPU. On other devices kernels are interpreted; for
+    these, return the number of a large GPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
     return 132
 
 
 def _obstacle(tensors: Sequence[Tensor], interpreted: bool) -> str | None:
-    """Explain why kernels cannot run on these tensors, with the remedy; None if they can."""
+    """Return the reason why kernels cannot run on these tensors, with its remedy; None if they can
+    run. `interpreted` is as in `unusable`."""
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return "it has no gradients: call it under torch.no_grad()"
     dtypes = list(dict.fromkeys(tensor.dtype for tensor in tensors if tensor.is_floating_point()))
@@ -209,8 +225,8 @@ def _obstacle(tensors: Sequence[Tensor], interpreted: bool) -> str | None:
 
 
 def unusable(device: torch.device, dtype: torch.dtype, interpreted: bool = False) -> str | None:
-    """Explain why kernels cannot run on a device in a dtype, with the remedy; None if they can, or
-    may run `interpreted`."""
+    """Return the reason why kernels cannot run on a device in a dtype, with its remedy; None if
+    they can run. If TRITON_INTERPRET is set, they can run only where `interpreted` is True."""
     if triton is None:
         return "triton cannot be imported: install it (pip install triton)"
     if dtype not in KERNEL_DTYPES:

@@ -1,12 +1,12 @@
 """From hidden states to tokens: the unembedding, the noise for sampling, and the kernel that picks
 a token for each row.
 
-`pick_rows` picks tokens and computes their log-odds by a Triton kernel of two launches over the
-vocabulary; `pick_rows_ref` is its PyTorch twin. `list_rows` also lists the likeliest tokens, among
-which drafts choose, in the same pass: its first launch lists those of each slice of the vocabulary,
-its second merges the slices. Logits come from a matrix product, on a GPU in float32, so that no two
-tie by rounding. Noise comes from a counter-based generator, a pure function of (seed, position,
-masks left, token id).
+`pick_rows` picks tokens and computes their log-odds by two launches of Triton kernels over the
+vocabulary; `pick_rows_ref` is its PyTorch twin. `list_rows` does the same, and lists the likeliest
+tokens, among which drafts choose, in the same pass. In both, the first launch works on slices of
+the vocabulary, and the second merges the slices. Logits come from a matrix product; on a GPU they
+are float32, so that no two logits become equal by rounding. Noise comes from a counter-based
+generator: it is a pure function of (seed, position, masks left, token id).
 """
 
 from dataclasses import dataclass
@@ -34,10 +34,10 @@ class Unembedding:
     """The map from hidden states to distributions over tokens.
 
     Attributes:
-        weight: [vocab, hidden_size], that of `lm_head`.
+        weight: [vocab, hidden_size], the weight of `lm_head`.
         mask_token_id: The id of the mask, whose logit is set to -inf.
         temperature: Divides the logits.
-        eos_token_ids: Ids that some positions must not take.
+        eos_token_ids: Ids that must not be picked at some positions (see `barred`).
     """
 
     weight: Tensor
@@ -50,8 +50,9 @@ class Unembedding:
         return logits_at_once(self.weight.device)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Compute logits [n, vocab] of hidden states [n, hidden_size], -inf at the mask id; on a
-        GPU in at least float32."""
+        """Compute the logits [n, vocab] of hidden states [n, hidden_size], with -inf at the mask
+        id. On a GPU, hidden states of 16 bits give logits in float32, provided that the weight is a
+        plain tensor."""
         half_precision = hidden.dtype in (torch.bfloat16, torch.float16) and type(self.weight) in (
             Tensor,
             torch.nn.Parameter,
@@ -64,8 +65,13 @@ class Unembedding:
         return logits
 
     def barred(self, logits: Tensor, no_eos: Tensor | None, ids: Tensor | None = None) -> Tensor:
-        """Return logits [n, vocab], or [n, m] of tokens `ids` [n, m]; eos ids get -inf in rows
-        where `no_eos` [n] is True."""
+        """Return logits with -inf at eos ids in the rows where no eos may be picked.
+
+        Args:
+            logits: [n, vocab]; or [n, m], the logits of the tokens `ids`.
+            no_eos: bool [n], whether a row must not get an eos; None if all may.
+            ids: [n, m], the tokens of `logits`; None for all tokens of the vocabulary.
+        """
         if no_eos is not None:
             ids = torch.arange(logits.shape[1], device=logits.device) if ids is None else ids
             # numbers, not a tensor of them, for whose copy to a device the host would wait
@@ -79,8 +85,9 @@ class Unembedding:
         return logits if self.temperature == 1.0 else logits / self.temperature
 
     def chunks(self, rows: int, row_size: int | None = None) -> list[slice]:
-        """Cut `rows` rows into slices whose logits, or `row_size` numbers per row, fit in memory; 0
-        rows give one empty slice."""
+        """Divide `rows` rows into slices, so that the logits of one slice fit in memory. With
+        `row_size`, make room for that many numbers per row in place of the logits. If `rows` is 0,
+        return one empty slice."""
         size = row_size or self.weight.shape[0]
         step = max(1, _LOGITS_AT_ONCE // size)
         if rows > step:  # each further slice would read the whole weight again
@@ -89,7 +96,8 @@ class Unembedding:
 
 
 def logits_at_once(device: torch.device) -> int:
-    """Return how many logits should exist at a time on a device, by the memory that it has free."""
+    """Return the largest number of logits that should exist at a time on a device, given the memory
+    that is free there."""
     if device.type != "cuda":
         return _LOGITS_AT_ONCE
     free, _ = torch.cuda.mem_get_info(device)
@@ -104,15 +112,15 @@ def upcast(logits: Tensor) -> Tensor:
 
 
 def likeliest_tokens(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the `count` largest scores of each row of `scores` [n, vocab], or all if fewer, and
-    their ids: [n, count] each."""
+    """Return the largest scores of each row of `scores` [n, vocab], the largest first, and their
+    ids: [n, m] each, where m is the smaller of `count` and vocab."""
     values, ids = scores.topk(min(count, scores.shape[1]))
     return values, ids
 
 
 def log_odds(scores: Tensor, token: Tensor, picked: bool = False) -> Tensor:
-    """Compute log p - log (1 - p), [n], of tokens [n] under scores [n, vocab]; if `picked`, NaN at
-    non-finite scores."""
+    """Compute the log-odds [n], log p - log (1 - p), of one token per row, `token` [n], under
+    `scores` [n, vocab]. If `picked`, the log-odds are NaN where the token's score is not finite."""
     token_score = scores.gather(1, token[:, None])
     other_logsumexp = scores.scatter(1, token[:, None], -torch.inf).logsumexp(-1, keepdim=True)
     odds = (
@@ -122,8 +130,8 @@ def log_odds(scores: Tensor, token: Tensor, picked: bool = False) -> Tensor:
 
 
 def odds_of(scores: Tensor, ids: Tensor) -> Tensor:
-    """Compute the log-odds [n, m] of the tokens `ids` [n, m] long under scores [n, vocab]; -inf
-    in place of NaN."""
+    """Compute the log-odds [n, m] of the tokens `ids`, int64 [n, m], under `scores` [n, vocab].
+    Where they would be NaN, return -inf."""
     token_scores = scores.gather(1, ids)
     log_p = token_scores - scores.logsumexp(-1, keepdim=True)
     odds = log_p - torch.log1p(-log_p.exp())
@@ -135,8 +143,8 @@ def odds_of(scores: Tensor, ids: Tensor) -> Tensor:
 
 
 def gumbel_noise(keys: Tensor, vocab: int, dtype: torch.dtype) -> Tensor:
-    """Compute Gumbel noise [n, vocab] of all token ids from keys [n] of `noise_key`; float32 and
-    float64 use the same bits."""
+    """Compute Gumbel noise [n, vocab] for all token ids, from the n keys that `noise_key` made.
+    float32 and float64 noise come from the same random bits."""
     bits: Tensor = mix_bits(
         mix_bits(torch.arange(vocab, device=keys.device) * 0x9E3779B1 & _UINT32) ^ keys[:, None]
     )
@@ -148,8 +156,8 @@ def gumbel_noise(keys: Tensor, vocab: int, dtype: torch.dtype) -> Tensor:
 
 
 def slices_of(rows: int, vocab: int, device: torch.device) -> tuple[int, int]:
-    """Return the length of the slices of the vocabulary that a program reads, and their number, so
-    that the programs of all rows fill the device."""
+    """Divide the vocabulary into slices, one for each program of a row, so that the programs of all
+    rows fill the device. Return the length of a slice and the number of slices."""
     length = triton.cdiv(vocab, _TILE * triton.cdiv(_READERS * processors(device), rows))
     length *= _TILE
     return length, triton.cdiv(vocab, length)
@@ -158,18 +166,18 @@ def slices_of(rows: int, vocab: int, device: torch.device) -> tuple[int, int]:
 def pick_rows(
     unembedding: Unembedding, logits: Tensor, min_logit: Tensor | None, keys: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Pick each row's token of the largest logit or, to sample, of the largest logit plus noise;
-    return tokens, log-odds [n].
+    """Pick in each row the token with the largest logit or, to sample, with the largest sum of the
+    logit (divided by the temperature) and noise. Return the tokens and their log-odds, [n] each.
 
-    Of equal logits the first is picked; NaN is larger than any number, as in `torch.argmax`.
-    Log-odds are NaN where the picked token's own score is not finite; they are computed over all
-    tokens, including those below `min_logit`.
+    Of equal logits the first is picked; NaN counts as larger than any number, as in `torch.argmax`.
+    Log-odds are NaN where the score of the picked token itself is not finite. They are computed
+    over all tokens, including those below `min_logit`.
 
     Args:
         unembedding: Gives the temperature.
         logits: [n, vocab], at least one row.
-        min_logit: [n], the least logit that may be picked; or None.
-        keys: [n] long, from `noise_key`, to sample; None: greedy.
+        min_logit: [n], the smallest logit that may be picked in each row; or None.
+        keys: int64 [n], noise keys made by `noise_key`, to sample; None to pick without noise.
     """
     rows, vocab = logits.shape
     device = logits.device
@@ -211,8 +219,8 @@ def pick_rows_ref(
     keys: Tensor | None,
     truncated_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Pick as `pick_rows` does, in PyTorch; `truncated_logits` [n, vocab], if given, are
-    the logits with -inf at tokens that must not be picked."""
+    """Pick as `pick_rows` does, in PyTorch. `truncated_logits` [n, vocab], if given, are the logits
+    with -inf at tokens that must not be picked."""
     scores = unembedding.tempered(logits)
     candidates = scores if truncated_logits is None else unembedding.tempered(truncated_logits)
     if min_logit is not None:
@@ -233,19 +241,20 @@ def list_rows(
     keys: Tensor | None,
     count: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Pick in each row as `pick_rows` does, and list its m likeliest tokens; return tokens,
-    log-odds [n], and candidates [n, 2 m + 1] in at least float32.
+    """Pick a token in each row as `pick_rows` does, and list the m likeliest tokens of the row.
+    Return the tokens [n], their log-odds [n], and the candidates [n, 2 m + 1] in at least float32.
 
-    A row of candidates holds the tokens' ids, the likeliest first; their scores, which are logits
-    over the temperature, -inf for tokens that must not be picked; and the log-sum-exp of the scores
-    of all other tokens, those that must not be picked among them. Of tokens with equal scores the
-    first come first. Those that tie with the last of a list may be any in PyTorch, unless their
-    score is -inf.
+    A row of candidates holds, in this order: the ids of the listed tokens, the likeliest first; the
+    scores of these tokens, which are logits divided by the temperature, or -inf for tokens that
+    must not be picked; and the log-sum-exp of the scores of all other tokens. Listed tokens that
+    must not be picked count among these others. Tokens with equal scores are listed by increasing
+    id. If several tokens tie for the last place of a list, PyTorch may list any of them, unless
+    their score is -inf.
 
     Args:
         unembedding, logits, keys: As in `pick_rows`.
-        min_logit: As in `pick_rows`, and no more than the largest logit of a row that has one.
-        count: m, at most `MOST_LISTED`; of a smaller vocabulary all tokens are listed.
+        min_logit: As in `pick_rows`. In a row with a largest logit, it must not exceed that logit.
+        count: m, at most `MOST_LISTED`. If the vocabulary is smaller, all its tokens are listed.
     """
     rows, vocab = logits.shape
     device = logits.device
@@ -303,7 +312,7 @@ def list_rows_ref(
     count: int,
     truncated_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """List as `list_rows` does, in PyTorch; `truncated_logits` as in `pick_rows_ref`."""
+    """List as `list_rows` does, in PyTorch. `truncated_logits` is as in `pick_rows_ref`."""
     token, odds = pick_rows_ref(unembedding, logits, min_logit, keys, truncated_logits)
     scores = unembedding.tempered(logits)
     ids = _likeliest_ids(upcast(logits), count)
@@ -321,8 +330,9 @@ def list_rows_ref(
 
 
 def _likeliest_ids(logits: Tensor, count: int) -> Tensor:
-    """Return the ids [n, count] of the largest logits of each row of `logits` [n, vocab], or of all
-    if fewer; of equal ones the first come first, and those of -inf are the first there are."""
+    """Return the ids [n, m] of the largest logits of each row of `logits` [n, vocab], where m is
+    the smaller of `count` and vocab. Ids of equal logits are in increasing order. If logits of -inf
+    must be listed, those with the smallest ids are."""
     values, ids = likeliest_tokens(logits, count)
     ids, order = ids.sort(1)
     values, order = values.gather(1, order).sort(dim=1, descending=True, stable=True)
@@ -349,8 +359,8 @@ if triton is not None:
 
     @triton.jit
     def gumbel_of_bits(bits):  # type: ignore[no-untyped-def]
-        """Turn uint32 bits into Gumbel noise as `gumbel_noise` does; log1p(-x) is taken as log(1 -
-        x) * x / (1 - (1 - x))."""
+        """Turn uint32 bits into Gumbel noise, as `gumbel_noise` does. log1p(-x) is computed as
+        log(1 - x) * x / (1 - (1 - x))."""
         lower = (bits >> 31) == 0
         nearest = (tl.where(lower, bits, bits ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.0**-32
         complement = 1.0 - nearest
@@ -363,23 +373,25 @@ if triton is not None:
 
     @triton.jit
     def _log_add(a, b):  # type: ignore[no-untyped-def]
-        """Compute log(exp(a) + exp(b)), also of infinities; NaN if either is NaN."""
+        """Compute log(exp(a) + exp(b)). Both may be infinite; the result is NaN if either of them
+        is NaN."""
         peak = tl.maximum(a, b)
         peak = tl.where(tl.abs(peak) == float("inf"), 0.0, peak)
         return peak + tl.log(tl.exp(a - peak) + tl.exp(b - peak))
 
     @triton.jit
     def _log_sum(x):  # type: ignore[no-untyped-def]
-        """Compute the log of the sum of exp(x) over a vector, also of infinities; NaN if an element
-        is NaN."""
+        """Compute the log of the sum of exp(x) over a vector x. Elements may be infinite; the
+        result is NaN if any of them is NaN."""
         peak = tl.max(x, 0)
         peak = tl.where(tl.abs(peak) == float("inf"), 0.0, peak)
         return peak + tl.log(tl.sum(tl.exp(x - peak), 0))
 
     @triton.jit
     def _candidate_scores(raw, logits, token, row, min_logit, keys):  # type: ignore[no-untyped-def]
-        """Compute by what a row's tokens are picked, from their logits and these over the
-        temperature, `raw`: with noise, if there are keys; never tokens under `min_logit`."""
+        """Compute the scores of a row's tokens; the token with the largest score is picked. A score
+        is `raw`, the logit divided by the temperature, plus noise if there are keys. It is -inf for
+        a logit below `min_logit`, and +inf in place of NaN."""
         scores = raw
         if keys is not None:
             key = tl.load(keys + row).to(tl.uint32)
@@ -402,9 +414,9 @@ if triton is not None:
         inverse_temperature,
         TILE: tl.constexpr,
     ):
-        """Store, for a program's row and slice of the vocabulary, the best score and its token,
-        that token's logit (`best_logit`), and the log-sum-exp of all other logits. Tokens with
-        logits under `min_logit` are never the best."""
+        """Process one slice of the vocabulary for one row. Store the best score, its token, that
+        token's logit divided by the temperature (`best_logit`), and the log-sum-exp of the divided
+        logits of all other tokens. A token with a logit below `min_logit` is never the best."""
         row = tl.program_id(0).to(tl.int64)
         slice_count = tl.num_programs(0) * tl.num_programs(1)
         begin = tl.program_id(1) * length
@@ -442,8 +454,8 @@ if triton is not None:
     def _merge_slices(  # type: ignore[no-untyped-def]
         slice_results, slice_tokens, token_out, odds_out, slices, TILE: tl.constexpr
     ):
-        """Merge the slices of a program's row into its token and log-odds; the losers' own logits
-        join the others."""
+        """Merge the results of all slices of one row. Store the picked token and its log-odds; the
+        best tokens of the other slices count among the tokens that were not picked."""
         row = tl.program_id(0).to(tl.int64)
         slice_count = tl.num_programs(0) * slices
         slice_index = tl.arange(0, TILE)
@@ -478,8 +490,9 @@ if triton is not None:
 
     @triton.jit
     def _keys_of(logits, token):  # type: ignore[no-untyped-def]
-        """Make keys of float32 logits and int32 tokens; NaN is more than any number, and 0 is 0
-        whatever its sign."""
+        """Make int64 keys of float32 logits and int32 tokens. The larger key belongs to the larger
+        logit or, if logits are equal, to the smaller token. NaN is larger than any number, and -0
+        equals 0."""
         bits = tl.where(logits == 0.0, 0.0, logits).to(tl.int32, bitcast=True)
         order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
         order = tl.where(logits != logits, 0x7FFFFFFF, order)
@@ -487,21 +500,22 @@ if triton is not None:
 
     @triton.jit
     def _logits_of(keys):  # type: ignore[no-untyped-def]
-        """Read logits from keys."""
+        """Read the logits from keys made by `_keys_of`."""
         order = (keys >> 31).to(tl.int32)
         return tl.where(order < 0, order ^ 0x7FFFFFFF, order).to(tl.float32, bitcast=True)
 
     @triton.jit
     def _empty_list(count, LISTED: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Make a list of `count` keys that stand for no token, and of others that are never
-        replaced."""
+        """Make a list of LISTED keys. The first `count` of them stand for no token, and `_enlist`
+        replaces them; the others are so large that they are never replaced."""
         slot = tl.arange(0, LISTED)
         return tl.where(slot < count, _LEAST_KEY - 1 - slot.to(tl.int64), _MOST_KEY)
 
     @triton.jit
     def _enlist(listed, keys, other_logsumexp, inverse_temperature):  # type: ignore[no-untyped-def]
-        """Put keys in the places of lesser ones in a list; return the list, the keys left, and the
-        log-sum-exp of others with those that lost their places."""
+        """As long as the largest of `keys` is larger than the smallest key in the list `listed`,
+        put the former in the latter's place. Return the list; the keys, with `_TAKEN` for those now
+        in the list; and `other_logsumexp`, to which the tokens that lost their places are added."""
         minimum = tl.min(listed, 0)
         top = tl.max(keys, 0)
         while top > minimum:
@@ -530,9 +544,9 @@ if triton is not None:
         LISTED: tl.constexpr,
         TILE: tl.constexpr,
     ):
-        """Store, for a program's row and slice of the vocabulary, the keys of its likeliest tokens
-        and the log-sum-exp of all others and, to sample, the best score with its token and that
-        token's logit."""
+        """Process one slice of the vocabulary for one row. Store the keys of the slice's likeliest
+        tokens, and the log-sum-exp of all its other tokens. If there are noise keys, also store the
+        best score, its token, and that token's logit divided by the temperature."""
         row = tl.program_id(0).to(tl.int64)
         slice_count = tl.num_programs(0) * tl.num_programs(1)
         begin = tl.program_id(1) * length
@@ -591,7 +605,8 @@ if triton is not None:
         TILE: tl.constexpr,
         SAMPLED: tl.constexpr,
     ):
-        """Merge the slices of a program's row."""
+        """Merge the results of all slices of one row. Store the picked token, its log-odds, and the
+        row of candidates (see `list_rows`)."""
         row = tl.program_id(0).to(tl.int64)
         slice_count = tl.num_programs(0) * slices
         slice_index = tl.arange(0, SLICES)

@@ -1,16 +1,18 @@
-"""The fused layers of a round: Triton kernels, each beside its PyTorch twin, for all that lies
-between the matrix products.
+"""The fused layers of a round: Triton kernels, each beside its PyTorch twin, for everything between
+the matrix products.
 
-A layer called module by module launches about seventy operations, nearly all of them on a few
-thousand numbers: on a GPU each takes longer to start than to run, also inside a CUDA graph.
-`run_fused` makes a few launches a layer; five are of kernels here: a sum and its norm (twice); norm
-and rotation of queries and keys, with the copy of keys and values to the cache; attention; SiLU of
-the gate times what it gates. Casts
-are those of transformers' modules: whatever these round to the model's dtype is rounded here, too.
+A layer that is called module by module launches about seventy operations. Nearly all of them work
+on a few thousand numbers, so on a GPU each takes longer to start than to run, even inside a CUDA
+graph. `run_fused` makes only a few launches per layer. Five of them are kernels of this module: the
+sum of hidden states and the norm of this sum (twice); the norm and rotation of queries and keys,
+which also copies keys and values to the cache; attention; and the SiLU of the gate, multiplied by
+the values that it gates. Casts are the same as in transformers' modules: whatever these round to
+the model's dtype is rounded here, too.
 
-In a round every row submits some states of one block each. A query sees the committed prefix of its
-row, the keys of its own state and, where its state has a parent, those of the parent. Keys and
-values are read where `BlockCache` holds them: the committed slots first, then those of all states.
+In a round every row submits some states, each of which is one block. A query sees the committed
+prefix of its row, the keys of its own state and, if its state has a parent, the keys of the parent.
+Keys and values are read where `BlockCache` holds them: first the committed slots, then the slots of
+all states.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,8 +44,8 @@ Plans = dict[Any, Plan]
 
 
 def sum_and_norm(hidden: Tensor, added: Tensor | None, norm: Any) -> Pair:
-    """Return the sum `hidden + added` [..., hidden_size] (`hidden` if `added` is None), and the sum
-    under a `Qwen3RMSNorm`."""
+    """Return two tensors [..., hidden_size]: the sum `hidden + added` (`hidden` if `added` is
+    None), and the result of the `Qwen3RMSNorm` `norm` on this sum."""
     hidden, size = hidden.contiguous(), hidden.shape[-1]
     normed = torch.empty_like(hidden)
     total = hidden if added is None else torch.empty_like(hidden)
@@ -64,14 +66,14 @@ def sum_and_norm(hidden: Tensor, added: Tensor | None, norm: Any) -> Pair:
 
 
 def sum_and_norm_ref(hidden: Tensor, added: Tensor | None, norm: Any) -> Pair:
-    """Compute `sum_and_norm` in PyTorch."""
+    """Compute the same as `sum_and_norm`, in PyTorch."""
     total = hidden if added is None else hidden + added
     return total, normed_by(norm, total)
 
 
 def normed_by(norm: Any, hidden: Tensor) -> Tensor:
-    """Apply a `Qwen3RMSNorm`; in float32 to the same bits with fewer new tensors, which saves time
-    in large rounds."""
+    """Apply a `Qwen3RMSNorm`. In float32, compute the same bits as the module with fewer new
+    tensors, which saves time in large rounds."""
     if hidden.dtype != torch.float32:
         return norm(hidden)
     scale = torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
@@ -81,16 +83,18 @@ def normed_by(norm: Any, hidden: Tensor) -> Tensor:
 def rotated(
     projected: Tensor | list[Tensor], norms: tuple[Any, Any], rotary: Pair, target: Pair
 ) -> tuple[Tensor, ...]:
-    """Normalise and rotate queries and keys, and write keys and values to the cache; return
-    queries, keys and values.
+    """Normalise and rotate queries and keys, and write keys and values to the cache.
 
     Args:
-        projected: Queries, keys and values of each token, [rows, tokens, (heads + 2 * kv_heads) *
-            head_dim]; or these three.
-        norms: `Qwen3RMSNorm`s of queries and keys, of one epsilon.
+        projected: The queries, keys and values of each token in one tensor [rows, tokens, (heads +
+            2 * kv_heads) * head_dim], or a list of three tensors: queries, keys and values.
+        norms: The `Qwen3RMSNorm`s of queries and of keys, which have the same epsilon.
         rotary: cos and sin, [rows, tokens, head_dim] each.
-        target: The cache's slots for keys and for values, [rows, kv_heads, tokens, head_dim] each,
-            returned after the queries [rows, heads, tokens, head_dim].
+        target: The slots of the cache for keys and for values, [rows, kv_heads, tokens, head_dim]
+            each.
+
+    Returns:
+        The queries [rows, heads, tokens, head_dim], then keys and values: the tensors of `target`.
     """
     projected = (
         projected.contiguous() if isinstance(projected, Tensor) else torch.cat(projected, -1)
@@ -116,7 +120,7 @@ def rotated(
 def rotated_ref(
     projected: Tensor | list[Tensor], norms: tuple[Any, Any], rotary: Pair, target: Pair
 ) -> tuple[Tensor, ...]:
-    """Compute `rotated` in PyTorch."""
+    """Compute the same as `rotated`, in PyTorch."""
     keys, values = target
     size = keys.shape[1] * keys.shape[3]
     head_dim = keys.shape[3]
@@ -133,8 +137,8 @@ def rotated_ref(
 
 
 def gated(gate: Tensor, up: Tensor, activation: Any) -> Tensor:
-    """Return `silu(gate) * up` [..., size]; rows of both may be parts of larger ones. `activation`
-    is a module of SiLU."""
+    """Return `silu(gate) * up` [..., size]. Rows of `gate` and `up` may be parts of larger rows.
+    `activation` is a module that computes SiLU."""
     size = gate.shape[-1]
     gates = gate.reshape(-1, size)
     ups = up.reshape(-1, size)
@@ -146,23 +150,26 @@ def gated(gate: Tensor, up: Tensor, activation: Any) -> Tensor:
 
 
 def gated_ref(gate: Tensor, up: Tensor, activation: Any) -> Tensor:
-    """Compute `gated` in PyTorch, of any activation that makes a new tensor."""
+    """Compute `activation(gate) * up` in PyTorch, as `gated` does for SiLU. The activation must
+    return a new tensor, as the product overwrites it."""
     activated: Tensor = activation(gate)
     return activated.mul_(up)
 
 
 @dataclass(frozen=True)
 class RoundMask:
-    """The attention pattern of a round (which keys each state sees), in place of a mask tensor.
+    """The attention pattern of a round: which keys each state sees. It takes the place of a mask
+    tensor.
 
     Attributes:
-        committed: [rows, width] long, number of committed slots that each state sees.
-        parent: [rows, width] long, index in the row of the state that a state attends to besides
-            the prefix, -1 if none.
-        block_size: Tokens per state.
+        committed: int64 [rows, width], the number of committed slots that each state sees; width is
+            the number of states per row.
+        parent: int64 [rows, width], for each state, the index (within the row) of the parent whose
+            keys it also sees; -1 if it has none.
+        block_size: The number of tokens per state.
         dispatch: Decides between kernels and PyTorch.
-        sees_all: Whether every query sees every key: each row has one state, and all states see
-            equally many slots.
+        sees_all: Whether every query sees every key: each row has one state, and all states see the
+            same number of slots.
     """
 
     committed: Tensor
@@ -174,8 +181,9 @@ class RoundMask:
     _shared: dict[Any, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def dense(self, cached_slots: int) -> Tensor:
-        """Make the mask [rows, 1, queries, cached_slots + queries] bool, where queries = width *
-        block_size, over committed slots and scored states."""
+        """Make the mask as a tensor, bool [rows, 1, queries, cached_slots + queries] with queries =
+        width * block_size: True where a query sees a key. Its keys are the committed slots, then
+        the scored states."""
         slots = torch.arange(self.parent.shape[1], device=self.parent.device)
         block = self.block_size
         # themselves and their parents
@@ -188,8 +196,8 @@ class RoundMask:
         return torch.cat([committed, scored], -1)[:, None]
 
     def bias(self, cached_slots: int, dtype: torch.dtype) -> Tensor | None:
-        """Make the additive mask of `dense`: 0 where a key is visible, -inf elsewhere; None if all
-        are visible."""
+        """Make the mask as a tensor that is added to attention scores: 0 where `dense` is True,
+        -inf elsewhere. Return None if every query sees every key."""
         if self.sees_all:
             return None
         if (key := (cached_slots, dtype)) not in self._shared:
@@ -200,8 +208,9 @@ class RoundMask:
         return self._shared[key]
 
     def arrived(self, count: int) -> Tensor:
-        """Return `count` int32 zeros, in which the kernel counts its programs; it sets them back to
-        zero after each layer."""
+        """Return counters, int32 [count], with which the attention kernel counts its programs that
+        have finished. They are zero when a layer begins, and the kernel sets them back to zero at
+        its end."""
         if count not in self._shared:
             self._shared[count] = torch.zeros(
                 count, dtype=torch.int32, device=self.committed.device
@@ -212,7 +221,7 @@ class RoundMask:
 def round_attention_ref(
     query: Tensor, key: Tensor, value: Tensor, mask: RoundMask, scale: float
 ) -> Tensor:
-    """Compute `round_attention` in PyTorch, by SDPA."""
+    """Compute the same as `round_attention`, by PyTorch's `scaled_dot_product_attention`."""
     bias = mask.bias(key.shape[2] - query.shape[2], query.dtype)
     grouped = query.device.type == "cpu"
     if not grouped:  # with a mask, SDPA's fast kernels on a GPU take no grouped heads
@@ -230,17 +239,17 @@ def round_attention(
 ) -> Tensor:
     """Compute the attention of a round in one launch; return [rows, queries, heads, head_dim].
 
-    A program takes a tile of a row's queries, with all query heads of one KV head, and one share of
-    the keys that these see; of a tile's programs, the last to finish merges the shares, in
-    order. No shape depends on `committed` or `parent`.
+    Each program takes a tile of a row's queries, with all query heads of one KV head, and one share
+    of the keys that these queries see. The last of a tile's programs to finish merges the results
+    of all shares, in order. No shape depends on `committed` or `parent`.
 
     Args:
-        query: [rows, heads, queries, head_dim], queries = width * block_size.
-        key, value: [rows, kv_heads, cached_slots + queries, head_dim], of equal strides, the last
-            one 1: `cached_slots` committed slots, then the scored states. Committed slots that no
-            state of a row sees are never read.
+        query: [rows, heads, queries, head_dim], where queries = width * block_size.
+        key, value: [rows, kv_heads, cached_slots + queries, head_dim]: `cached_slots` committed
+            slots, then the scored states. Both have the same strides, the last of which is 1.
+            Committed slots that no state of a row sees are never read.
         mask: Which keys each state sees.
-        scale: Multiplies the scores.
+        scale: The factor by which attention scores are multiplied.
     """
     rows, heads, queries, head_dim = query.shape
     kv_heads = key.shape[1]
@@ -307,8 +316,9 @@ ROUND_ATTENTION = Kernel("round_attention", round_attention, round_attention_ref
 def product(
     linears: Sequence[Any], weight: Tensor | None
 ) -> Callable[[Tensor], Tensor | list[Tensor]]:
-    """Make a function that applies linear layers to one input and returns a list, or one tensor by
-    their packed `weight`."""
+    """Make a function that applies several linear layers to one input. It returns one tensor if
+    `weight`, the packed weight of all layers, is given; otherwise, it returns a list with the
+    output of each layer."""
     if weight is not None:
         return partial(F.linear, weight=weight)
     return lambda hidden: [linear(hidden) for linear in linears]
@@ -317,13 +327,16 @@ def product(
 def run_fused(
     plan: Plan, norm: Any, hidden: Tensor, rotary: Pair, mask: RoundMask, cache: Any
 ) -> Tensor:
-    """Run the planned layers and the final norm of backbone or head over hidden states; return the
-    normed ones.
+    """Run the planned layers of the backbone or the head, and the final norm, over hidden states;
+    return the normed hidden states. Where kernels do not run, as on a CPU, their PyTorch twins do.
 
-    Where kernels do not run, as on a CPU, their PyTorch twins do.
-
-    Hidden states are [rows, tokens, hidden_size], cos and sin of `rotary` [rows, tokens, head_dim]
-    each; keys and values go to the target of `cache`, a `BlockCache`.
+    Args:
+        plan: The layers and their matrix products (see `Plan`).
+        norm: The final norm.
+        hidden: [rows, tokens, hidden_size].
+        rotary: cos and sin, [rows, tokens, head_dim] each.
+        mask: Which keys each state sees.
+        cache: A `BlockCache`; its target receives the keys and values.
     """
     run = mask.dispatch.run
     added = None
@@ -388,8 +401,9 @@ if triton is not None:
     def _normed(  # type: ignore[no-untyped-def]
         x, size, is_query, query_scale, key_scale, dims, inside, kind: tl.constexpr
     ):
-        """RMS-normalize x: multiply by `size`, its inverse RMS, and by the query or key weight at
-        the head columns `dims`."""
+        """RMS-normalize x: multiply it by `size`, the inverse of its RMS, and by the weight of the
+        query norm or, where `is_query` is False, of the key norm. `dims` are the columns of a
+        head."""
         of_queries = tl.load(query_scale + dims, mask=inside, other=0.0).to(tl.float32)[None, :]
         of_keys = tl.load(key_scale + dims, mask=inside, other=0.0).to(tl.float32)[None, :]
         return (
@@ -420,8 +434,8 @@ if triton is not None:
         PADDED: tl.constexpr,
         HEADS: tl.constexpr,
     ):
-        """See `rotated`: a program takes HEADS heads, ordered by token, and within a token queries,
-        then keys, then values."""
+        """Do the work of `rotated`. A program takes HEADS heads. The heads are ordered by token
+        and, within a token, as those of queries, then keys, then values."""
         heads_per_token = heads + 2 * kv_heads
         index = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
         token = index // heads_per_token
@@ -491,8 +505,9 @@ if triton is not None:
         TILE_KEYS: tl.constexpr,
         SPLIT: tl.constexpr,
     ):
-        """Attend in program (tile of queries x heads of a group, share of the prefix, batch row x
-        KV head)."""
+        """Do the work of `round_attention`. The three program ids are the tile (of queries times
+        the query heads of a KV head), the share of the prefix, and the pair of a batch row and a KV
+        head."""
         split = tl.program_id(1)
         splits = tl.num_programs(1)
         pair = tl.program_id(2).to(tl.int64)  # offsets into the cache may not fit 32 bits

@@ -1,1 +1,1 @@
-"""The model: configuration, head, loading."""
+"""The model: its configuration, backbones and head, and the loading and saving of checkpoints."""

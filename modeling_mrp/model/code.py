@@ -1,4 +1,4 @@
-"""The remote code that a repository carries."""
+"""The remote code of a model's repository: the Python files that are saved beside the weights."""
 
 import inspect
 from importlib import import_module
@@ -33,8 +33,9 @@ the top of {PACKAGE}.""",
 
 
 def code_files(family: str = DENSE) -> dict[str, str]:
-    """Return a repository's remote code as a dict of paths to texts: the files beside this one if
-    it is a bundle, otherwise files generated for a family."""
+    """Return the remote code of a repository as a dict that maps the path of each file to its text.
+    If this code itself runs as remote code, the texts are those of its own files; otherwise, they
+    are generated for a family."""
     this_file = Path(__file__)
     if this_file.name == PACKAGE:
         files = {
@@ -52,14 +53,14 @@ def code_files(family: str = DENSE) -> dict[str, str]:
 
 
 def write_code(folder: Path, family: str = DENSE) -> None:
-    """Write a family's remote code into a checkpoint's folder."""
+    """Write the remote code of a family into the folder of a checkpoint."""
     for name, text in code_files(family).items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
 
 
 def model_tags(family: str) -> list[str]:
-    """List the tags of a model's repository, by its family."""
+    """List the tags that the repository of a model of this family should have on the Hub."""
     return ["dllm", "diffusion-lm", "block-diffusion", "speculative-decoding", family, "mrp"]
 
 
@@ -68,9 +69,10 @@ def generate_on_stock(inputs: Any = None, *, model: Any, **kwargs: Any) -> Any:
     MRP model decodes with its own head. The call is `sdar.generate(custom_generate="org/head",
     trust_remote_code=True)`.
 
-    The file `custom_generate/generate.py` holds only this function, named `generate`, so it imports
-    everything that it needs. The path at which transformers caches that file gives the repository
-    and commit. `ValueError` if the head does not fit, or the repository is a local folder.
+    The file `custom_generate/generate.py` holds only this function, under the name `generate`, so
+    the function itself imports everything that it needs. The path at which transformers caches that
+    file gives the repository and the commit. `ValueError` is raised if the head does not fit, or if
+    the repository is a local folder.
     """
     import re
     from pathlib import Path

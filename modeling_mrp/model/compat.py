@@ -1,6 +1,7 @@
-"""Differences between versions of transformers: from 5.24 on, `past_key_values` of models and
-outputs is called `cache`; 5.17 calls `page_size` of `ContinuousBatchingConfig` `block_size`; before
-5.18, `load_adapter` leaves out modules saved with an adapter."""
+"""Differences between versions of transformers. From 5.24 on, the argument and the output field
+`past_key_values` of models are called `cache`. In 5.17, the field `page_size` of
+`ContinuousBatchingConfig` is called `block_size`. Before 5.18, `load_adapter` leaves out modules
+that were saved with an adapter."""
 
 from inspect import signature
 from typing import Any
@@ -23,8 +24,9 @@ PAGE_SIZE_NAME = (
 
 
 def check_saved_modules(model: Any, adapter_name: str) -> None:
-    """Raise `ImportError`, and delete the adapter, if the installed version has loaded an adapter
-    without the modules that were saved with it."""
+    """Check that an adapter was loaded together with the modules that were saved with it. If the
+    installed version of transformers has left these out, delete the adapter and raise
+    `ImportError`."""
     saved = getattr(model.peft_config[adapter_name], "modules_to_save", None)
     if saved and Version(transformers.__version__) < Version("5.18"):
         model.delete_adapter(adapter_name)
@@ -36,8 +38,8 @@ def check_saved_modules(model: Any, adapter_name: str) -> None:
 
 
 def chosen_cache(cache: Any, past_key_values: Any) -> Any:
-    """Return the cache that a caller passed under either of its names, or None; `ValueError` if
-    both are given."""
+    """Return the cache that a caller passed under one of the two names of the argument, or None if
+    neither was used. Raise `ValueError` if both were used."""
     if cache is not None and past_key_values is not None:
         raise ValueError(
             "cache and past_key_values are two names of one argument: pass one of them"
@@ -46,12 +48,12 @@ def chosen_cache(cache: Any, past_key_values: Any) -> Any:
 
 
 class CacheOutput(ModelOutput):
-    """An output whose field `cache` is also called `past_key_values`, as an attribute and as a
-    key."""
+    """A model output whose field `cache` can also be accessed as `past_key_values`, as an attribute
+    and as a key."""
 
     @property
     def past_key_values(self) -> Any:
-        """The field `cache`."""
+        """The field `cache`, under its older name."""
         return self.cache
 
     @past_key_values.setter
@@ -71,7 +73,7 @@ class CacheOutput(ModelOutput):
         return super().__contains__(_field(key))
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """Return the field with a name, or `default` if it is not set."""
+        """Return the field called `key`, or `default` if that field is not set."""
         return super().get(_field(key), default)
 
 

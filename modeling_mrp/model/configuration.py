@@ -69,8 +69,15 @@ _ROPE_NEEDS = {
 def check_number(
     name: str, value: Any, number_type: Any, lower: float, upper: float, reason: str
 ) -> None:
-    """Raise `ValueError` unless a value is a number of the type `Integral` or `Real`, and within
-    the given bounds."""
+    """Raise `ValueError` unless a value is a number of the right type and within its bounds.
+
+    Args:
+        name: The name of the value, for the message.
+        value: The value.
+        number_type: `Integral` or `Real`.
+        lower, upper: The smallest and the largest value that are allowed.
+        reason: The meaning of the number or of a bound, with which the message ends.
+    """
     if isinstance(value, bool) or not isinstance(value, number_type) or not lower <= value <= upper:
         type_name = "an int" if number_type is Integral else "a number"
         raise ValueError(
@@ -79,7 +86,8 @@ def check_number(
 
 
 def check_rope(rope: Mapping[str, Any], head_dim: int) -> None:
-    """Raise `ValueError` for `rope_parameters` that do not give finite rotary frequencies."""
+    """Raise `ValueError` if `rope_parameters` do not give finite rotary frequencies for heads of
+    `head_dim` dimensions."""
     rope_type = rope.get("rope_type", "default")
     rope_types = ("default", *sorted(ROPE_INIT_FUNCTIONS))
     if rope_type not in rope_types:
@@ -118,8 +126,8 @@ def check_rope(rope: Mapping[str, Any], head_dim: int) -> None:
 
 
 def check_dtype(dtype: Any) -> None:
-    """Raise `ValueError` unless a config's dtype is None or a floating-point `torch.dtype`, or the
-    name of one."""
+    """Raise `ValueError` unless a config's dtype is None, a floating-point `torch.dtype`, or the
+    name of such a dtype."""
     torch_dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if dtype is not None and not (
         isinstance(torch_dtype, torch.dtype) and torch_dtype.is_floating_point
@@ -134,17 +142,23 @@ AUTOREGRESSIVE = {"qwen3": DENSE, "qwen2": "Fast_dLLM_Qwen"}
 
 
 def as_block_diffusion(fields: dict[str, Any]) -> dict[str, Any]:
-    """Convert an autoregressive checkpoint's config into that of a block-diffusion model."""
+    """Convert the config fields of an autoregressive checkpoint into those of a block-diffusion
+    model with the same layers."""
     return {**fields, "model_type": AUTOREGRESSIVE[fields["model_type"]]}
 
 
 def translate_fields(fields: dict[str, Any], source: str = "") -> dict[str, Any]:
-    """Translate a config's fields for `MRPConfig`: keep those of this package, and of other configs
-    only the fields that `MRPConfig` knows.
+    """Translate the fields of a config into those of `MRPConfig`. The fields of a config of this
+    package are returned unchanged; of other configs, only the fields that `MRPConfig` knows are
+    kept.
+
+    Args:
+        fields: The fields of the config.
+        source: The name of its repository or folder.
 
     Raises:
-        ValueError: for an unsupported head or kind of model, recognised by its fields or by the
-            name of its repository, `source`.
+        ValueError: if the head or the kind of model is not supported, which the fields or the name
+            of the repository show.
     """
     for name, supported in (("head_predicts", "residual"), ("num_mrp_heads", 1)):
         if (value := fields.get(name, supported)) != supported:
@@ -191,18 +205,19 @@ class MRPConfig(Qwen3Config):
     """A `Qwen3Config` plus fields of block diffusion and of the MRP head (SDAR, arXiv 2510.06303;
     MRP, arXiv 2605.18817).
 
-    Published configs load too; their fields without a meaning here are dropped. `ValueError` for
-    values that are out of range or not supported.
+    Published configs can be loaded, too; fields that have no meaning here are dropped. `ValueError`
+    is raised for values that are out of range or not supported.
 
     Args:
         family: The family of the backbone (`modeling_mrp/model/families`); some families have
             further fields.
-        block_size: Tokens per diffusion block, counted from absolute position 0.
+        block_size: The number of tokens per diffusion block. Blocks are counted from absolute
+            position 0.
         mask_token_id: The id that stands for a token not revealed yet. It is never emitted.
-        num_nextn_predict_layers: Decoder layers of the MRP head (published: 3); 0 for a backbone
-            without a head.
-        base_model_name_or_path, base_model_revision: The backbone, in the config of a repository
-            that holds a head alone.
+        num_nextn_predict_layers: The number of decoder layers of the MRP head (3 in published
+            heads); 0 for a backbone without a head.
+        base_model_name_or_path, base_model_revision: The name and the revision of the backbone, in
+            the config of a repository that holds only a head.
     """
 
     model_type = "sdar_mrp"
@@ -296,15 +311,15 @@ class MRPConfig(Qwen3Config):
     def get_config_dict(
         cls, pretrained_model_name_or_path: Any, **kwargs: Any
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Read the fields of a `config.json` as transformers does; return them translated by
-        `our_fields`."""
+        """Read the fields of a `config.json` as transformers does. Return the fields, translated by
+        `translate_fields`, and the keyword arguments that were not used."""
         fields, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
         return translate_fields(fields, str(pretrained_model_name_or_path)), kwargs
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Make a config from fields of this package or of a published config; `ValueError` for one
-        of another type."""
+        """Make a config from the fields of a config of this package or of a published one. Raise
+        `ValueError` for a config of another kind of model, and for fields that cannot be read."""
         fields = translate_fields(config_dict)
         for name in fields:
             if callable(getattr(cls, name, None)) or name in (
@@ -332,11 +347,11 @@ class MRPConfig(Qwen3Config):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """Do nothing: `save_pretrained` names the remote code itself; transformers would name the
-        file with this class."""
+        """Do nothing. In transformers, this method makes `save_pretrained` name the file with this
+        class as the remote code; here, `save_pretrained` names the remote code itself."""
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """Save the config, with an `auto_map` that names the remote code, and write this code
+        """Save the config, with an `auto_map` that names the remote code, and write the remote code
         beside it."""
         self.auto_map = dict(AUTO_MAP)
         super().save_pretrained(save_directory, *args, **kwargs)
@@ -344,5 +359,5 @@ class MRPConfig(Qwen3Config):
 
     @property
     def has_head(self) -> bool:
-        """True if the checkpoint carries an MRP head."""
+        """Whether the checkpoint has an MRP head."""
         return self.num_nextn_predict_layers > 0

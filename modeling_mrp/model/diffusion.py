@@ -15,24 +15,36 @@ from torch import Tensor
 def block_causal_mask(
     query_positions: Tensor, key_positions: Tensor, key_valid: Tensor, block_size: int
 ) -> Tensor:
-    """Make the mask under which every token sees all earlier blocks and its whole own block
+    """Make the mask under which each token sees all earlier blocks and the whole of its own block
     (SDAR, section 3).
 
-    Positions are [batch, queries] and [batch, keys], `key_valid` [batch, keys] bool, False for
-    padding; the mask is [batch, 1, queries, keys] bool.
+    Args:
+        query_positions: [batch, queries].
+        key_positions: [batch, keys].
+        key_valid: bool [batch, keys], False for padding.
+        block_size: The number of tokens per block.
+
+    Returns:
+        bool [batch, 1, queries, keys].
     """
     not_later = key_positions[:, None, :] // block_size <= query_positions[:, :, None] // block_size
     return (not_later & key_valid[:, None, :])[:, None]
 
 
 def noisy_and_clean_mask(positions: Tensor, valid: Tensor, block_size: int) -> Tensor:
-    """Make the mask of one pass over a noisy copy x_t and the clean text x_0, packed as [x_t | x_0]
-    (SDAR, section 3).
+    """Make the mask of one forward over a noisy copy x_t of a text and the clean text x_0, packed
+    as [x_t | x_0] (SDAR, section 3).
 
-    A noisy token sees its own noisy block and the clean tokens of earlier blocks; a clean token
-    sees the clean tokens of its own and earlier blocks. Padding, where `valid` is False, sees only
-    itself. `positions` and `valid` are [batch, length], the mask [batch, 1, 2 * length, 2 * length]
-    bool.
+    A noisy token sees its own noisy block and the clean tokens of earlier blocks. A clean token
+    sees the clean tokens of its own block and of earlier ones. Padding sees only itself.
+
+    Args:
+        positions: [batch, length].
+        valid: bool [batch, length], False for padding.
+        block_size: The number of tokens per block.
+
+    Returns:
+        bool [batch, 1, 2 * length, 2 * length].
     """
     query_block = (positions // block_size)[:, :, None]
     key_block = (positions // block_size)[:, None, :]
@@ -47,15 +59,23 @@ def noisy_and_clean_mask(positions: Tensor, valid: Tensor, block_size: int) -> T
 
 
 def taken_from(hidden: Tensor, previous: Tensor) -> Tensor:
-    """Gather hidden states [batch, length, size] at the columns `previous` [batch, n]; return
-    [batch, n, size], zeros where the column is -1."""
+    """Gather the hidden states at the columns `previous`.
+
+    Args:
+        hidden: [batch, length, size].
+        previous: int64 [batch, n], columns of `hidden`, or -1 for none.
+
+    Returns:
+        [batch, n, size], with zeros where `previous` is -1.
+    """
     gathered = hidden.gather(1, previous.clamp(min=0)[..., None].expand(-1, -1, hidden.shape[-1]))
     return gathered.masked_fill(previous[..., None] < 0, 0)
 
 
 def noise_of(ids: Tensor, valid: Tensor, training: bool) -> Tensor:
-    """Draw uniform noise [batch, 1 + length] float32: one number for a text's noise level, then one
-    for each token. Outside training, the seed is derived from the text."""
+    """Draw uniform noise, float32 [batch, 1 + length]: for each text, one number for the noise
+    level of the text, then one for each token. Outside training, the seed of a text's noise is
+    derived from its tokens."""
     if training:
         return torch.rand(len(ids), 1 + ids.shape[1], device=ids.device)
     noise = torch.zeros(len(ids), 1 + ids.shape[1])

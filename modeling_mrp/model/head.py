@@ -37,8 +37,9 @@ class MRPHead(nn.Module):
     """Predicts the residual h_C that a reveal adds to the backbone's hidden states (MRP, section
     3).
 
-    ``h_C = norm(layers(eh_proj([enorm(embed(x')) ; hnorm(h_A)])))``, with Qwen3's layers. A new
-    head returns 0.
+    ``h_C = norm(layers(eh_proj([enorm(embed(x')) ; hnorm(h_A)])))``, with Qwen3's layers: x' is the
+    state after the reveal, and h_A are the backbone's hidden states before it. A new head, before
+    any training, returns 0.
     """
 
     def __init__(self, config: MRPConfig) -> None:
@@ -56,8 +57,9 @@ class MRPHead(nn.Module):
         nn.init.zeros_(self.norm.weight)
 
     def place_behind(self: Any, backbone: MRPConfig) -> None:
-        """Give the head's layers the cache indices after those of a backbone's layers, and the
-        backbone's config, which selects their attention."""
+        """Place the head's layers behind those of a backbone: give them the cache indices that
+        follow the indices of the backbone's layers, and the backbone's config, which selects how
+        attention is computed."""
         for index, layer in enumerate(self.layers):
             layer.self_attn.layer_idx = backbone.num_hidden_layers + index
             layer.self_attn.config = backbone
@@ -70,8 +72,8 @@ class MRPHead(nn.Module):
         position_embeddings: tuple[Tensor, Tensor],
         cache: Cache | None = None,
     ) -> Tensor:
-        """Predict h_C, [batch, length, hidden_size]. With fused layers, `Networks` calls
-        `project_inputs` and the layers instead.
+        """Predict the residual h_C, [batch, length, hidden_size]. Where layers are fused,
+        `Networks` does not call this method; it calls `project_inputs` and runs the layers itself.
 
         Args:
             inputs_embeds: [batch, length, hidden_size], the embeddings of x' (the state after the
@@ -95,8 +97,8 @@ class MRPHead(nn.Module):
         return self.norm(hidden)
 
     def project_inputs(self, inputs_embeds: Tensor, hidden_states: Tensor) -> Tensor:
-        """Project the normed embeddings of x' and hidden states to the layers' input, [batch,
-        length, hidden_size]."""
+        """Compute the input of the head's layers, [batch, length, hidden_size], from the embeddings
+        of x' and from hidden states of the same shape: norm both, and project them together."""
         projected: Tensor = self.eh_proj(
             torch.cat([self.enorm(inputs_embeds), self.hnorm(hidden_states)], -1)
         )
@@ -104,8 +106,8 @@ class MRPHead(nn.Module):
 
 
 def pad_rotary(rotary: tuple[Tensor, Tensor], head_dim: int) -> tuple[Tensor, Tensor]:
-    """Pad cos and sin [batch, length, rotated dimensions] to [batch, length, head_dim] with
-    rotations by 0."""
+    """Extend cos and sin [batch, length, rotated dimensions] to [batch, length, head_dim], so that
+    the added dimensions are rotated by an angle of 0."""
     cos, sin = rotary
     half = cos.shape[-1] // 2
     if 2 * half == head_dim:
@@ -117,8 +119,9 @@ def pad_rotary(rotary: tuple[Tensor, Tensor], head_dim: int) -> tuple[Tensor, Te
 
 
 def check_same_backbone(head: MRPConfig, backbone: MRPConfig, origin: str) -> None:
-    """Raise `ValueError`, listing all differences, unless the configs of a head and a backbone
-    agree on shared fields."""
+    """Raise `ValueError` unless the configs of a head and of a backbone agree in the fields that
+    they share (`_SHARED`). The message lists all differences; `origin` says where the head comes
+    from."""
     differences = []
     for name in _SHARED:
         value = getattr(head, name)

@@ -31,19 +31,20 @@ HUB_OPTIONS = (
 
 
 def our_name(name: str) -> str:
-    """Translate the name of a published head's tensor into this package's; return other names as
-    they are."""
+    """Return the name that a tensor of a published head has in this package; return other names
+    unchanged."""
     return HEAD + name.removeprefix(PUBLISHED_HEAD) if name.startswith(PUBLISHED_HEAD) else name
 
 
 def hub_options(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Select the keyword arguments, other than None, that specify how to fetch a file from the
-    Hub."""
+    """Select those keyword arguments that say how to fetch a file from the Hub (`HUB_OPTIONS`), and
+    are not None."""
     return {name: kwargs[name] for name in HUB_OPTIONS if kwargs.get(name) is not None}
 
 
 def json_object(path: Path) -> dict[str, Any]:
-    """Read a JSON file and return its object; `ValueError` if the file holds no object."""
+    """Read a JSON file and return its object. Raise `ValueError` if the file is malformed or holds
+    no object."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
@@ -56,8 +57,18 @@ def json_object(path: Path) -> dict[str, Any]:
 def stored_json(
     source: str, name: str = CONFIG_NAME, **hub: Any
 ) -> tuple[dict[str, Any], str | None]:
-    """Read a checkpoint's JSON file, fetching it if needed; return its object and its commit (None
-    for a folder). `OSError` if the file is missing."""
+    """Read a JSON file of a checkpoint, which is fetched from the Hub if needed. Return its object,
+    and the commit of the repository (None if the checkpoint is a folder).
+
+    Args:
+        source: The checkpoint: a folder, or the id of a repository.
+        name: The name of the file.
+        hub: Options of the Hub.
+
+    Raises:
+        OSError: if the file is missing.
+        ValueError: if the file holds no object.
+    """
     try:
         if (path := cached_file(source, name, **hub)) is None:
             raise OSError(
@@ -77,14 +88,15 @@ def read_gguf(
     source: str, gguf_file: str, dtype: Any, **hub: Any
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Read a GGUF file of a folder or repository with transformers, which takes minutes. Return the
-    config's fields and the tensors; quantized tensors are converted to `dtype`."""
+    fields of the config, and the tensors by name. Quantized tensors are converted to `dtype`."""
     model = AutoModelForCausalLM.from_pretrained(source, gguf_file=gguf_file, dtype=dtype, **hub)
     return model.config.to_dict(), model.state_dict()
 
 
 def weight_files(source: str, prefixes: tuple[str, ...] = ("",), **hub: Any) -> list[Path]:
-    """Find a checkpoint's safetensors files; of a sharded one, only files with tensors under
-    `prefixes`. `ValueError` if it has none."""
+    """Find the safetensors files of a checkpoint. If there are several (shards), return only those
+    with tensors whose names begin with one of `prefixes`. Raise `ValueError` if the checkpoint has
+    none."""
     names = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
     file = None
     for name in names:  # the first one that exists
@@ -100,8 +112,9 @@ def weight_files(source: str, prefixes: tuple[str, ...] = ("",), **hub: Any) -> 
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """Read from a checkpoint's index the file name of each tensor; `ValueError` for a file outside
-    of the checkpoint's folder."""
+    """Read the index of a sharded checkpoint. Return a dict that maps the name of each tensor to
+    the name of its file. Raise `ValueError` if the index is malformed or names a file outside the
+    checkpoint's folder."""
     fields = json_object(index)
     files = fields.get("weight_map")
     remedy = "save the checkpoint again, or download it again"
@@ -123,8 +136,8 @@ def weight_map(index: Path) -> dict[str, str]:
 
 
 def stored_names(source: str, **hub: Any) -> set[str]:
-    """List the names that a checkpoint's tensors have in this package; empty if there are no
-    safetensors files under the usual names."""
+    """Return the names of a checkpoint's tensors, as this package spells them (`our_name`). The set
+    is empty if there are no safetensors files under the usual names."""
     single, index = (
         cached_file(source, name, _raise_exceptions_for_missing_entries=False, **hub)
         for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
@@ -136,8 +149,14 @@ def stored_names(source: str, **hub: Any) -> set[str]:
 
 
 def check_depth(config: Any, names: Collection[str], source: str) -> None:
-    """Raise `ValueError` if a config has more layers than a checkpoint with the tensors `names`,
-    before any layer is made."""
+    """Raise `ValueError` if a config asks for more layers than a checkpoint has. Callers check this
+    before they make any layer.
+
+    Args:
+        config: The config.
+        names: The names of the checkpoint's tensors.
+        source: The checkpoint, for the message.
+    """
     for field, prefix in (
         ("num_hidden_layers", "model.layers."),
         ("num_nextn_predict_layers", f"{HEAD}layers."),
@@ -156,15 +175,24 @@ def check_depth(config: Any, names: Collection[str], source: str) -> None:
 
 
 def is_hub_id(name: str) -> bool:
-    """Tell if a name can be the id of a repository on the Hub, `org/name`, rather than a path."""
+    """Return whether a name has the form of a repository's id on the Hub, `org/name`, which some
+    paths have, too."""
     return re.fullmatch(
         r"[A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*", name
     ) is not None and not re.search(r"\.\.|--", name)
 
 
 def backbone_location(name: str, source: str) -> str:
-    """Return the name of the backbone in a head repository's config; `ValueError` if the config of
-    `source` may not name that location."""
+    """Return the name of the backbone, which a head repository's config gives. Raise `ValueError`
+    if that config may not give such a name.
+
+    A name may be the id of a repository on the Hub, if no path of this name exists here. In the
+    config of a local folder, it may also be the absolute path of another folder that exists.
+
+    Args:
+        name: The name in the config.
+        source: The head repository: a folder, or the id of a repository.
+    """
     is_repository = isinstance(name, str) and is_hub_id(name) and not os.path.exists(name)
     is_local = isinstance(name, str) and os.path.isdir(source) and os.path.isabs(name)
     if is_local and not os.path.isdir(name):

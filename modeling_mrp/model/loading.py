@@ -1,4 +1,5 @@
-"""Loading and saving of MRP models in all layouts; attaching, detaching and saving of heads."""
+"""Loading and saving of MRP models in all layouts of checkpoints; attaching, detaching and saving
+of heads."""
 
 import contextlib
 import copy
@@ -64,7 +65,7 @@ _WEIGHTS = (".safetensors", ".bin")  # suffixes of a checkpoint's files
 
 
 class MRPPreTrainedModel(PreTrainedModel):
-    """Loading, saving and initialisation shared by MRP models."""
+    """The base class of MRP models, which loads, saves and initialises them."""
 
     config_class = MRPConfig
     base_model_prefix = "model"
@@ -85,16 +86,16 @@ class MRPPreTrainedModel(PreTrainedModel):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Load an adapter as transformers does; raise `ImportError` if the installed version would
-        leave out a part of it."""
+        """Load an adapter as transformers does. Raise `ImportError` if the installed version of
+        transformers leaves out a part of the adapter."""
         info = super().load_adapter(peft_model_id, adapter_name, *args, **kwargs)
         check_saved_modules(self, adapter_name or "default")
         return info
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        """Return True, to allow `experts_implementation`: transformers would look for experts only
-        in the file that defines the model."""
+        """Return True, to allow the argument `experts_implementation`. The method of transformers
+        would look for experts only in the file that defines the model."""
         return True
 
     @classmethod
@@ -102,13 +103,14 @@ class MRPPreTrainedModel(PreTrainedModel):
     def from_pretrained(
         cls, pretrained_model_name_or_path: Any, *args: Any, config: Any = None, **kwargs: Any
     ) -> Any:
-        """Load a checkpoint as transformers does: a full checkpoint of this package, one in a
-        published layout, or a head repository.
+        """Load a checkpoint as transformers does: a full checkpoint of this package, a checkpoint
+        in a published layout, or a head repository.
 
-        A head repository's config names the backbone to load and its revision; `revision` and
-        `subfolder` are those of the head. Only safetensors files are read, and only this package's
-        code runs. `ValueError` for another kind of model, for tensors that do not fit the config
-        (all are listed), or for a backbone that the config may not name (`backbone_location`).
+        The config of a head repository names the backbone to load and the backbone's revision; the
+        arguments `revision` and `subfolder` are those of the head. Only safetensors files are read,
+        and only this package's code runs. `ValueError` is raised for another kind of model, for
+        tensors that do not fit the config (all are listed), or for a backbone that the config may
+        not name (`backbone_location`).
         """
         kwargs["key_mapping"] = {**_KEY_MAPPING, **(kwargs.get("key_mapping") or {})}
         # the model is made from a config and a state dict
@@ -188,17 +190,18 @@ class MRPPreTrainedModel(PreTrainedModel):
         """Load a backbone and a head from different places.
 
         Args:
-            backbone: A folder or id of a checkpoint with a backbone that `from_pretrained` takes;
-                or of an autoregressive checkpoint, together with `block_size` and `mask_token_id`.
-                That may be Qwen2 or Qwen2.5, which become a shifted family: their hidden states
-                still predict the next token, so that `sequential` in small blocks writes text
-                before any training. It may also be Qwen3, whose hidden states learn only by
-                training to predict their own position.
-            head: A head as `attach_head` takes it, which replaces the checkpoint's own.
-            kwargs: As for `from_pretrained`; `revision` is that of the backbone (for a revision of
+            backbone: The folder or id of a checkpoint that `from_pretrained` takes and that has a
+                backbone; or the folder or id of an autoregressive checkpoint, for which
+                `block_size` and `mask_token_id` are passed as well. An autoregressive checkpoint of
+                Qwen2 or Qwen2.5 becomes a shifted family: its hidden states still predict the next
+                token, so the mode `sequential` in small blocks writes text before any training. The
+                hidden states of a Qwen3 checkpoint learn to predict their own position only by
+                training.
+            head: A head, as `attach_head` takes it; it replaces the checkpoint's own.
+            kwargs: As for `from_pretrained`. `revision` is that of the backbone (for a revision of
                 the head, call `attach_head`). `gguf_file` names a GGUF file of an autoregressive
-                checkpoint, which transformers reads with the package `gguf`; this takes minutes, so
-                save the model.
+                checkpoint, which transformers reads with the package `gguf`. Reading it takes
+                minutes, so save the model afterwards.
 
         Example:
             >>> from modeling_mrp import MRPForCausalLM
@@ -251,12 +254,12 @@ class MRPPreTrainedModel(PreTrainedModel):
         return model
 
     def attach_head(self: Any, head: Any, **hub: Any) -> None:
-        """Attach a head, replacing one that the model has; if it does not fit, raise `ValueError`
-        and leave the model as it is.
+        """Attach a head, which replaces the one that the model may have. If the head does not fit,
+        raise `ValueError` and leave the model as it is.
 
         Args:
-            head: A folder or repository id of a checkpoint in any layout, from which only the head
-                is read; or an `MRPHead`.
+            head: The folder or repository id of a checkpoint in any layout, from which only the
+                head is read; or an `MRPHead`.
             hub: Options of the Hub for a repository id, such as `revision` and `token`.
         """
         if unknown := sorted(hub.keys() - set(HUB_OPTIONS)):
@@ -296,14 +299,16 @@ class MRPPreTrainedModel(PreTrainedModel):
     @classmethod
     def from_stock_model(cls: Any, stock: Any, repository: str, **download: Any) -> Any:
         """Make an MRP model that shares the parameters of a stock Qwen3 model and has the head of a
-        repository; reuse an earlier such model if possible."""
+        repository. Return the model of an earlier call if repository, revision and parameters are
+        still the same."""
         # concurrent threads share one model, since their caches belong to it
         with _SHARED_MODELS_LOCK:
             return cls._shared_model(stock, repository, download)
 
     @classmethod
     def _shared_model(cls: Any, stock: Any, repository: str, download: dict[str, Any]) -> Any:
-        """Return the MRP model of the last call if its source is the same; otherwise make a new
+        """Do the work of `from_stock_model`, whose lock is held: return the MRP model that was last
+        made for `stock` if its head and parameters are still the right ones; otherwise, make a new
         one."""
         parameters = dict(stock.named_parameters(remove_duplicate=False))
         lm_head_weight = parameters["lm_head.weight"]
@@ -350,10 +355,15 @@ class MRPPreTrainedModel(PreTrainedModel):
         head_only: bool = False,
         **kwargs: Any,
     ) -> None:
-        """Save weights, both configs and the remote code as transformers does. With `head_only`,
-        save only the head's weights, and a config that names `backbone_source` as the backbone to
-        load. `ValueError` for a head that cannot be saved alone, and for a folder that holds a
-        checkpoint other than a head."""
+        """Save the weights, the config, the generation config and the remote code, as transformers
+        does. With `head_only`, save only the weights of the head, and a config that names
+        `backbone_source` as the backbone to load.
+
+        Raises:
+            ValueError: if layers were made by `quantize_dynamic`; with `head_only`, if the head
+                cannot be saved alone or the folder holds a checkpoint other than a head; otherwise,
+                if the folder holds shards of another variant.
+        """
         folder = Path(save_directory)
         if dynamically_quantized(self):
             raise ValueError(
@@ -404,8 +414,9 @@ class MRPPreTrainedModel(PreTrainedModel):
             init.zeros_(module.weight)
 
     def _take_head(self: Any, head: Any, hub: dict[str, Any], kwargs: dict[str, Any]) -> None:
-        """Attach a head, and adopt the generation config of its repository, if it has one, unless
-        `kwargs` contain one."""
+        """Attach a head, and adopt the generation config of the head's repository. The model keeps
+        its own generation config if the repository has none, if `head` is an `MRPHead`, or if
+        `kwargs` contain a generation config."""
         self.attach_head(head, **hub)
         if not isinstance(head, MRPHead) and "generation_config" not in kwargs:
             self.generation_config = (
@@ -414,8 +425,8 @@ class MRPPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def _stored_generation_config(cls: Any, source: str, hub: dict[str, Any]) -> Any:
-        """Read a checkpoint's generation config, or return None if it has none; `ValueError` for
-        options that a generation config cannot hold."""
+        """Return the generation config of a checkpoint, or None if it has none. Raise `ValueError`
+        for options that a generation config cannot hold."""
         with contextlib.suppress(OSError):
             return cls.generation_config_class.from_dict(
                 stored_json(source, GENERATION_CONFIG_NAME, **hub)[0]
@@ -423,7 +434,8 @@ class MRPPreTrainedModel(PreTrainedModel):
         return None
 
     def _read_head(self: Any, source: str, hub: dict[str, Any]) -> MRPHead:
-        """Read the head of a checkpoint from its files."""
+        """Read the head of a checkpoint from the checkpoint's files. Raise `ValueError` if there is
+        none, or if it is damaged or does not fit this model."""
         hub = {**hub, "revision": stored_json(source, **hub)[1] or hub.get("revision", "main")}
         config: Any = MRPConfig.from_pretrained(source, **hub)
         if not config.has_head:
@@ -451,8 +463,8 @@ class MRPPreTrainedModel(PreTrainedModel):
 
 
 def device_of(module: Any) -> torch.device:
-    """Find the device of a module's weight; for an offloaded weight, the device to which a hook
-    moves it. `ValueError` for an offloaded weight without a hook."""
+    """Return the device of a module's weight. For an offloaded weight, return the device to which a
+    hook moves it; raise `ValueError` if there is no such hook."""
     # packed by quantize_dynamic
     weight = module.weight() if callable(module.weight) else module.weight
     device = weight.device
@@ -468,15 +480,15 @@ def device_of(module: Any) -> torch.device:
 
 
 def variant_of(name: str, variant: str | None) -> str:
-    """Return the name that transformers gives to a weight file of a `variant`, which is inserted
-    before the last suffix."""
+    """Return the name that transformers gives to a weight file of a variant: `name`, with `variant`
+    inserted before the last suffix."""
     stem, suffix = os.path.splitext(name)
     return f"{stem}.{variant}{suffix}" if variant else name
 
 
 def check_other_variants(folder: Path, variant: str | None) -> None:
-    """Raise `ValueError` if a folder holds shards of another variant, which transformers would
-    delete when it saves there."""
+    """Raise `ValueError` if a folder holds shards of a variant other than `variant`, which
+    transformers would delete when it saves there."""
     stem = variant_of(SAFE_WEIGHTS_NAME, variant).removesuffix(".safetensors")
     shards = sorted(path.name for path in folder.glob(f"{stem}.*-?????-of-?????.safetensors"))
     if shards:
@@ -487,8 +499,9 @@ def check_other_variants(folder: Path, variant: str | None) -> None:
 
 
 def check_head_folder(folder: Path) -> None:
-    """Raise `ValueError` if saving a head alone would overwrite another checkpoint, such as its own
-    backbone."""
+    """Raise `ValueError` if a head cannot be saved alone to this folder: because that would
+    overwrite another checkpoint, such as the head's own backbone, or because the path exists and is
+    no folder."""
     if not folder.is_dir():
         if folder.exists() or folder.is_symlink():
             raise ValueError(f"{folder} is no folder: name one")
@@ -531,8 +544,8 @@ def check_lm_head(lm_head: Any) -> None:
 
 
 def dynamically_quantized(model: nn.Module) -> bool:
-    """Tell if torch's `quantize_dynamic` made any of the layers; such a layer has one scale for the
-    activations of all tokens, and packed weights."""
+    """Return whether torch's `quantize_dynamic` made any of a model's layers. Such a layer has
+    packed weights, and one scale for the activations of all tokens."""
     return any(
         type(module).__module__.startswith("torch.ao.nn.quantized.dynamic")
         for module in model.modules()
@@ -540,8 +553,13 @@ def dynamically_quantized(model: nn.Module) -> bool:
 
 
 def describe_token_mixing(quantization: Any, model: Any = None) -> str | None:
-    """Return a warning if a `quantization_config`, or a layer, lets the tokens of a forward change
-    each other's results; else None."""
+    """Return a warning if the quantization of a model lets the tokens of a forward change each
+    other's results; otherwise, return None.
+
+    Args:
+        quantization: The `quantization_config` of the model, or None.
+        model: The model, whose layers are then examined, too; or None.
+    """
     # a scheme of torchao
     scales = getattr(scheme := getattr(quantization, "quant_type", None), "granularity", None)
     of_activations = scales[0] if isinstance(scales, list | tuple) else scales
@@ -566,8 +584,13 @@ def describe_token_mixing(quantization: Any, model: Any = None) -> str | None:
 def head_to_save(
     model: Any, state_dict: dict[str, Tensor] | None
 ) -> tuple[dict[str, Tensor], MRPConfig]:
-    """Return the tensors of a head repository, by name, and its config; `ValueError` for a head
-    that cannot be saved alone."""
+    """Return what a head repository stores: the tensors of the head, by name, and the config. Raise
+    `ValueError` if the head cannot be saved alone.
+
+    Args:
+        model: The model with the head.
+        state_dict: The tensors of the whole model, by name; None to read them from the model.
+    """
     if model.mrp_head is None:
         raise ValueError(
             "head_only=True: the model has no MRP head. Give it one with attach_head, or save it "

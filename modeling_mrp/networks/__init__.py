@@ -1,2 +1,2 @@
-"""The computations on the device: backbone, head and pick over packed states, and their keys and
-values."""
+"""The computations on the device: backbone, head and picks over states that lie side by side, and
+their keys and values."""

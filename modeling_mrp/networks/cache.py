@@ -1,5 +1,5 @@
-"""The KV cache: committed blocks by absolute position and, after the longest text, the states being
-scored."""
+"""The KV cache: committed blocks by absolute position and, after the longest text, the states that
+are being scored."""
 
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
@@ -21,8 +21,8 @@ LEAST_BUCKET = 256
 
 
 def devices_of_layers(model: Any, with_head: bool) -> tuple[torch.device, ...]:
-    """List the devices on which a model's layers compute: the backbone's, then, if `with_head`, the
-    head's."""
+    """Return the device on which each layer of a model computes: first the layers of the backbone,
+    then, if `with_head`, those of the head."""
     layers = list(model.model.layers)
     if with_head:
         layers += model.mrp_head.layers
@@ -30,39 +30,42 @@ def devices_of_layers(model: Any, with_head: bool) -> tuple[torch.device, ...]:
 
 
 class BlockCache(Cache):
-    """KV memory of fixed size, one buffer per device, `[rows, slots, layers, 2, kv_heads,
+    """KV memory of fixed size: one buffer per device, `[rows, slots, layers, 2, kv_heads,
     head_dim]`, written in place.
 
     A committed token lies in the slot of its absolute position, so padding takes no slots. The
-    states of a round are written after the longest text, so that attention reads one slice; `move`
-    copies keys and values of an accepted clean state to its row's text. A call of `generate`
-    overwrites the cache passed to it, after the prefix that the cache shares with the new prompt
-    (pass a `copy.deepcopy` to keep it).
+    states of a round are written after the longest text, so that attention reads one slice. `move`
+    copies the keys and values of an accepted clean state to the text of its row. A call of
+    `generate` that gets a cache overwrites it after the prefix that the cache shares with the new
+    prompt. To keep the cache, pass a `copy.deepcopy` of it.
 
     Args:
-        model, rows: The model, and the number of rows of a batch.
-        capacity: Committed slots per row, a multiple of the block size.
-        scratch: Slots per row for tokens being scored.
-        with_head: Whether the cache also has the head's layers, after the backbone's, and hidden
-            states that the head reads later.
+        model: The model.
+        rows: Number of rows of a batch.
+        capacity: Number of slots per row for committed tokens, a multiple of the block size.
+        scratch: Number of slots per row for tokens that are being scored.
+        with_head: Whether the cache also has the head's layers, after those of the backbone, and
+            hidden states that the head reads later.
         fixed: Whether the number of slots that attention reads of the texts is rounded up to a
             power of two, since CUDA graphs need fixed shapes.
 
     Attributes:
-        hidden: [rows, slots, hidden_size], hidden states by position; if `shifted`, a slot holds
-            that of the position before.
-        ids: By row, the text whose tokens the slots hold.
-        held, head_held: By row, the number of leading tokens with keys and values in all layers of
-            the backbone, and in all layers of the head.
-        hidden_held: By row, the number of leading tokens that the head has read or can still read
-            from `hidden`.
-        owner, weights: A weak reference to the model that filled the cache, and the
-            `weight_versions` of its parts at that time, by name.
-        first, active: The rows that take part in forwards: `active` of them, from `first` on.
-        begin, end: The range of the *target*, the slots that the next forward writes.
-        written: By layer, keys and values of the target, [rows, heads, new, head_dim] each.
-        read: By layer, the keys and values that attention reads, including the target, [rows,
-            heads, seen, head_dim] each.
+        hidden: [rows, slots, hidden_size], the hidden states by position. If `shifted`, a slot
+            holds the hidden state of the position before.
+        ids: For each row, the text whose tokens the slots hold.
+        held, head_held: For each row, the number of leading tokens whose keys and values are in all
+            layers of the backbone (`held`) and in all layers of the head (`head_held`).
+        hidden_held: For each row, the number of leading tokens that the head has read or can still
+            read from `hidden`.
+        owner: A weak reference to the model that filled the cache.
+        weights: Maps the names of the model's parts to their `weight_versions` at the time when the
+            cache was filled.
+        first, active: The rows that take part in forwards: `active` rows, from the row `first` on.
+        begin, end: The range of the *target*, which is the slots that the next forward writes.
+        written: For each layer, the keys and the values of the target, [rows, heads, new, head_dim]
+            each.
+        read: For each layer, the keys and the values that attention reads, including the target,
+            [rows, heads, seen, head_dim] each.
     """
 
     def __init__(
@@ -119,9 +122,12 @@ class BlockCache(Cache):
         return sum(buffer.nbytes for buffer in (*self._buffers.values(), self.hidden))
 
     def target(self, used: int, width: int, prefill: bool = False) -> None:
-        """Set the slots that the next forward uses. It writes `width` slots per row, from slot
-        `used` on, or from `bucket(used)` if `fixed` and not `prefill`; it reads all slots up to the
-        last one written."""
+        """Set the slots that the next forward uses.
+
+        It writes `width` slots per row, from slot `used` on. If the cache is `fixed` and the
+        forward is not a `prefill`, it writes from slot `bucket(used)` on instead. It reads all
+        slots up to the last one written.
+        """
         self.begin = bucket(used) if self.fixed and not prefill else used
         self.end = self.begin + width
         self.written = self._views(self.begin)
@@ -138,8 +144,8 @@ class BlockCache(Cache):
             self.first, self.active = before
 
     def _views(self, begin: int) -> list[tuple[Tensor, Tensor]]:
-        """View each layer's keys and values, [rows, heads, slots, head_dim], from slot `begin` to
-        the end of the target."""
+        """Return views of each layer's keys and values, [rows, heads, slots, head_dim] each, from
+        slot `begin` to the end of the target."""
         views = {}
         for device, buffer in self._buffers.items():
             rows = buffer[self.first : self.first + self.active]
@@ -159,15 +165,15 @@ class BlockCache(Cache):
         **kwargs: object,
     ) -> tuple[Tensor, Tensor]:
         """Write new keys and values, [rows, heads, new, head_dim] each, to the target; return all
-        that attention reads."""
+        keys and values that attention reads."""
         keys, values = self.written[layer_idx]
         keys.copy_(key_states)
         values.copy_(value_states)
         return self.read[layer_idx]
 
     def move(self, layers: range, moves: Sequence[tuple[int, int, int]], length: int) -> None:
-        """Copy `length` slots of a row, from slot `source` on to slot `target` on, in the given
-        layers, for each `(row, source, target)`."""
+        """For each `(row, source, target)` in `moves`, copy `length` slots of the row in the given
+        layers, from slot `source` on to slot `target` on."""
         row, source, target = np.array(moves, np.int64).T
         offsets = np.arange(length)
         for buffer in self._layer_views(layers):
@@ -187,14 +193,14 @@ class BlockCache(Cache):
             slots[targets] = slots[sources]
 
     def blank(self, layers: range, row: int, begin: int = 0, end: int | None = None) -> None:
-        """Zero slots of a row, by default all, in the given layers: attention multiplies masked
-        slots by weight 0, but 0 times NaN is NaN."""
+        """Zero the slots of a row from `begin` to `end`, by default all, in the given layers.
+        Attention multiplies masked slots by the weight 0, but 0 times NaN is NaN."""
         for buffer in self._layer_views(layers):
             buffer[row, begin:end] = 0
 
     def swap(self, pairs: Sequence[tuple[int, int]], used: int) -> None:
-        """Exchange the first `used` slots of pairs of rows, together with their stored hidden
-        states."""
+        """Exchange the first `used` slots of each pair of rows, together with the hidden states of
+        these slots."""
         firsts, seconds = np.array(pairs, np.int64).T
         targets = np.concatenate([firsts, seconds])
         sources = np.concatenate([seconds, firsts])
@@ -204,7 +210,7 @@ class BlockCache(Cache):
 
     @contextmanager
     def exchanging(self) -> Iterator[None]:
-        """Mark the cache as empty while the context is open, and permanently if an error or
+        """Mark the cache as empty while the context is open. It stays marked so if an error or an
         interrupt ends the context."""
         contents = self.ids, self.held, self.head_held, self.hidden_held
         self.empty()
@@ -214,7 +220,8 @@ class BlockCache(Cache):
     def hold(
         self, ids: list[list[int]], held: list[int], head_held: list[int], hidden_held: list[int]
     ) -> None:
-        """Record the content of the cache, by row (see the attributes)."""
+        """Record what the cache holds, for each row. The arguments are as the attributes of the
+        same names."""
         self.ids, self.held, self.head_held, self.hidden_held = ids, held, head_held, hidden_held
         # a copy of the cache needs no copies of views
         self.written = []
@@ -228,11 +235,11 @@ class BlockCache(Cache):
     def cut(
         self, texts: list[list[int]], limits: Sequence[int], block_size: int, with_head: bool
     ) -> list[int]:
-        """Cut the content of each row to the tokens that it shares with the row's text from the
-        beginning, in whole blocks and at most `limits`; return the numbers of tokens.
+        """Cut the content of each row to the beginning that it shares with the row's text, in whole
+        blocks and at most `limits` tokens. Return the number of tokens that remain in each row.
 
-        If `with_head`, only tokens count that the head has read or can still read. The slots after
-        these tokens may be overwritten from now on, even by a call that fails.
+        If `with_head`, only those tokens count that the head has read or can still read. The slots
+        after the remaining tokens may be overwritten from now on, even by a call that fails.
         """
         lengths = []
         for row, (text, limit) in enumerate(zip(texts, limits, strict=True)):
@@ -253,8 +260,8 @@ class BlockCache(Cache):
         return lengths
 
     def fits(self, rows: int, capacity: int, scratch: int, with_head: bool) -> bool:
-        """Return whether the cache can be written to, has `rows` rows, enough slots, and the head's
-        layers if needed."""
+        """Return whether the cache can be used for a call: it can be written to, has exactly `rows`
+        rows, enough slots, and, if needed, the head's layers."""
         writable = torch.is_inference_mode_enabled() or not self.hidden.is_inference()
         large_enough = (
             capacity <= self.capacity and scratch <= self.scratch and self.head_layers >= with_head
@@ -262,8 +269,8 @@ class BlockCache(Cache):
         return writable and rows == self.rows and large_enough
 
     def fill_from(self, other: "BlockCache") -> None:
-        """Copy the content of a cache with as many layers, and repeat each of its rows `self.rows
-        // other.rows` times."""
+        """Copy the content of a cache that has as many layers. Each of its rows is repeated
+        `self.rows // other.rows` times."""
         copies = self.rows // other.rows
         used = max(other.held)
         records: list[list[Any]] = []
@@ -274,22 +281,22 @@ class BlockCache(Cache):
             target.copy_(source.repeat_interleave(copies, 0))
 
     def detach(self) -> None:
-        """Copy the memory that this cache has shared with another one since `copy.copy`, so that it
-        has its own."""
+        """Give the cache memory of its own: copy the memory that it has shared with another cache
+        since `copy.copy`."""
         self._buffers = {device: buffer.clone() for device, buffer in self._buffers.items()}
         self.hidden = self.hidden.clone()
 
     def _held_parts(self, used: int) -> list[Tensor]:
-        """View the content of the first `used` slots: keys and values of each device, and hidden
-        states, [rows, slots, ...]."""
+        """Return views of the content of the first `used` slots, [rows, slots, ...]: keys and
+        values of each device, and hidden states."""
         views = []
         for buffer in self._buffers.values():
             views.append(buffer[:, :used])
         return [*views, self.hidden[:, : used + self.shifted]]
 
     def _layer_views(self, layers: range) -> Iterator[Tensor]:
-        """Yield, for each device, a view of the memory of the given layers, [rows, slots, layers,
-        2, heads, head_dim]."""
+        """Yield, for each device, a view of the memory of the given layers there, [rows, slots,
+        layers, 2, heads, head_dim]."""
         for device, buffer in self._buffers.items():
             indices = [
                 self._index[layer] for layer in layers if self.layer_devices[layer] == device
@@ -299,8 +306,8 @@ class BlockCache(Cache):
 
 
 def check_past(past: Any, model: Any, rows: int, model_key: Hashable = None) -> None:
-    """Raise `ValueError` if a call with `rows` prompts cannot continue from a cache; `model_key` is
-    the model's `fingerprint`, if the caller has it."""
+    """Raise `ValueError` if a call with `rows` prompts cannot continue from the cache `past`.
+    `model_key` is the model's `fingerprint`, if the caller has it."""
     reason, owner = None, getattr(past, "owner", None)
     if owner is None or owner() is not model:
         reason = (

@@ -1,14 +1,14 @@
 """CUDA graphs: a network that runs repeatedly on the same cache is recorded once, and then replayed
 with one launch.
 
-Each network has a recording for each number of rows, number of states and length bucket. Recordings
-are costly, so they outlive the call of `generate` that made them, together with the cache that they
-write to. A model has one such cache, until its weights move, `release_graphs` is called, or a call
-needs another size.
+Each network has one recording for each combination of number of rows, number of states and length
+bucket. Recordings are costly. So they outlive the call of `generate` that made them, together with
+the cache to which they write. A model has one such cache, until its weights move, `release_graphs`
+is called, or a call needs another size.
 
-A first, ordinary run on the side stream that will record warms up libraries and compilers; the
-second run is recorded. On a GPU the first replays are compared with ordinary runs; if they differ,
-no more graphs are recorded.
+The first run of a forward is an ordinary run on the side stream that will record; it warms up
+libraries and compilers. The second run is recorded. On a GPU the first replays are compared with
+ordinary runs. If they differ, no more graphs are recorded.
 """
 
 import copy
@@ -39,8 +39,8 @@ LEAST_CAPACITY = 1024
 
 
 class CudaRecorder:
-    """Recorder of CUDA graphs that share a device's memory pool: a graph's output may be
-    overwritten by the next graph."""
+    """Recorder of CUDA graphs that share one memory pool of a device. So the output of a graph may
+    be overwritten by the next graph that runs."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -48,7 +48,8 @@ class CudaRecorder:
         self.pool = torch.cuda.graph_pool_handle()
 
     def first(self, step: Callable[[], Tensor]) -> Tensor:
-        """Run a step on the recording stream, as a warm-up for recording it; return its output."""
+        """Run a step on the recording stream, as a warm-up before it is recorded; return its
+        output."""
         main = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(main)
         with torch.cuda.stream(self.stream):
@@ -57,8 +58,8 @@ class CudaRecorder:
         return output
 
     def record(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Record a step without running it; return a function that replays it and returns its
-        output, in the graph's memory."""
+        """Record a step without running it. Return a function that replays it and returns its
+        output, which lies in the graph's memory."""
         graph = torch.cuda.CUDAGraph()
         first_error = None
         recording = torch.cuda.graph(
@@ -88,17 +89,21 @@ RECORDERS: dict[str, Callable[[torch.device], Any]] = {"cuda": CudaRecorder}
 
 
 class Graphs:
-    """The recorded forwards of one model on one cache, which is never moved. `weights` is the
-    `fingerprint` of the model that the recordings depend on.
+    """The recorded forwards of one model on one cache, which is never moved.
+
+    Args:
+        cache: The cache.
+        weights: The model's `fingerprint`, on which the recordings depend.
 
     Attributes:
-        inputs, recorded, compared: By key, the tensors that a recording reads, its replay function,
-            and the number of its replays that were compared.
-        failed: Whether a forward could not be recorded or gave wrong results; then no more
+        inputs, recorded, compared: For each key, the tensors that the recording reads (`inputs`),
+            the function that replays it (`recorded`), and how many of its replays were compared
+            (`compared`).
+        failed: Whether a forward could not be recorded or gave wrong results. If so, no more
             recordings are made.
         busy: Whether a call is using the recordings.
-        borrower: A weak reference to the cache that `lend` returned last, which shares their
-            memory.
+        borrower: A weak reference to the cache that `lend` returned last. That cache shares the
+            memory of the recordings.
     """
 
     def __init__(self, cache: BlockCache, weights: Hashable) -> None:
@@ -117,8 +122,8 @@ class Graphs:
         self.borrower: Callable[[], BlockCache | None] = lambda: None
 
     def lend(self, past: BlockCache | None) -> BlockCache:
-        """Return the cache, filled with the content of `past` if given; the previous borrower first
-        gets its own copy."""
+        """Return a cache that shares the memory of the recordings, filled with the content of
+        `past` if that is given. The cache that was lent before first gets a copy of its own."""
         cache = past
         if cache is None or cache.hidden is not self.cache.hidden:
             if (holder := self.borrower()) is not None:
@@ -130,9 +135,11 @@ class Graphs:
         return cache
 
     def call(self, key: Hashable, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """Return `function(*inputs)`, from a recording if there is one; no later replay overwrites
-        the result. `function` must depend only on the inputs (which may be on the host), the key
-        and the cache."""
+        """Return `function(*inputs)`, from a recording if there is one. No later replay overwrites
+        the result.
+
+        `function` must depend only on the inputs (which may be on the host), the key and the cache.
+        """
         key = key, tuple((tensor.shape, tensor.dtype) for tensor in inputs)
         static_inputs = self.inputs.get(key)
         replay = self.recorded.get(key)
@@ -186,14 +193,14 @@ _LOCK = threading.Lock()  # guards `_KEPT` and `_IN_USE`
 
 
 def release_graphs(model: nn.Module) -> None:
-    """Free the recordings and the cache that are kept for a model."""
+    """Free the recordings that are kept for a model, and their cache."""
     with _LOCK:
         _KEPT.pop(model, None)
 
 
 def recording_report(model: nn.Module) -> dict[str, int]:
-    """Collect what is kept for a model: the numbers of `recordings` and of their `replays` so far,
-    the cache's `bytes`, and whether recording `failed`."""
+    """Report what is kept for a model: the number of `recordings`, the number of their `replays` so
+    far, the size of their cache in `bytes`, and whether recording has `failed` (0 or 1)."""
     recordings = _KEPT.get(model)
     if recordings is None:
         return {"recordings": 0, "replays": 0, "bytes": 0, "failed": 0}
@@ -216,12 +223,13 @@ def cache_for(
     scratch: int,
     with_head: bool,
 ) -> Iterator[tuple[BlockCache, Graphs | None]]:
-    """Yield the cache of a call, and the recordings of its forwards or None; both may be kept from
-    earlier calls. `weights` is the model's `fingerprint`.
+    """Yield the cache of a call, and the recordings of its forwards or None. Both may be kept from
+    earlier calls.
 
-    The cache continues `past`, if it is given and has the head's layers where they are needed. With
-    `graphs` None, forwards are recorded if possible; with True, `ValueError` is raised if not; with
-    False they are never recorded.
+    The cache continues `past`, if that is given and has the head's layers where these are needed.
+    `weights` is the model's `fingerprint`. If `graphs` is None, forwards are recorded if possible.
+    If it is True, `ValueError` is raised where they cannot be recorded. If it is False, they are
+    never recorded.
     """
     if past is not None and with_head and not past.head_layers:
         past = None
@@ -260,8 +268,8 @@ def cache_for(
 
 @contextmanager
 def _in_use(past: BlockCache | None) -> Iterator[None]:
-    """Mark a caller's cache as in use; `ValueError` if it is in use by another call, of this or
-    another thread."""
+    """Mark a caller's cache as in use while the context is open. Raise `ValueError` if another call
+    is using it, in this thread or another."""
     if past is None:
         yield
         return
@@ -288,11 +296,11 @@ def _lend(
     scratch: int,
     with_head: bool,
 ) -> tuple[BlockCache, Graphs] | None:
-    """Find or make the `Graphs` that are kept for a model, large enough for a call, and mark them
-    busy.
+    """Find or make the `Graphs` that are kept for a model and are large enough for a call, and mark
+    them as busy.
 
-    Return their cache, filled with the content of `past`, and the `Graphs`; None if another call
-    uses them.
+    Return a cache filled with the content of `past`, and the `Graphs`. Return None if another call
+    uses the `Graphs`.
     """
     with _LOCK:
         recordings = _KEPT.get(model)
@@ -318,8 +326,8 @@ def _lend(
 
 
 def _separate(model: Any, past: BlockCache) -> None:
-    """Give a cache its own memory if it shares that of the kept `Graphs`, which may meanwhile be
-    lent to another call."""
+    """Give the cache `past` memory of its own if it shares that of the model's `Graphs`, which may
+    be lent to another call in the meantime."""
     with _LOCK:
         recordings = _KEPT.get(model)
         if recordings is not None and not recordings.busy and recordings.borrower() is past:
@@ -328,9 +336,11 @@ def _separate(model: Any, past: BlockCache) -> None:
 
 
 def obstacle(model: Any, weights: Hashable = None) -> str | None:
-    """Explain why forwards of this model cannot be recorded, with the remedy; None if they can.
-    With the model's fingerprint, `weights`, tensors are examined only if the fingerprint has
-    changed."""
+    """Explain why forwards of this model cannot be recorded, with the remedy; return None if they
+    can.
+
+    If the model's `fingerprint` is given as `weights`, tensors are examined only if it has changed.
+    """
     # checked first: the rest reads all weights, which calls on other devices need not do
     device = model.device
     if device.type not in RECORDERS:
@@ -346,7 +356,8 @@ def obstacle(model: Any, weights: Hashable = None) -> str | None:
 
 
 def _obstacle_of_tensors(model: Any) -> str | None:
-    """Explain why forwards of a model with these tensors cannot be recorded; None if they can."""
+    """Explain why forwards of a model with such tensors cannot be recorded, with the remedy; return
+    None if they can."""
     tensors = (*model.parameters(), *model.buffers())
     if kinds := {type(tensor).__name__ for tensor in tensors} - {"Tensor", "Parameter", "Buffer"}:
         return (

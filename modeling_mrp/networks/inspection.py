@@ -1,8 +1,8 @@
 """Inspection of a model's modules and weights, for a call of `generate`.
 
 A model may change between two calls: adapters are switched, hooks added, modules replaced, weights
-moved or written to. `fingerprint` collects in one pass everything that decisions about a model
-depend on, and `decide` repeats a decision only if the fingerprint has changed.
+moved or written to. `fingerprint` collects in one pass everything on which decisions about a model
+depend. `decide` repeats a decision only if the fingerprint has changed.
 """
 
 import weakref
@@ -30,8 +30,8 @@ _DECISIONS: "weakref.WeakKeyDictionary[nn.Module, tuple[Hashable, dict[Hashable,
 
 
 class PassingReference(weakref.ref[Any]):
-    """A weak reference that can be copied and pickled; two references are equal if they refer to
-    the same live object."""
+    """A weak reference that can be copied and pickled. Two such references are equal if they refer
+    to the same live object."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # nothing else refers to this set, so an unpickled reference is dead
@@ -48,7 +48,10 @@ def decide(
     model: nn.Module, model_key: Hashable, name: Hashable, compute: Callable[[], Decision]
 ) -> Decision:
     """Return `compute()`, or its earlier result for the same model, `model_key` (the model's
-    `fingerprint`) and name. The result must depend on nothing else, and hold no tensors."""
+    `fingerprint`) and `name`.
+
+    The result must depend on nothing else, and must not hold tensors.
+    """
     fingerprint_of_decisions, decisions = _DECISIONS.get(model, (None, {}))
     if fingerprint_of_decisions != model_key:
         decisions = {}
@@ -60,8 +63,9 @@ def decide(
 
 
 def fingerprint(model: Any) -> Hashable:
-    """Collect everything that recordings of a model and decisions about it depend on: addresses of
-    weights, modules' classes, settings and hooks, and the attention."""
+    """Collect everything on which recordings of a model and decisions about it depend: the
+    addresses of its weights, the classes, settings and hooks of its modules, and the implementation
+    of its attention."""
     weights: list[Hashable] = []
     settings: list[Hashable] = []
     classes: dict[type, Any] = {}
@@ -83,8 +87,8 @@ def fingerprint(model: Any) -> Hashable:
 
 
 def _place_of(tensor: Tensor) -> Hashable:
-    """Return a value that identifies the memory of a weight; for an offloaded weight, only that it
-    is offloaded."""
+    """Return a value that identifies the memory of a weight. For an offloaded weight, it says only
+    that the weight is offloaded."""
     if tensor.is_meta:
         return tensor.device
     address = tensor.data_ptr() if type(tensor) in _PLAIN_TENSORS else id(tensor)
@@ -92,8 +96,8 @@ def _place_of(tensor: Tensor) -> Hashable:
 
 
 def walk(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield a module and all modules in it, shared modules once for each occurrence; many times
-    faster than `modules`."""
+    """Yield a module and all modules in it. A shared module is yielded once for each occurrence.
+    This is many times faster than `modules`."""
     pending = [module]
     while pending:
         module = pending.pop()
@@ -104,7 +108,8 @@ def walk(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _settings_of(module: nn.Module) -> Hashable:
-    """Collect a module's class, the names of its attributes, its plain values and its hooks."""
+    """Return the class of a module, the names of its attributes, its plain values and the keys of
+    its hooks."""
     attributes = module.__dict__
     names = tuple(attributes)
     read = _SETTINGS_READERS.get(names)
@@ -122,8 +127,8 @@ def _settings_of(module: nn.Module) -> Hashable:
 
 
 def _plain_values(attributes: dict[str, Any]) -> Iterator[Hashable]:
-    """Yield a module's own plain values, which switch adapters, and the texts of its lists and
-    dicts of such values."""
+    """Yield a module's own plain values, among them those that switch adapters, and the texts of
+    its lists and dicts of such values."""
     for name, value in attributes.items():
         if name in _OF_EVERY_MODULE:
             continue
@@ -136,20 +141,22 @@ def _plain_values(attributes: dict[str, Any]) -> Iterator[Hashable]:
 
 
 def _hook_key(item: tuple[int, Any]) -> Hashable:
-    """Return a key that identifies a hook: the number under which it was registered. For the hooks
-    that peft registers in each call with `adapter_names`, return these names."""
+    """Return a key that identifies a hook: the number under which it was registered.
+
+    peft registers hooks with adapter names in each call with `adapter_names`. The key of such a
+    hook is these names.
+    """
     number, hook = item
     adapter_names = getattr(hook, "keywords", {}).get("adapter_names")
     return number if adapter_names is None else tuple(adapter_names)
 
 
 def weight_versions(module: nn.Module, model_key: Hashable = None) -> list[Any]:
-    """Record a module's parameters and active adapters. A later record is equal if no parameter was
-    replaced, moved or written to since (except through `.data`, whose writes autograd does not
-    count).
+    """Record a module's parameters and active adapters.
 
-    With a `fingerprint`, `model_key`, references to the parameters are made only if the fingerprint
-    has changed.
+    Two records are equal if no parameter was replaced, moved or written to between them. Writes
+    through `.data` are not noticed, because autograd does not count them. If a `fingerprint` is
+    given as `model_key`, references to the parameters are made only if it has changed.
     """
     weights: list[Tensor] = []
     # adapters of peft
@@ -182,15 +189,15 @@ def weight_versions(module: nn.Module, model_key: Hashable = None) -> list[Any]:
 
 
 def _version_of(weight: Any) -> tuple[int, int]:
-    """Return a weight's address, and the number of times it was written to."""
+    """Return the address of a weight, and how many times it was written to."""
     address = weight.data_ptr() if type(weight) in _PLAIN_TENSORS else 0
     # the version counter has no public name
     return address, 0 if weight.is_inference() else weight._version
 
 
 def adapters_of_rows(module: nn.Module) -> list[str] | None:
-    """Return peft's `adapter_names`, one per row of a batch, or None. They are read from the newest
-    hooks, as failed calls leave hooks behind."""
+    """Return peft's `adapter_names`, one for each row of a batch; None if there are none. They are
+    read from the newest hooks, because failed calls leave hooks behind."""
     for submodule in walk(module):
         hooks = submodule._forward_pre_hooks
         for hook in reversed(hooks.values()) if hooks else ():
@@ -201,7 +208,7 @@ def adapters_of_rows(module: nn.Module) -> list[str] | None:
 
 
 def prompt_adapter(model: Any) -> Any:
-    """Return the config of peft's active adapter if it is an adapter that learns prompts; else
+    """Return the config of peft's active adapter if that adapter learns prompts; otherwise return
     None."""
     # a peft model replaces this method by its own
     wrapper: Any = getattr(model.prepare_inputs_for_generation, "__self__", None)
@@ -210,9 +217,11 @@ def prompt_adapter(model: Any) -> Any:
 
 
 def check_weights(model: Any) -> None:
-    """Raise `ValueError` for an active adapter that does more than change weights of layers, and
-    for an `lm_head` whose weight cannot be read directly: divided among processes, packed, adapted,
-    or without a device."""
+    """Raise `ValueError` if `generate` cannot decode with the model's adapters or its `lm_head`.
+
+    An active adapter must not do more than change weights of layers. The weight of `lm_head` must
+    be readable directly: not divided among processes, packed, adapted, or without a device.
+    """
     of_rows = adapters_of_rows(model) or ()
     layers = [
         one

@@ -1,9 +1,9 @@
-"""The choice of layers to run fused in a round, and the packing of their weights.
+"""The choice of layers that run fused in a round, and the packing of their weights.
 
 A fused Qwen3 layer is four matrix products, the round's attention, and five more launches
-(`run_fused`). Products with the same input are one if `pack` has made their weights adjacent; else
-each `nn.Linear` or its replacement (LoRA, quantised weights) is called. If any module does more
-than its class, all layers are called as modules, under a dense mask.
+(`run_fused`). Matrix products with the same input become one product if `pack` has made their
+weights adjacent. Otherwise each `nn.Linear` or its replacement (LoRA, quantised weights) is called.
+If any module does more than its class, all layers are called as modules, under a dense mask.
 """
 
 import threading
@@ -38,10 +38,11 @@ _OWN_PACKAGES = ("torch.nn.", "transformers.", __name__.partition(".networks.")[
 def plan_layers(
     model: Any, with_head: bool, dispatch: Dispatch, model_key: Hashable = None
 ) -> Plans | None:
-    """Plan the fused layers of the backbone, and of the head if `with_head`; return None if layers
-    must be called as modules, or raise `ValueError` in that case if kernels are forced.
+    """Plan the fused layers of the backbone, and of the head if `with_head`.
 
-    With the model's `fingerprint`, `model_key`, modules are looked at only if that has changed.
+    Return None if layers must be called as modules; if kernels are forced, raise `ValueError` in
+    that case. If the model's `fingerprint` is given as `model_key`, modules are examined only if it
+    has changed.
     """
     layers: dict[Any, list[Any]] = {
         model.model: list(model.model.layers)[: model.config.num_hidden_layers]
@@ -90,7 +91,7 @@ def _obstacle_of_layers(model: Any, layers: dict[Any, list[Any]]) -> str | None:
 
 
 def _adjacent_groups(layers: dict[Any, list[Any]]) -> list[bool]:
-    """Tell for each group of linear layers that share an input whether their weights are
+    """Return, for each group of linear layers that share an input, whether their weights are
     adjacent."""
     adjacent = []
     for network_layers in layers.values():
@@ -101,7 +102,7 @@ def _adjacent_groups(layers: dict[Any, list[Any]]) -> list[bool]:
 
 
 def _silu_gates(layers: dict[Any, list[Any]]) -> list[bool]:
-    """Tell for each layer whether its gate is under a plain SiLU."""
+    """Return, for each layer, whether its gate goes through a plain SiLU."""
     gates = []
     for network_layers in layers.values():
         for layer in network_layers:
@@ -110,8 +111,8 @@ def _silu_gates(layers: dict[Any, list[Any]]) -> list[bool]:
 
 
 def deviation(module: nn.Module, kind: type[nn.Module]) -> str | None:
-    """Describe how a module deviates from the class `kind` (global hooks aside), with the remedy;
-    return None if it does not."""
+    """Describe how a module deviates from the class `kind`, with the remedy. Return None if it does
+    not deviate. Global hooks do not count."""
     module_class = type(module)
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for hook in hooks.values():
@@ -135,8 +136,8 @@ def deviation(module: nn.Module, kind: type[nn.Module]) -> str | None:
 def _replaced_modules(
     model: Any, layers: dict[Any, list[Any]]
 ) -> Iterator[tuple[Any, type[nn.Module]]]:
-    """Yield the modules that fused layers replace and their expected classes, parents first: a
-    module of another class may lack submodules."""
+    """Yield the modules that fused layers replace, each with its expected class. Parents come
+    first, because a module of another class may lack submodules."""
     yield model.model, MRPBackbone
     if model.mrp_head in layers:
         yield model.mrp_head, MRPHead
@@ -156,8 +157,8 @@ def _replaced_modules(
 
 
 def _linear_groups(layer: Any) -> tuple[list[Any], list[Any]]:
-    """Group a layer's linear layers that share an input: the projections to queries, keys and
-    values, and the MLP's gate and up projections."""
+    """Group those linear layers of a layer that share an input: the projections to queries, keys
+    and values, and the gate and up projections of the MLP."""
     attention = layer.self_attn
     mlp = layer.mlp
     return [attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]
@@ -166,12 +167,12 @@ def _linear_groups(layer: Any) -> tuple[list[Any], list[Any]]:
 @torch.inference_mode(False)
 @torch.no_grad()
 def pack(model: nn.Module) -> bool:
-    """Make the weights of linear layers that share an input adjacent in memory; return whether any
-    were moved.
+    """Make the weights of linear layers that share an input adjacent in memory. Return whether any
+    weights were moved.
 
-    The parameters stay the same objects, now parts of a larger storage: nothing is held twice.
-    Layers are left as they are if one is more than a plain `nn.Linear` (adapters, quantised
-    weights, hooks), or lies on another device than the others.
+    The parameters stay the same objects, but become parts of a larger storage, so nothing is held
+    twice. A group of layers is left as it is if one of them is more than a plain `nn.Linear`
+    (adapters, quantised weights, hooks), or if they lie on different devices.
     """
     packed = None
     with _PACKING:
@@ -196,8 +197,8 @@ def pack(model: nn.Module) -> bool:
 
 
 def packed_weight(linears: Sequence[Any]) -> Tensor | None:
-    """View linear layers' weights as one matrix [sum of out_features, in_features]; None if they
-    are not adjacent."""
+    """Return a view of the weights of linear layers as one matrix [sum of out_features,
+    in_features]. Return None if the weights are not adjacent."""
     if not all(map(_plain, linears)):
         return None
     first = linears[0].weight
@@ -214,7 +215,7 @@ def packed_weight(linears: Sequence[Any]) -> Tensor | None:
 
 
 def _joined_weight(linears: Sequence[Any]) -> Tensor:
-    """View adjacent weights as one matrix."""
+    """Return a view of adjacent weights as one matrix."""
     first = linears[0].weight
     rows = sum(len(linear.weight) for linear in linears)
     view: Tensor = first.as_strided((rows, first.shape[1]), first.stride())
@@ -222,7 +223,8 @@ def _joined_weight(linears: Sequence[Any]) -> Tensor:
 
 
 def _plain(linear: Any) -> bool:
-    """Return whether a module is a plain linear layer without bias and with contiguous weight."""
+    """Return whether a module is a plain linear layer, without bias and with a contiguous
+    weight."""
     return (
         type(linear) is nn.Linear
         and linear.bias is None

@@ -1,4 +1,4 @@
-"""The tokens that constraints allow, on the device."""
+"""Masks on the device of the tokens that constraints allow."""
 
 from collections.abc import Sequence
 
@@ -13,15 +13,16 @@ _MASKS_ON_DEVICE = 512
 
 
 class TokenMasks:
-    """Masks of token sets on the device, kept since a call uses the same sets repeatedly."""
+    """Masks of token sets on the device. They are kept, because a call uses the same sets
+    repeatedly."""
 
     def __init__(self) -> None:
         self._index: dict[TokenSet, int] = {}
         self._table: Tensor | None = None  # grown by doubling; its first rows are in use
 
     def bar(self, logits: Tensor, sets: Sequence[TokenSet | None]) -> Tensor:
-        """Return logits [n, vocab] with -inf at tokens outside each row's set; a set of None
-        contains all tokens."""
+        """Return logits [n, vocab] with -inf at the tokens that are not in the set of their row. A
+        set of None contains all tokens."""
         rows = []
         members = []
         for row, token_set in enumerate(sets):
@@ -37,8 +38,8 @@ class TokenMasks:
         return logits.masked_fill(~allowed, -torch.inf)
 
     def _indices_of(self, sets: Sequence[TokenSet], logits: Tensor) -> Tensor:
-        """Return the indices [n] of sets in the table of masks, after adding the new sets to the
-        table."""
+        """Return the index of each set in the table of masks, int64 [n]. Sets that are not in the
+        table yet are added first."""
         new = list(dict.fromkeys(sets).keys() - self._index.keys())
         if len(self._index) + len(new) > _MASKS_ON_DEVICE:
             self._index.clear()

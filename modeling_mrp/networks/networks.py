@@ -1,10 +1,10 @@
 """The one owner of a model's forwards and of their keys and values: `prefill`, `score`, `head`,
 `commit`.
 
-States lie side by side in one forward: each sees the committed text of its row, itself, and its
-*parent*, an uncommitted clean state, if it has one. Ids go to the device in one copy, and picks
-come back in one. The keys and values of scored states lie beyond the texts until the next forward;
-`commit` copies those of accepted clean states to the texts.
+States lie side by side in one forward. Each state sees the committed text of its row, itself, and
+its *parent*, an uncommitted clean state, if it has one. Ids go to the device in one copy, and picks
+come back in one copy. Until the next forward, the keys and values of scored states lie in slots
+after the texts. `commit` copies those of accepted clean states to the texts.
 """
 
 from array import array
@@ -45,21 +45,21 @@ class Networks:
     """Runs backbone, head and picks for the rows of one call.
 
     Args:
-        model: An `MRPForCausalLM`; without `plans` any object with its `config`, `backbone` and
-            `residual`.
+        model: An `MRPForCausalLM`. Without `plans`, any object that has its `config`, `backbone`
+            and `residual`.
         cache: Keys and values of backbone and head.
         with_head: Whether the head takes part.
-        picker: Picks tokens from the backbone's hidden states; its `lm_head_weight` gives the
-            device, `dispatch` the kernels.
-        plans: The fused layers (`plan_layers`); None: layers run as modules, under a dense mask.
-        recorded: Runs a forward from a recording (`Graphs.call`); or None.
+        picker: Picks tokens from the backbone's hidden states. Its `lm_head_weight` determines the
+            device, and its `dispatch` the kernels.
+        plans: The fused layers (`plan_layers`). If None, layers run as modules, under a dense mask.
+        recorded: A function that runs a forward from a recording (`Graphs.call`); or None.
 
     Attributes:
         sampler: Picks tokens from hidden states.
-        forwards: Number of forwards of the whole batch by role: `prefill`, `denoise` (over states
-            of rounds) and `head`.
-        slots: Rows of the batch summed over forwards of the backbone, including rows that had ended
-            but not left.
+        forwards: Number of forwards of the whole batch, by role: `prefill`, `denoise` (forwards
+            over states of rounds) and `head`.
+        slots: The number of rows in the batch, summed over forwards of the backbone. It includes
+            rows that had ended but not left the batch.
     """
 
     def __init__(
@@ -97,14 +97,14 @@ class Networks:
         cache.active = cache.rows
 
     def prefill(self, rows: Sequence[Row], reused: Sequence[int], first: int = 0) -> list[Scores]:
-        """Run the backbone over each row's text through the block of its first mask; return the
-        scores of that block's state.
+        """Run the backbone over the text of each row, up to the end of the block with the row's
+        first mask. Return the scores of that block's state for each row.
 
         Args:
-            rows: Rows of the batch, side by side.
-            reused: By row, the number of first tokens with cached keys and values; prefill starts
-                at the least of these.
-            first: The index of the first row in the batch.
+            rows: Rows that lie side by side in the batch.
+            reused: For each row, the number of leading tokens whose keys and values are cached. The
+                forwards start at the least of these numbers.
+            first: The index in the batch of the first of these rows.
         """
         self._let_join(range(first, first + len(rows)), reused)
         with self.cache.of_rows(first, len(rows)):
@@ -112,8 +112,11 @@ class Networks:
 
     def read_ahead(self, row: Row, index: int, begin: int, end: int) -> None:
         """Compute keys and values of a part of a prompt, in whole blocks from `begin` to `end`, for
-        a row that joins the batch at `index`; `prefill` then reuses them. Between both, rounds of
-        the batch need a row there of the same text that holds as many tokens."""
+        a row that joins the batch at `index`. `prefill` reuses them later.
+
+        Until `prefill` runs, rounds of the batch need a row at `index` that has the same text and
+        holds as many tokens.
+        """
         self._let_join(range(index, index + 1), [begin])
         with self.cache.of_rows(index, 1):
             for _ in self._read_prompts([row], [begin], end, index):
@@ -122,8 +125,8 @@ class Networks:
             self._read_texts([row], index, [row])
 
     def _let_join(self, indices: range, reused: Sequence[int]) -> None:
-        """Clear what rows before left behind the reused tokens of rows that join, which may be
-        NaN."""
+        """Zero what earlier rows have left in the slots after the reused tokens of rows that join,
+        because it may be NaN."""
         if len(indices) == self.cache.active:
             return
         self._rows_join = True
@@ -138,14 +141,15 @@ class Networks:
         first: int = 0,
         chunk: int | None = None,
     ) -> Iterator[tuple[int, int, Tensor]]:
-        """Compute keys and values of texts from `begin` to `length`, in whole blocks, and yield
-        begin, end and hidden states [texts, end - begin, hidden_size] of each forward.
+        """Compute keys and values of texts from `begin` to `length`, in whole blocks. For each
+        forward, yield its begin, its end and its hidden states [texts, end - begin, hidden_size].
 
         Args:
-            texts: The texts of rows side by side; masks follow where one is shorter.
-            begin, length: Begin and end of what is read.
-            first: The index of the first row in the batch.
-            chunk: The most tokens of a row in a forward, but at least a block; None: as prompts.
+            texts: The texts of rows that lie side by side. A shorter text is filled up with masks.
+            begin, length: Begin and end of the part that is read.
+            first: The index in the batch of the first of these rows.
+            chunk: The largest number of tokens of a row in a forward, but at least a block. None:
+                as for prompts.
         """
         cached_hidden = self.cache.hidden[first : first + len(texts)]
         for start, end, *inputs in self._chunks(texts, begin, length, chunk):
@@ -161,7 +165,8 @@ class Networks:
     def _read_prompts(
         self, rows: Sequence[Row], reused: Sequence[int], length: int, first: int
     ) -> Iterator[tuple[int, int, Tensor]]:
-        """Run the backbone over the rows' texts up to `length`; yield what `read` yields."""
+        """Run the backbone over the texts of rows up to `length`; yield what `read` yields. The
+        forwards are counted for the rows that need them."""
         texts = [row.text for row in rows]
         for begin, end, hidden in self.read(texts, min(reused), length, first):
             for row, tokens in zip(rows, reused, strict=True):
@@ -188,9 +193,13 @@ class Networks:
         return self.sampler.pick(states, [first_blocks[index] for index in range(len(rows))])
 
     def _catch_up(self, rows: Sequence[Row], indices: Sequence[int]) -> None:
-        """Run the head over the committed text that rows, given by their indices, have not read
-        yet: over all rows, which read theirs again to the same keys and values, or, where rows join
-        one by one, over parts of the batch of which at least half lag."""
+        """Run the head over the committed text that some rows have not read yet. `indices` are the
+        indices of these rows, which lag.
+
+        The pass is over all rows; the others read some text again, to the same keys and values. But
+        where rows join one by one, it is over parts of the batch in which at least half of the rows
+        lag.
+        """
         spans: list[list[int]] = []
         for index in indices if self._rows_join else ():
             if spans and index - spans[-1][0] < 2 * (len(spans[-1]) + 1):
@@ -204,8 +213,8 @@ class Networks:
             self._read_texts(rows, 0, [rows[index] for index in indices])
 
     def _read_texts(self, rows: Sequence[Row], first: int, lagging: Sequence[Row]) -> None:
-        """Run the head over committed text of rows side by side, the first of which has the index
-        `first` in the batch; those of `lagging` have read it then."""
+        """Run the head over committed text of `rows`, which lie side by side in the batch from the
+        index `first` on. Afterwards, the head has read all committed text of the rows `lagging`."""
         start = min(row.head_held for row in lagging)
         last = max(row.held for row in lagging)
         with self.cache.of_rows(first, len(rows)):
@@ -231,7 +240,8 @@ class Networks:
         chunk: int | None = None,
     ) -> Iterator[Chunk]:
         """Yield the inputs of each block-causal forward over texts from `begin` to `length`, in
-        whole blocks, with the cache's target set to the slots of its tokens."""
+        whole blocks. Before each, set the target of the cache to the slots of the forward's
+        tokens."""
         rows = [[*text, *[self.mask_id] * length][:length] for text in texts]
         ids = upload(np.array(rows, np.int64).ravel(), self.device).view(len(rows), length)
         positions = torch.arange(length, device=self.device).expand_as(ids)
@@ -249,8 +259,8 @@ class Networks:
             yield start, end, ids[:, start:end], positions[:, start:end], mask
 
     def score(self, rows: Sequence[Row], drafts: Sequence[Sequence[Node]]) -> list[list[Scores]]:
-        """Score all rows' nodes (ended rows have none) in one backbone forward; return the scores
-        by row and node."""
+        """Score the nodes of all rows in one backbone forward; return the scores by row and node.
+        Ended rows have no nodes."""
         packed = []
         for nodes in drafts:
             packed.append([(node.state, node.parent) for node in nodes])
@@ -265,12 +275,13 @@ class Networks:
         return self.sampler.score(rows, drafts, hidden, first_states)
 
     def hidden(self, states: Sequence[Sequence[State]], read: int) -> Tensor:
-        """Run the backbone over states of each row, wherever in its text; each sees the blocks
-        before its own, of which the first `read` tokens were read.
+        """Run the backbone over states of each row, wherever in the row's text they lie. Each state
+        sees the blocks before its own, as far as they are among the first `read` tokens, which must
+        have been read.
 
         Returns:
-            [rows, width, block, hidden_size], where width is the most states of a row. The column
-            of a token has the hidden state that predicts it.
+            [rows, width, block, hidden_size], where width is the largest number of states of a row.
+            At the column of a token is the hidden state that predicts that token.
         """
         packed = [[(state, -1) for state in of_row] for of_row in states]
         width = self._width(packed)
@@ -285,12 +296,12 @@ class Networks:
         asked: Sequence[Sequence[tuple[State, Hidden]]],
         residual: bool = False,
     ) -> list[list[Hidden]]:
-        """Run one head pass over states of each row; return h_A + h_C at each state, or h_C alone
-        if `residual`, by row.
+        """Run one head pass over states of each row; return its outputs by row and state. The
+        output at a state is h_A + h_C, or h_C alone if `residual`.
 
-        `asked` has, by row, each state and the hidden states h_A, or an estimate of them, that the
-        head starts from; at least one row has states. For rows with states, the pass also reads a
-        committed block that the head has not read yet, if any.
+        In `asked`, each row has its states, each paired with the hidden states h_A (or an estimate
+        of them) from which the head starts. At least one row has states. If a row with states has a
+        committed block that the head has not read yet, the pass also reads that block.
         """
         lagging = [
             index
@@ -343,11 +354,11 @@ class Networks:
         return results
 
     def commit(self, rows: Sequence[Row], clean: Sequence[Sequence[int]]) -> None:
-        """Copy keys, values and hidden states (for the head) of accepted clean states to their
-        rows' texts.
+        """Copy keys, values and (for the head) hidden states of accepted clean states to the texts
+        of their rows.
 
-        `clean` has, by row, the indices of these states among the row's nodes of the last `score`,
-        in order; at least one.
+        For each row, `clean` has the indices of these states among the nodes of the row in the last
+        `score`, in order. There is at least one such state.
         """
         moves = []
         for index, (row, slots) in enumerate(zip(rows, clean, strict=True)):
@@ -370,8 +381,12 @@ class Networks:
             cached_hidden.flatten(0, 1)[indices[1].to(cached_hidden.device)] = values
 
     def _width(self, packed: Packed) -> int:
-        """Return how many states of each row a forward computes: the most of a row; where forwards
-        are recorded one of `RECORDED_WIDTHS`, if there is room, as each has its own recording."""
+        """Return the number of states of each row that a forward computes: the largest number that
+        a row has.
+
+        If forwards are recorded, return instead the smallest number of `RECORDED_WIDTHS` that is
+        large enough, if there is room for it, because each width has its own recording.
+        """
         most = max(map(len, packed))
         if self.recorded is None:
             return most
@@ -385,16 +400,16 @@ class Networks:
         cached_lengths: Sequence[int],
         hidden: Tensor | None = None,
     ) -> Tensor:
-        """Run the backbone over `width` states of each row, or the head if its input `hidden` [rows
-        * width, block, hidden_size] is given.
+        """Run the backbone over `width` states of each row. If `hidden` [rows * width, block,
+        hidden_size], the input of the head, is given, run the head instead.
 
-        Keys and values of the states are written beyond the longest of all rows' texts, so that no
-        text is overwritten.
+        Keys and values of the states are written to slots after the longest text of all rows, so
+        that no text is overwritten.
 
         Returns:
-            Hidden states or h_C, [rows * width, block, hidden_size]. Shifted hidden states have
-            block + 1 columns: the first is for the block's first token, the last for the next
-            block's.
+            Hidden states or h_C, [rows * width, block, hidden_size]. If hidden states are shifted,
+            they have block + 1 columns: the first is for the first token of the block, the last for
+            the first token of the next block.
         """
         rows = len(packed)
         longest = max(cached_lengths)
@@ -438,8 +453,11 @@ class Networks:
         table: Tensor,
         hidden: Tensor | None = None,
     ) -> Tensor:
-        """Unpack `table` (ids, starts, parents, and how many cached tokens each state sees) and run
-        the network, by tensor operations that a graph can record."""
+        """Unpack `table` and run the network, using only tensor operations that a graph can record.
+
+        `table` has the ids, the start and the parent of each state, and the number of cached tokens
+        that each state sees.
+        """
         states = rows * width
         ids, starts, parents, limits = table.split([states * self.block, states, states, states])
         ids = ids.view(rows, -1)
@@ -464,8 +482,8 @@ class Networks:
     def _fused(
         self, plans: Plans, ids: Tensor, positions: Tensor, mask: RoundMask, hidden: Tensor | None
     ) -> Tensor:
-        """Run the fused layers over states: the head's if `hidden` is given, else the
-        backbone's."""
+        """Run the fused layers over states: those of the head if `hidden` is given, otherwise those
+        of the backbone."""
         backbone = self.model.model
         head = self.model.mrp_head
         embeds = backbone.embed_tokens(ids)
@@ -485,9 +503,12 @@ class Networks:
         )
 
     def _shifted_states(self, hidden: Tensor, committed: Tensor, parent: Tensor) -> Tensor:
-        """Prepend to each state's part of `hidden` [rows, width * block, hidden_size] the hidden
-        state for its first token (the last of its parent, or else of the text that it sees); return
-        [rows, width, block + 1, hidden_size]."""
+        """Prepend to the hidden states of each state the one that predicts its first token: the
+        last hidden state of its parent or, without a parent, of the text that it sees.
+
+        `hidden` is [rows, width * block, hidden_size]; the result is [rows, width, block + 1,
+        hidden_size].
+        """
         states = hidden.unflatten(1, (-1, self.block))
         cached_hidden = self.cache.hidden
         previous = cached_hidden[
@@ -501,8 +522,8 @@ class Networks:
         return torch.cat([previous[:, :, None], states], 2)
 
     def shrink_batch(self, rows: list[Row], size: int) -> list[Row]:
-        """Shrink the batch to its first `size` rows, after moving all unfinished rows there, which
-        must fit; return the rows."""
+        """Shrink the batch to its first `size` rows, and return these. Before that, move all
+        unfinished rows to these places, into which they must fit."""
         free_indices = []
         row_indices = []
         for target, row in enumerate(rows):
@@ -524,12 +545,13 @@ class Networks:
         return rows[:size]
 
     def extend(self, size: int) -> None:
-        """Enlarge the batch to its first `size` rows, without undoing calls of `shrink_batch`."""
+        """Enlarge the batch to the first `size` rows of the cache. Earlier calls of `shrink_batch`
+        are not undone, and can no longer be."""
         self._swaps.clear()
         self.cache.active = size
 
     def restore_batch(self, slots: int) -> None:
-        """Undo all calls of `shrink_batch`: move rows, with their first `slots` slots, back to
+        """Undo all calls of `shrink_batch`: move the rows, with their first `slots` slots, back to
         their indices."""
         with self.cache.exchanging():
             while self._swaps:
@@ -549,8 +571,8 @@ def networks_for(
     with_head: bool,
     model_key: Hashable = None,
 ) -> Iterator[Networks]:
-    """Yield the networks of a call, by kernels and recordings where these can be used, on a cache
-    that continues `past`.
+    """Yield the networks of a call. They use kernels and recordings where these can be used, and a
+    cache that continues `past`.
 
     Args:
         model: An `MRPForCausalLM`.

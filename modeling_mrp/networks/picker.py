@@ -1,9 +1,9 @@
-"""Picks: the token and its log-odds at masked positions, greedy or sampled, reproducible to the
-bit.
+"""Picks: the token that is chosen at a masked position, and its log-odds. Picks are greedy or
+sampled, and reproducible to the bit.
 
-A sampled pick is a Gumbel-max whose noise is a pure function of (the row's seed, absolute position,
-masks left in the block, token id). So two decoders that reach the same state draw the same token,
-whatever path led there.
+A sampled pick is a Gumbel-max whose noise is a pure function of the row's seed, the absolute
+position, the number of masks left in the block, and the token id. So two decoders that reach the
+same state draw the same token, whatever path led there.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -66,11 +66,13 @@ SHORTLIST = 16
 
 @dataclass(frozen=True)
 class Spots:
-    """The positions at which tokens are picked: the `free` columns of each state, in order;
-    `device` is for their tensors.
+    """The positions at which tokens are picked: the `free` columns of each state, in order.
 
-    `parents` are, by state, the uncommitted clean state that it attends to, or None; `parents` is
-    empty if all are None.
+    Attributes:
+        states: The states, each with its row.
+        device: The device for the tensors of the positions.
+        parents: For each state, the uncommitted clean state to which it attends, or None. Empty if
+            there are none.
     """
 
     states: Sequence[tuple[Row, State]]
@@ -78,7 +80,7 @@ class Spots:
     parents: Sequence[State | None] = ()
 
     def keys(self) -> Tensor:
-        """Compute the noise keys of the positions, [n] long."""
+        """Compute the noise key of each position, int64 [n]."""
         numbers: list[int] = []
         for row, state in self.states:
             for column in state.free:
@@ -87,7 +89,8 @@ class Spots:
         return keys
 
     def no_eos(self) -> Tensor | None:
-        """Mark the positions where an eos is forbidden, [n] bool; return None if there are none."""
+        """Return a bool tensor [n]: whether an eos is forbidden at each position. None means that
+        it is forbidden nowhere."""
         if not any(state.start < row.no_eos_before > row.prompt for row, state in self.states):
             return None
         early = [
@@ -98,8 +101,8 @@ class Spots:
         return upload(early, self.device).bool()
 
     def allowed(self) -> list[TokenSet | None]:
-        """List the tokens that rows' constraints allow at the positions, None for all; empty if no
-        row has one."""
+        """Return, for each position, the tokens that the constraint of its row allows; None stands
+        for all tokens. The list is empty if no row has a constraint."""
         if all(row.constraint is None for row, _ in self.states):
             return []
         sets: list[TokenSet | None] = []
@@ -109,25 +112,25 @@ class Spots:
         return sets
 
     def texts(self) -> Iterator[tuple[list[int], int]]:
-        """Yield, by position, the text as of its state, with masks where nothing is revealed, and
-        the position in that text."""
+        """Yield, for each position, the text of its row as of its state, with masks where nothing
+        is revealed, and the position in that text."""
         for index, (row, state) in enumerate(self.states):
             ids = row.text_at(state, self.parents[index] if self.parents else None)
             yield from ((ids, state.start + column) for column in state.free)
 
 
 class Picks(NamedTuple):
-    """Picks at n positions, and the tokens that drafts choose among; fields that the picker does
+    """Picks at n positions, and the tokens among which drafts choose. Fields that the picker does
     not compute are None.
 
     Attributes:
-        token: [n] long.
-        log_odds: [n] float, log-odds of the token's probability after temperature and processors,
-            before truncation; NaN where no token had a finite score.
-        entropy: [n] float, in nats.
-        candidates: [n, 2 m + 1] in at least float32, the m likeliest tokens: their ids, the
-            likeliest first, then their scores, -inf for tokens that truncation leaves out, then the
-            log-sum-exp of the scores of all other tokens, those left out among them.
+        token: int64 [n], the picked tokens.
+        log_odds: float [n], the log-odds of the token's probability after temperature and
+            processors, before truncation. NaN where no token had a finite score.
+        entropy: float [n], in nats.
+        candidates: [n, 2 m + 1] in at least float32, for the m likeliest tokens: m ids, the
+            likeliest first; their m scores, which are -inf for tokens that truncation leaves out;
+            and the log-sum-exp of the scores of all other tokens, including those left out.
     """
 
     token: Tensor
@@ -138,11 +141,11 @@ class Picks(NamedTuple):
 
 @dataclass(frozen=True)
 class Picker:
-    """Turns hidden states into picks with one set of sampling options.
+    """Turns hidden states into picks, with one set of sampling options.
 
     Attributes:
-        lm_head_weight: [vocab, hidden_size].
-        mask_token_id: Never picked, and outside the softmax.
+        lm_head_weight: [vocab, hidden_size], the weight of `lm_head`.
+        mask_token_id: The id of the mask. It is never picked, and left out of the softmax.
         temperature: Divides the logits.
         sample: Whether to add Gumbel noise before the argmax.
         processors: The user's logits processors, applied before temperature.
@@ -150,12 +153,14 @@ class Picker:
         truncation: top-k, top-p and the like, applied after the confidence is computed.
         eos_token_ids: Ids that positions before a minimum length must not take.
         entropy: Whether to compute entropies.
-        candidates: Number of likeliest tokens to return with each pick, among which drafts choose.
-        shortlist: Number of these that the head's drafts choose `among`; 0: all tokens of the
-            vocabulary.
+        candidates: Number of likeliest tokens that are returned with each pick. Drafts choose among
+            them.
+        shortlist: Number of these likeliest tokens among which the head's drafts choose (method
+            `among`); 0 for all tokens of the vocabulary.
         dispatch: Decides between kernels and PyTorch.
-        in_order: In place of `processors`: what acts on the first position of each state alone, a
-            function of the spots and the logits [states, vocab] there.
+        in_order: None, or a function that is used in place of `processors` and acts only on the
+            first position of each state. It gets the spots and the logits [states, vocab] at these
+            positions.
     """
 
     lm_head_weight: Tensor
@@ -181,18 +186,18 @@ class Picker:
 
     @cached_property
     def for_drafts(self) -> "Picker":
-        """The picker of drafts: no entropies, and candidates where tokens are sampled, among which
-        the host draws."""
+        """The picker for drafts. It computes no entropies. It returns candidates only if tokens are
+        sampled, because the host then draws among them."""
         return replace(self, entropy=False, candidates=self.candidates if self.sample else 0)
 
     @cached_property
     def masks(self) -> TokenMasks:
-        """What constraints allow, on the device."""
+        """The masks of the tokens that constraints allow, on the device."""
         return TokenMasks()
 
     def __call__(self, hidden: Tensor, spots: Spots | None = None) -> Picks:
-        """Pick at n positions from hidden states [n, hidden_size]; without `spots`, greedily,
-        without processors or bans."""
+        """Pick at n positions from hidden states [n, hidden_size]. Without `spots`, picks are
+        greedy, and no processors or bans apply."""
         keys = None if spots is None or not self.sample else spots.keys()
         shape = self._shaper(spots)
         if spots is not None and self.in_order is not None:
@@ -204,13 +209,17 @@ class Picker:
         return _join(picks)
 
     def among(self, hidden: Tensor, candidates: Tensor, spots: Spots) -> Picks:
-        """Pick greedily at n positions among the first `shortlist` of earlier candidates; all other
+        """Pick greedily at n positions among the first `shortlist` of earlier candidates. All other
         tokens keep their earlier scores.
 
         The argmax after a reveal is nearly always one of the likeliest tokens before it, so drafts
-        need no other rows of `lm_head`. Processors and bans are not applied; tokens that truncation
-        left out before stay out. Hidden states are [n, hidden_size]; `candidates` [n, 2 m + 1] are
-        `Picks.candidates` of the same positions at an earlier state.
+        need no other rows of `lm_head`. Processors and bans are not applied. Tokens that truncation
+        left out before stay out.
+
+        Args:
+            hidden: [n, hidden_size], hidden states.
+            candidates: [n, 2 m + 1], `Picks.candidates` of the same positions at an earlier state.
+            spots: The positions.
         """
         unembedding = self.unembedding
         listed = candidates.shape[1] // 2
@@ -250,8 +259,8 @@ class Picker:
         return torch.cat(odds)
 
     def distributions(self, hidden: Tensor, spots: Spots) -> tuple[Tensor, Tensor]:
-        """Compute logits [n, vocab] at n positions; return them raw, and processed, tempered and
-        truncated, as drawn from."""
+        """Compute the logits [n, vocab] at n positions in two forms: raw, and as tokens are drawn
+        from them, which is after processors, temperature and truncation."""
         shape = self._shaper(spots)
         raw_logits = []
         truncated_scores = []
@@ -266,8 +275,8 @@ class Picker:
         return torch.cat(raw_logits), torch.cat(truncated_scores)
 
     def _shaper(self, spots: Spots | None) -> Callable[[Tensor, slice], Tensor]:
-        """Make a function that applies processors, bans, constraints and minimum length to logits
-        [m, vocab] of a slice of the positions."""
+        """Make a function that applies processors, bans, constraints and minimum lengths. The
+        function takes logits [m, vocab] and the slice of the positions to which they belong."""
         no_eos = None if spots is None else spots.no_eos()
         allowed = [] if spots is None else spots.allowed()
         if spots is None or (not allowed and no_eos is self.processors is self.bans is None):
@@ -300,8 +309,9 @@ class Picker:
     def _ordered(
         self, spots: Spots, hidden: Tensor, shape: Callable[[Tensor, slice], Tensor]
     ) -> Callable[[Tensor, slice], Tensor]:
-        """Call `in_order` with the logits of hidden states [n, hidden_size] at the first position
-        of each state; return `shape` that begins with its answers there."""
+        """Call `in_order` with the logits at the first position of each state, computed from hidden
+        states [n, hidden_size]. Return a function that puts the answers in place of the logits
+        there, and then does what `shape` does."""
         assert self.in_order is not None
         columns = []
         for _, state in spots.states:
@@ -323,7 +333,8 @@ class Picker:
         return ordered
 
     def _process(self, logits: Tensor, contexts: list[list[int]]) -> Tensor:
-        """Apply the processors to logits [n, vocab], together where contexts are equally long."""
+        """Apply the processors to logits [n, vocab]. Positions whose contexts are equally long are
+        processed together."""
         lengths: dict[int, list[int]] = {}
         for row, context in enumerate(contexts):
             lengths.setdefault(len(context), []).append(row)
@@ -339,7 +350,8 @@ class Picker:
         return logits
 
     def _pick(self, logits: Tensor, keys: Tensor | None) -> Picks:
-        """Pick from logits [n, vocab], with the noise of keys [n], or without noise."""
+        """Pick from logits [n, vocab], with the noise of `keys` [n], or without noise if these are
+        None."""
         truncated_logits, min_logit = self._truncate_logits(logits)
         given = (self.unembedding, logits, min_logit, keys)
         by_kernel = truncated_logits is logits
@@ -360,8 +372,9 @@ class Picker:
         return Picks(token, odds, entropy, candidates)
 
     def _truncate_logits(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Truncate logits [n, vocab]; return them and None, or, after a top-k, the whole logits and
-        the least that may be picked, [n]."""
+        """Truncate logits [n, vocab]; return the truncated logits and None. If truncation begins
+        with a top-k, return instead the whole logits and the least logit that may be picked at each
+        position, [n]."""
         top_k = self._top_k()
         tempered = self.unembedding.tempered
         if not self.truncation or not len(logits):
@@ -377,8 +390,8 @@ class Picker:
         ).amin(-1)
 
     def _top_k(self) -> int | None:
-        """Return k if the truncation begins with a top-k and its other parts need only those k
-        logits; else None."""
+        """Return k if truncation begins with a top-k and all its other parts need only those k
+        logits; otherwise return None."""
         warpers = self.truncation or []
         for warper in warpers:
             if not TRUNCATIONS.get(type(warper), False) or warper.filter_value != -torch.inf:
@@ -387,19 +400,19 @@ class Picker:
         return first.top_k if isinstance(first, TopKLogitsWarper) else None
 
     def _truncated(self, scores: Tensor) -> Tensor:
-        """Truncate scores [n, vocab]; warpers get zeros as ids, which they do not read."""
+        """Truncate scores [n, vocab]. The warpers get zeros as ids, which they do not read."""
         assert self.truncation is not None
         return self.truncation(torch.zeros_like(scores[:, :1], dtype=torch.long), scores)
 
 
 def token_logits(weight: Tensor, hidden: Tensor, ids: Tensor) -> Tensor:
-    """Compute the logits [n, m] of some tokens [n, m] long under hidden states [n, hidden_size], in
-    at least float32."""
+    """Compute the logits [n, m] of m tokens at each of n positions, in at least float32, from their
+    ids, int64 [n, m], and hidden states [n, hidden_size]."""
     return (upcast(weight[ids]) @ upcast(hidden)[:, :, None])[:, :, 0]
 
 
 def _join(picks: Sequence[Picks]) -> Picks:
-    """Join picks of consecutive positions."""
+    """Concatenate picks of consecutive positions."""
     if len(picks) == 1:
         return picks[0]
     joined = []
@@ -409,7 +422,8 @@ def _join(picks: Sequence[Picks]) -> Picks:
 
 
 def check_scores(processor: LogitsProcessor, answer: Any, scores: Tensor) -> Tensor:
-    """Check a logits processor's answer to `scores` [n, vocab], and return it in their dtype."""
+    """Check a logits processor's answer to `scores` [n, vocab], and return it in the dtype of the
+    scores. Raise `ValueError` for a malformed answer."""
     if (
         not isinstance(answer, Tensor)
         or answer.shape != scores.shape

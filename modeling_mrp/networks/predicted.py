@@ -1,7 +1,7 @@
-"""Prediction of the costs of a round's forwards from a model's shape and its device.
+"""Prediction of the costs of a round's forwards, from the shape of a model and from its device.
 
-A forward takes the time to read its weights or the time of its operations, whichever is longer,
-plus a time per layer for launches. Keys and values of the text are left out.
+A forward takes the time to read its weights or the time to compute its operations, whichever is
+longer, plus a time per layer for launches. Keys and values of the text are left out.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,13 @@ GRAPH_LAYER, CPU_LAYER, OTHER_LAYER = 5e-6, 250e-6, 200e-6
 
 @dataclass(frozen=True)
 class Rates:
-    """The rates of a device per second, and the additional seconds that it takes for each layer."""
+    """What a device does per second, and the extra time that it takes per layer.
+
+    Attributes:
+        bytes: Bytes read per second.
+        flops: Floating-point operations per second.
+        layer: Additional seconds for each layer.
+    """
 
     bytes: float
     flops: float
@@ -37,7 +43,7 @@ class Rates:
 
 
 def rates_of(device: torch.device, dtype: torch.dtype) -> Rates:
-    """Look up a device's rates for a dtype, by the properties that the device reports."""
+    """Return a device's rates for a dtype, from the properties that the device reports."""
     if device.type == "cpu":
         threads = torch.get_num_threads()
         flops = threads * CPU_FLOPS / (2 if dtype == torch.float64 else 1)
@@ -60,16 +66,18 @@ def predicted_costs(config: Any, weight: Tensor, shortlist: int = 0) -> RoundCos
 
     Args:
         config: The model's sizes, named as in config.json.
-        weight: [vocab, hidden_size], the weight of `lm_head`, whose device and dtype count.
-        shortlist: Number of tokens that a head pass chooses among at each position; 0: all.
+        weight: [vocab, hidden_size], the weight of `lm_head`; only its device and dtype are used.
+        shortlist: Number of tokens among which a head pass chooses at each position; 0 for all
+            tokens.
     """
     rates = rates_of(weight.device, weight.dtype)
     return costs_at(config, rates, weight.element_size(), shortlist)
 
 
 def costs_at(config: Any, rates: Rates, item_bytes: float, shortlist: int = 0) -> RoundCosts:
-    """Predict the costs of a model's forwards, in seconds, at given rates, with `item_bytes` bytes
-    for each number of its weights."""
+    """Predict the costs of a model's forwards, in seconds, at given rates. Each number of the
+    model's weights takes `item_bytes` bytes. `config` and `shortlist` are as in
+    `predicted_costs`."""
     hidden_size = config.hidden_size
     heads = config.num_attention_heads
     key_heads = getattr(config, "num_key_value_heads", None) or heads

@@ -9,8 +9,8 @@ from .sampler import Hidden, Sampler
 
 
 class Runner(Protocol):
-    """Runs backbone and head for the rounds of a batch: `Networks` in this package,
-    `EngineNetworks` in the plugin of a serving engine.
+    """Runs backbone and head for the rounds of a batch. Implementations are `Networks` in this
+    package, and `EngineNetworks` in the plugin of a serving engine.
 
     Attributes:
         sampler: Picks tokens from hidden states.
@@ -19,8 +19,8 @@ class Runner(Protocol):
     sampler: Sampler
 
     def score(self, rows: Sequence[Row], drafts: Sequence[Sequence[Node]]) -> list[list[Scores]]:
-        """Score all rows' nodes (ended rows have none) in one backbone forward; return the scores
-        by row and node."""
+        """Score the nodes of all rows in one backbone forward; return the scores by row and node.
+        Ended rows have no nodes."""
 
     def head(
         self,
@@ -28,10 +28,16 @@ class Runner(Protocol):
         asked: Sequence[Sequence[tuple[State, Hidden]]],
         residual: bool = False,
     ) -> list[list[Hidden]]:
-        """Run one head pass over states of each row, each paired with the hidden states h_A that it
-        starts from. Return, by row, h_A + h_C at each state, or h_C alone if `residual`."""
+        """Run one head pass over states of each row; return its outputs by row and state.
+
+        In `asked`, each row has its states, each paired with the hidden states h_A from which the
+        head starts. The output at a state is h_A + h_C, or h_C alone if `residual`.
+        """
 
     def commit(self, rows: Sequence[Row], clean: Sequence[Sequence[int]]) -> None:
-        """Keep the keys, values and hidden states of accepted clean states, which attention and the
-        head need later. `clean` has, by row, their indices among the row's nodes of the last
-        `score`, in order; at least one."""
+        """Keep the keys, values and hidden states of accepted clean states, because attention and
+        the head need them later.
+
+        For each row, `clean` has the indices of these states among the nodes of the row in the last
+        `score`, in order. There is at least one such state.
+        """

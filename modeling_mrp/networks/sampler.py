@@ -1,6 +1,6 @@
-"""The sampler: tokens, log-odds and entropies at masked columns of states, from hidden states.
+"""The sampler: from hidden states to tokens, log-odds and entropies at masked columns of states.
 
-Rows may have different pickers. Those with the same one are picked together, with one transfer to
+Rows may have different pickers. Rows with the same picker are picked together, with one transfer to
 the host.
 """
 
@@ -33,10 +33,11 @@ class Sampler:
     """Picks tokens at the free columns of states.
 
     Args:
-        picker_of: Returns the picker of a row.
-        lm_head_weight: [vocab, hidden_size]; its device is that of all tensors.
-        block: Tokens of a block.
-        gather: How values at columns are gathered; None: by `gather_columns`.
+        picker_of: A function that returns the picker of a row.
+        lm_head_weight: [vocab, hidden_size], the weight of `lm_head`. Its device is that of all
+            tensors.
+        block: Number of tokens in a block.
+        gather: How values at columns are gathered; None for `gather_columns`.
     """
 
     def __init__(
@@ -59,8 +60,11 @@ class Sampler:
         hidden: Tensor,
         first_states: Sequence[int],
     ) -> list[list[Scores]]:
-        """Return the scores of submitted nodes, by row, from hidden states [n, block, hidden_size],
-        in which each row's begin at its index of `first_states`."""
+        """Return the scores of submitted nodes, by row and node.
+
+        `hidden` [n, block, hidden_size] has the hidden states of all nodes. Those of a row's nodes
+        begin at the row's index in `first_states`.
+        """
         states: list[tuple[Row, State]] = []
         blocks: list[Hidden] = []
         parents: list[State | None] = []
@@ -78,8 +82,12 @@ class Sampler:
         hidden: Sequence[Hidden],
         parents: Sequence[State | None] = (),
     ) -> list[Scores]:
-        """Pick at the free columns of states from the backbone's hidden states; return scores by
-        state. `parents` are the states' parents, whose tokens processors see."""
+        """Pick at the free columns of states from the backbone's hidden states; return the scores
+        of each state.
+
+        `parents` are the uncommitted clean states before the states, if any; processors see their
+        tokens.
+        """
         return self._by_picker(self._pick, states, hidden, parents, ())
 
     def estimate(
@@ -89,7 +97,7 @@ class Sampler:
         parents: Sequence[State | None] = (),
         candidates: Sequence[Hidden | None] = (),
     ) -> list[Scores]:
-        """Pick as `pick` does, for drafts, from the head's estimates of hidden states. If every
+        """Pick for drafts, as `pick` does, but from the head's estimates of hidden states. If every
         state has earlier candidates (`Scores.candidates`), tokens are chosen among these."""
         return self._by_picker(self._estimate, states, hidden, parents, candidates)
 
@@ -99,8 +107,8 @@ class Sampler:
         states: Sequence[tuple[Row, State]],
         *others: Sequence[Any],
     ) -> list[Scores]:
-        """Call `pick` for each picker among the rows, with the states that have it, and their
-        entries of `others` (empty: none)."""
+        """Call `pick` once for each picker of the rows, with the states of its rows and the entries
+        of `others` that belong to these states. Each of `others` may be empty."""
         groups = self._groups([row for row, _ in states])
         if len(groups) == 1:
             return pick(groups[0][0], states, *others)
@@ -113,7 +121,7 @@ class Sampler:
         return [scores[index] for index in range(len(states))]
 
     def _groups(self, rows: Sequence[Row]) -> list[tuple[Picker, list[int]]]:
-        """List the pickers among rows, each with the indices of those that have it."""
+        """List the pickers of the rows, each with the indices of the rows that have it."""
         groups: dict[int, tuple[Picker, list[int]]] = {}
         for index, row in enumerate(rows):
             picker = self.picker_of(row)
@@ -170,10 +178,11 @@ class Sampler:
         queries: Sequence[tuple[Row, State, Sequence[int], Sequence[int]]],
         hidden: Sequence[Hidden],
     ) -> list[list[float]]:
-        """Compute the log-odds [block] of given tokens at each state, -inf at other columns; one
-        transfer to the host for each picker.
+        """Compute the log-odds [block] of given tokens at each state; they are -inf at other
+        columns. There is one transfer to the host for each picker.
 
-        `queries` has, by state, its row, the state, some of its free columns, and tokens by column.
+        Each query has the row of a state, the state, some of its free columns, and the given tokens
+        by column.
         """
         log_odds: dict[int, list[float]] = {}
         for picker, indices in self._groups([row for row, *_ in queries]):
@@ -192,8 +201,8 @@ class Sampler:
         return [log_odds[index] for index in range(len(queries))]
 
     def magnitudes(self, queries: TokensAt, hidden: Sequence[Hidden]) -> list[list[float]]:
-        """Compute the magnitude |C| of given tokens' residual logits from h_C; return numbers as
-        `token_odds` does."""
+        """Compute from h_C the magnitude |C| of the residual logits of given tokens; return the
+        numbers as `token_odds` does."""
         weight = self.lm_head_weight
         return self._compute_at_tokens(
             queries,
@@ -206,8 +215,8 @@ class Sampler:
     def _compute_at_tokens(
         self, queries: TokensAt, hidden: Sequence[Hidden], compute: Callable[..., Tensor]
     ) -> list[list[float]]:
-        """Call `compute(hidden states [n, size], tokens [n])` on the given tokens; return its
-        numbers as `token_odds` does."""
+        """Call `compute(hidden states [n, hidden_size], tokens [n])` on the given tokens of all
+        states; return its numbers as `token_odds` does."""
         pairs = []
         for index, (columns, token) in enumerate(queries):
             for column in columns:
@@ -224,7 +233,9 @@ class Sampler:
 def gather_columns(
     device: torch.device, columns: np.ndarray, *several: Sequence[Hidden]
 ) -> list[Tensor]:
-    """See `Gather`; all indices go to the device in one copy."""
+    """Gather values at columns: copy the indices `columns` [n] to the device; return them, and for
+    each list of blocks the values at these columns, [n, size]. All indices go to the device in one
+    copy."""
     vectors = [columns]
     pieces: list[list[tuple[Tensor, bool]]] = []
     for blocks in several:
@@ -254,8 +265,8 @@ def gather_columns(
 
 
 def gather_blocks(hidden: Sequence[Hidden]) -> Tensor:
-    """Gather the hidden states of n blocks from the tensors that hold them; return [n, block,
-    hidden_size]."""
+    """Gather the hidden states of n blocks from the tensors that hold them; return one tensor [n,
+    block, hidden_size]."""
     first = hidden[0][0]
     indices = [index for _, index in hidden]
     tensors = {id(tensor): tensor for tensor, _ in hidden}
@@ -277,8 +288,8 @@ def gather_blocks(hidden: Sequence[Hidden]) -> Tensor:
 
 
 def spread_columns(numbers: Tensor, columns: np.ndarray, states: int, block: int) -> np.ndarray:
-    """Copy numbers [n] or [n, m] to the host; return [states, block] or [states, block, m] float64,
-    -inf elsewhere."""
+    """Copy numbers [n] or [n, m] to the host, and put them at their `columns`. Return a float64
+    array [states, block] or [states, block, m], which is -inf at all other columns."""
     values = numbers.detach().cpu().double().numpy()
     spread = np.full((states * block, *values.shape[1:]), -np.inf)
     spread[columns] = values
@@ -288,8 +299,10 @@ def spread_columns(numbers: Tensor, columns: np.ndarray, states: int, block: int
 def on_host(
     picks: Picks, columns: np.ndarray, states: int, block: int, draws: bool
 ) -> list[tuple[list[int], list[float], Any, Any]]:
-    """Read picks in one transfer, candidates only if the host `draws`; return by state its token,
-    log_odds, entropy and drawable, as in `Scores`."""
+    """Copy picks to the host in one transfer, including candidates only if the host `draws` tokens.
+
+    Return, for each state, its token, log_odds, entropy and drawable, which are as in `Scores`.
+    """
     candidates = picks.candidates if draws else None
     numbers = []
     for field in (picks.token, picks.log_odds, picks.entropy, candidates):

@@ -1,2 +1,2 @@
-"""Decisions about one row, in plain Python without torch: reveal rules, drafts, acceptance, ends of
+"""Decisions about one row at a time, without torch: reveal rules, drafts, acceptance, ends of
 text."""

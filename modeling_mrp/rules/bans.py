@@ -1,4 +1,4 @@
-"""Bans of token sequences (bad words, repeated n-grams), enforced in whatever order tokens are
+"""Bans of token sequences (bad words, repeated n-grams). They hold in whatever order tokens are
 revealed."""
 
 from collections.abc import Sequence
@@ -10,21 +10,21 @@ class Bans:
     """Token sequences that a text must not contain.
 
     Tokens are revealed in any order, so a ban considers the known tokens on both sides of a
-    position: a token that would complete a banned sequence is barred there. If tokens revealed in
-    one step would together complete a sequence, the most confident ones are revealed and the others
-    stay masked.
+    position: a token that would complete a banned sequence is barred there. If the tokens of one
+    step would together complete a banned sequence, the most confident of them are revealed and the
+    others stay masked.
 
     Attributes:
-        words: Banned sequences of ids (`bad_words_ids`).
-        ngram: Length of the n-grams that may not occur twice (`no_repeat_ngram_size`); 0: no ban of
-            n-grams.
+        words: Banned sequences of token ids (`bad_words_ids`).
+        ngram: Length of the n-grams that must not occur twice (`no_repeat_ngram_size`). 0 if
+            n-grams may occur twice.
     """
 
     words: tuple[tuple[int, ...], ...] = ()
     ngram: int = 0
 
     def barred(self, ids: Sequence[int], position: int, mask_id: int) -> set[int]:
-        """Find the token ids that would complete a banned sequence at `position` of the text
+        """Return the token ids that would complete a banned sequence at `position` of the text
         `ids`."""
         tokens = set()
         for word in self.words:
@@ -39,8 +39,8 @@ class Bans:
         return tokens
 
     def _repeated(self, ids: Sequence[int], position: int, mask_id: int) -> set[int]:
-        """Find the token ids that would make an n-gram occur twice in the text `ids` at
-        `position`."""
+        """Return the token ids that would make an n-gram occur twice if they stood at `position` of
+        the text `ids`."""
         tokens = set()
         size = self.ngram
         windows = {}
@@ -76,15 +76,17 @@ class Bans:
         log_odds: Sequence[float],
         mask_id: int,
     ) -> tuple[int, ...]:
-        """Select columns of a reveal by falling confidence, leaving out those that would complete a
-        banned sequence.
+        """Return the columns of a reveal that can be revealed without completing a banned sequence.
+
+        Columns are tried in order of decreasing confidence. The most confident column is always
+        kept. Any other column is kept if its token is not barred, given the columns kept before it.
 
         Args:
             ids: The text before the reveal.
-            start: The block's position in the text.
+            start: The position in the text where the block begins.
             columns: Columns that the rule reveals.
-            token, log_odds: [block], the token picked at each column, and its log-odds.
-            mask_id: The mask's id.
+            token, log_odds: [block], for each column, the picked token and its log-odds.
+            mask_id: The id of the mask token.
         """
         ids = list(ids)
         allowed_columns = list[int]()

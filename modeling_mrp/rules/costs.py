@@ -1,6 +1,8 @@
-"""The costs of a round's forwards by their number of states: a table that `mrp doctor` measures
-(`round_costs` of the generation config), or a predicted one (`predicted_costs`). Only ratios
-matter."""
+"""Costs of a round's forwards for each number of states.
+
+They come from a table that `mrp doctor` measures (`round_costs` in the generation config), or they
+are predicted (`predicted_costs`). Only their ratios matter.
+"""
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -21,15 +23,16 @@ TABLE = (
 
 @dataclass(frozen=True)
 class RoundCosts:
-    """Costs, in any unit, of a forward by its number of states (rows of the batch times states of a
-    row).
+    """Costs of forwards, in any unit, for each number of states in a forward (the rows of the batch
+    times the states of each row).
 
     Attributes:
-        states: Increasing numbers of states. Costs are interpolated between two of them, and grow
-            in proportion after the last one.
-        backbone: Cost of a backbone forward with picks, for each of `states`.
-        head: Cost of a head pass with picks; empty for a model without a head.
-        host: Cost of drafting a state on the host.
+        states: Increasing numbers of states. The cost for a number between two of them is
+            interpolated. After the last one, costs grow in proportion to the number.
+        backbone: For each of `states`, the cost of a backbone forward with its picks.
+        head: For each of `states`, the cost of a head pass with its picks. Empty for a model
+            without a head.
+        host: Cost of drafting one state on the host.
     """
 
     states: tuple[int, ...]
@@ -42,7 +45,8 @@ class RoundCosts:
 
     @classmethod
     def from_dict(cls, table: Mapping[str, Any]) -> "RoundCosts":
-        """Make costs from their JSON form; raise `ValueError` for a malformed table."""
+        """Make costs from their JSON form, a dict of the attributes by name; raise `ValueError` for
+        a malformed table."""
         unknown = {*table} - {"states", "backbone", "head", "host"}
         states, backbone = (tuple(table.get(name) or ()) for name in ("states", "backbone"))
         head = tuple(table.get("head") or ())
@@ -57,13 +61,14 @@ class RoundCosts:
         return cls(states, backbone, head, table.get("host", 0.0))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form, without the cost of head passes if there are none."""
+        """Return the JSON form, which `from_dict` reads. It has no entry `head` if there are no
+        head passes."""
         table = {"states": [*self.states], "backbone": [*self.backbone], "head": [*self.head]}
         return {name: costs for name, costs in table.items() if costs} | {"host": self.host}
 
     def of_round(self, rows: int, width: int, passes: int) -> float:
-        """Return the cost of a round in which each of `rows` rows has `width` states, and the head
-        runs `passes` times."""
+        """Return the cost of a round of `rows` rows in which each row has `width` states and the
+        head runs `passes` times."""
         key = (rows, width, passes)
         if (cost := self._rounds.get(key)) is None:
             cost = interpolated(self.states, self.backbone, rows * width)
@@ -72,7 +77,7 @@ class RoundCosts:
         return cost
 
     def of_head(self, rows: int, width: int, passes: int) -> float:
-        """Return the cost of the head passes of a round."""
+        """Return the cost of all head passes in such a round (see `of_round`)."""
         if not passes:
             return 0.0
         sizes = draft_sizes(width, passes)
@@ -80,8 +85,11 @@ class RoundCosts:
 
 
 def interpolated(points: Sequence[int], values: Sequence[float], point: int) -> float:
-    """Interpolate values between points. Before the first point the value is constant, and after
-    the last one it grows in proportion."""
+    """Interpolate at `point` between increasing `points`, each with its value in `values`.
+
+    Before the first point the value is constant. After the last point it grows in proportion to the
+    point.
+    """
     index = bisect_left(points, point)
     if index == len(points):
         return values[-1] * point / points[-1]
@@ -92,7 +100,10 @@ def interpolated(points: Sequence[int], values: Sequence[float], point: int) -> 
 
 
 def draft_sizes(width: int, passes: int) -> list[int]:
-    """List the number of states in the draft at each head pass of a round, rising evenly to `width`
-    - 1."""
+    """Return the number of states in the draft at each head pass of a round.
+
+    The numbers increase evenly up to `width` - 1, where `width` is the number of states that a row
+    submits. So there are at most `width` - 1 passes.
+    """
     passes = min(passes, width - 1)
     return [-(-count * (width - 1) // passes) for count in range(1, passes + 1)]

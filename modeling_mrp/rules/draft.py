@@ -1,13 +1,13 @@
 """Build drafts (states that a round submits for a row), and accept the path that the rule takes
 through scored states.
 
-A draft is the row's next state and the states most likely to follow it, in its block and, behind a
-clean state, in the next one.
+A draft consists of the row's next state and the states that are most likely to follow it: in the
+same block and, after a clean state, in the next block.
 
 An estimate gives a token and its log-odds for each masked column. Which column is revealed first is
-far less certain than which token it gets, so a state has several *followers*, the states that one
-reveal may lead to. The chances of different orders that lead to the same state add up. A state that
-the last round scored needs no forward, since its scores are remembered.
+far less certain than which token it gets. So a state has several *followers*: the states to which
+one reveal may lead. If different orders of reveals lead to the same state, their chances add up. A
+state that the last round scored needs no forward, since its scores are remembered.
 
 Estimates are the backbone's scores of the last accepted state and of remembered states, and the
 head's estimates for drafted states. A head pass costs nearly the same for many states as for one,
@@ -15,8 +15,8 @@ so a round makes few passes: a small draft is built, the head reads all of it in
 larger draft is built from the head's estimates.
 
 A path starts at the row's own state, which holds the row's text so far. The rule's reveal at a
-state makes the next state; if that was scored in this round or the last one, the path continues
-there. Drafts decide how far a path leads, never where.
+state makes the next state. If this next state was scored in the present round or the last one, the
+path continues there. Drafts decide how far a path leads, never where.
 """
 
 import math
@@ -46,14 +46,16 @@ class Node:
 
     Attributes:
         state: The state.
-        parent: Index, among the row's nodes, of the uncommitted state that it attends to besides
-            the prefix: a clean one, or for a preview the row's own; -1 if none.
-        source: Scores, or the head's estimate of them, of the state before, from which this one was
-            made; None if it has none.
-        parent_state: The parent's state, if any.
+        parent: Index, among the row's nodes, of the node whose uncommitted state this state attends
+            to besides the prefix. That is a clean state or, for a preview, the row's own state. -1
+            if there is none.
+        source: Scores of the state from which this one was made, or the head's estimate of these
+            scores; None if there are none.
+        parent_state: The state of the parent node; None if there is none.
         chance: The estimated chance that the row's path reaches the state.
-        depth: Number of drafted states on the way to it; 0 for the row's own state.
-        accepted: Whether the row's path reached the state, once the round is over.
+        depth: Number of drafts on the path to the state, itself included; 0 for the row's own
+            state.
+        accepted: Whether the row's path reached the state. Set once the round is over.
     """
 
     state: State
@@ -66,14 +68,14 @@ class Node:
 
     @property
     def opens(self) -> bool:
-        """Whether this is the first state of a block, submitted with the state before it: no draft,
-        but what comes next, or a preview of it."""
+        """Whether this is the first state of a block, submitted together with the block before it.
+        Such a state is not a draft: it is what comes next, or a preview of that."""
         return self.parent >= 0 and self.state.step == 0
 
     @property
     def is_preview(self) -> bool:
-        """Whether the block before the state's has masks left: the scores here are those of no
-        state that a path goes through, and serve drafts alone."""
+        """Whether the block before the state's block still has masks. If so, the scores made here
+        belong to no state of any path, and serve only drafts."""
         return self.parent_state is not None and self.parent_state.masks > 0
 
 
@@ -94,19 +96,21 @@ def followers(
     parent: int = -1,
     clean: State | None = None,
 ) -> Iterator[tuple[Key, Follower, float]]:
-    """Yield key, candidate and chance of each state that a reveal at `state` may lead to.
+    """Yield the key, the candidate and the chance of each state to which a reveal at `state` may
+    lead.
 
-    States at which the text is whole are left out. A state that the last round scored is replaced
-    by the first unscored state to which the rule leads from there.
+    States at which the text is complete are left out. A state that the last round scored is
+    replaced by the first unscored state to which the rule leads from there.
 
     Args:
-        row, rule: The row, and what it decodes by.
+        row: The row.
+        rule: The rule by which the row is decoded.
         state: The state.
-        scores: Its scores, or an estimate of them; None if there are none.
-        branches: Sets of columns considered, at most.
+        scores: Scores of the state, or an estimate of them; None if there are none.
+        branches: The largest number of sets of columns that are considered.
         candidates: What other sources propose at the state.
-        parent: The state's `Node.parent`, and so that of its followers.
-        clean: The state of that node.
+        parent: `Node.parent` of the state, which is also that of its followers.
+        clean: The state of the parent node; None if there is none.
     """
     scored: tuple[Sequence[int], Sequence[float]] | None = None
     if scores is not None and scores.drawable is None:
@@ -129,9 +133,12 @@ def followers(
 
 
 def variants(columns: Sequence[int], guess: Guess) -> Iterator[tuple[Sequence[int], float]]:
-    """Yield tokens by column that a reveal of some columns may have, each with its share of the
-    reveal's chance: the likeliest ones, then each other one at the column that is the least sure.
-    There are none if a column's token is unknown."""
+    """Yield the possible tokens of a reveal of `columns`, each time as a sequence by column, with
+    its share of the reveal's chance.
+
+    First come the likeliest tokens. Then the least certain column takes each of its other tokens in
+    turn. Nothing is yielded if the token of one of the columns is unknown.
+    """
     if any(guess.token[column] == UNKNOWN for column in columns):
         return
     unsure = [column for column in columns if column in guess.rivals]
@@ -157,8 +164,11 @@ def follower(
     parent: int,
     clean: State | None = None,
 ) -> Follower | None:
-    """Make the candidate that a reveal of `token[column]` at some columns leads to; None if the
-    text is whole there. `parent` and `clean` are as in `followers`."""
+    """Return the candidate for the state that results from revealing `token[column]` at each of
+    `columns`. Return None if the text is complete there.
+
+    `parent` and `clean` are as in `followers`.
+    """
     start, ids = state.key
     # Whether the text ends with the block, or with an eos in the reveal.
     ends = not state.end == row.block_size < row.open_end - start
@@ -175,8 +185,8 @@ def follower(
 def constrained_follower(
     row: Row, rule: RevealRule, candidate: Follower, clean: State | None
 ) -> Follower | None:
-    """Make a candidate anew as far as the row's constraint allows it; None if nothing is allowed,
-    or the text is whole there."""
+    """Reduce a candidate to those of its columns that the row's constraint allows. Return None if
+    it allows none, or if the text is complete at the resulting state."""
     state, columns, (_, token), scores, parent, log_odds = candidate
     columns = possible_columns(row, state, columns, token, log_odds, clean)
     if not columns:
@@ -194,8 +204,12 @@ def unscored_follower(
     parent: int,
     clean: State | None,
 ) -> Follower | None:
-    """Make the candidate of the first state behind a reveal that the last round did not score; None
-    if the text is whole there."""
+    """Return the candidate for the first state after a reveal that has not been scored yet. Return
+    None if the text is complete there.
+
+    While the resulting state is one that the last round scored, the rule's reveal at that state
+    leads on to the next one.
+    """
     successor, source = row.successor(state, columns, token, clean), scores
     while (remembered := row.memory.get(successor.key)) is not None:
         source = remembered[1]
@@ -218,21 +232,21 @@ def build_draft(
     sources: Sequence[DraftSource] = (),
     previews: bool = False,
 ) -> list[Node]:
-    """Build a row's draft by best-first search from its next state, and return its nodes, the next
-    state first.
+    """Build a row's draft by best-first search from its next state; return the nodes of the draft,
+    that of the next state first.
 
-    The first nodes of a draft are the draft of fewer states. A draft of one state is the row's own
-    state; one of two behind a clean state adds the next block's first state, for certain.
+    A small draft is the beginning of a larger one. A draft of one state is the row's own state. If
+    that state is clean, the second state is always the first state of the next block.
 
     Args:
         row: The row to draft for.
         rule: Guesses what a step reveals (`RevealRule.likely`).
-        size: States of the draft, at most.
-        branches: Sets of columns considered per state, at most.
-        estimates: The head's estimates of scores, by the state's key.
-        sources: Sources that are asked beside the scores.
-        previews: Whether the first state of the next block may be scored behind an unfinished
-            block, so that later drafts can go on into it.
+        size: The largest number of states in the draft.
+        branches: The largest number of sets of columns that are considered per state.
+        estimates: The head's estimates of scores, by the key of the state.
+        sources: Draft sources that are asked in addition to scores.
+        previews: Whether the first state of the next block may be scored while the present block is
+            unfinished, so that later drafts can continue into the next block.
     """
     waiting: list[Follower] = [(row.state, (), row.state.key, row.source, -1, ())]
     # By candidate, the chance that the path reaches it, summed over orders, -inf once drafted; the
@@ -293,8 +307,12 @@ def build_draft(
 
 
 def previewed(row: Row) -> State | None:
-    """Make the first state of the block behind the row's present one; None if that has no masks, or
-    the text ends there. What a constraint allows there is not known yet."""
+    """Return the first state of the block after the row's present block, for a preview.
+
+    Return None if the present block has no masks, if the text ends in it, or if nothing can be
+    revealed in the next block. Also return None if the row has a constraint, because what it allows
+    there is not known yet.
+    """
     state = row.state
     start = state.start + row.block_size
     if not state.masks or state.end < row.block_size or start >= row.open_end:
@@ -306,8 +324,8 @@ def previewed(row: Row) -> State | None:
 
 
 def draw_tokens(row: Row, state: State, scores: Scores) -> tuple[Sequence[int], Sequence[float]]:
-    """Sample at each free column one of its likeliest tokens, with the state's noise; return tokens
-    and log-odds [block]."""
+    """At each free column, sample one of its likeliest tokens with the state's noise. Return the
+    tokens and their log-odds, [block] each."""
     assert scores.drawable is not None
     free = list(state.free)
     ids, numbers = np.split(scores.drawable[free], [scores.drawable.shape[1] // 2], axis=1)
@@ -338,8 +356,8 @@ def mix_bits(x: Any) -> Any:
 
 
 def noise_key(seed: Any, position: Any, masks: Any) -> Any:
-    """Hash seed, absolute position and a state's number of masks to a key of sampling noise; ints,
-    or tensors elementwise."""
+    """Hash a seed, an absolute position and a state's number of masks to a key of sampling noise.
+    Arguments are ints, or tensors that are hashed elementwise."""
     key = mix_bits(seed & _MASK)
     key = mix_bits(key ^ (seed >> 32 & _MASK))
     key = mix_bits(key ^ (position & _MASK))
@@ -347,8 +365,8 @@ def noise_key(seed: Any, position: Any, masks: Any) -> Any:
 
 
 def gumbel(keys: list[int], tokens: Any) -> Any:
-    """Compute on the host the Gumbel noise of `kernels.pick`: [n, m] float64, for n keys and token
-    ids [n, m] int64."""
+    """Compute the Gumbel noise of `kernels.pick` on the host. Return a float64 array [n, m] for n
+    `keys` and token ids `tokens`, int64 [n, m]."""
     hashed = mix_bits(tokens * 0x9E3779B1 & _MASK)
     bits = mix_bits(hashed ^ np.array(keys, dtype=np.int64)[:, None])
     # -log(u) for u = (bits + 1/2) / 2^32, computed from the nearer end of the unit interval, for
@@ -359,7 +377,12 @@ def gumbel(keys: list[int], tokens: Any) -> Any:
 
 
 class UnscoredError(ValueError):
-    """No token has a finite score at `position` of the row at `place` in the batch."""
+    """No token has a finite score at a position.
+
+    Args:
+        place: `Row.place` of the row.
+        position: The position in the row's text.
+    """
 
     def __init__(self, place: int, position: int) -> None:
         super().__init__(place, position)
@@ -369,14 +392,14 @@ class UnscoredError(ValueError):
 def accept(
     row: Row, rule: RevealRule, nodes: Sequence[Node], scores: Sequence[Scores], drafts: bool
 ) -> tuple[PendingReveal | None, list[int]]:
-    """Accept the longest verified path of a row: write all its reveals but the last, and remember
-    the scored states.
+    """Accept the longest verified path of a row: write all reveals of the path except the last one,
+    and remember the scored states.
 
     Args:
-        row: The row. Its state becomes the last accepted one or, if the path ends in a clean block,
-            the next block's first state.
+        row: The row. Its state becomes the last accepted state or, if the path ends in a clean
+            block, the first state of the next block.
         rule: Decides what a step reveals.
-        nodes: The row's nodes in the round, its own state's first.
+        nodes: The row's nodes in the round, that of its own state first.
         scores: The backbone's scores of each node.
         drafts: Whether the round drafted. If so, the path may continue through remembered states,
             the states scored in this round then replace those in `row.memory`, and drafts are
@@ -440,8 +463,8 @@ def accept(
 
 
 def first_pending_reveal(row: Row, rule: RevealRule, scores: Scores) -> PendingReveal | None:
-    """Make the pending reveal of a row at its first state from the state's scores; return None if
-    nothing is left to reveal."""
+    """Return the pending reveal at a row's first state, given the scores of that state. Return None
+    if nothing is left to reveal."""
     if row.ends(row.state) or not row.state.free:
         return None
     return reveal_at(row, rule, row.state, scores)
@@ -455,8 +478,10 @@ def possible_columns(
     log_odds: Sequence[float],
     parent: State | None = None,
 ) -> tuple[int, ...]:
-    """Select the columns of a reveal with which the row's constraint can still be kept to; `parent`
-    is an unwritten clean state before the state, if any."""
+    """Return the columns of a reveal with which the row's constraint can still be satisfied.
+
+    `parent` is the clean state before the state, if that is not yet written into the row's text.
+    """
     origin = row.origin(state.start, parent)
     if row.constraint is None or origin is None:
         return tuple(columns)
@@ -464,8 +489,8 @@ def possible_columns(
 
 
 def reveal_at(row: Row, rule: RevealRule, state: State, scores: Scores) -> PendingReveal:
-    """Make the pending reveal at a scored state of the row's path: the rule's reveal there, within
-    the row's bans and constraint."""
+    """Return the pending reveal at a scored state of the row's path: what the rule reveals there,
+    as far as the row's bans and constraint allow it."""
     columns, memo = rule.reveal(state, scores, row.memo)
     if row.bans is not None and len(columns) > 1:
         columns = row.bans.allowed(
@@ -477,7 +502,7 @@ def reveal_at(row: Row, rule: RevealRule, state: State, scores: Scores) -> Pendi
 
 
 def write(row: Row, pending: PendingReveal) -> None:
-    """Write a pending reveal into the row's text, and move the row to the state that it makes.
+    """Write a pending reveal into the row's text, and move the row to the state after the reveal.
 
     Raises:
         UnscoredError: if no token had a finite score at a revealed column.
@@ -498,8 +523,11 @@ def write(row: Row, pending: PendingReveal) -> None:
 
 
 def count_drafts(row: Row, nodes: Sequence[Node], last: State, parent: int, depth: int) -> None:
-    """Add a round's drafts to the row's counts; `depth` of them led to the state `last`, whose
-    `Node.parent` is given."""
+    """Add a round's drafts to the row's counts.
+
+    `depth` drafts, of this round or remembered, were accepted. They led to the state `last`, whose
+    `Node.parent` is `parent`.
+    """
     counts = row.counts
     drafted = [node for node in nodes[1:] if not node.opens]
     counts.drafted += len(drafted)
@@ -514,7 +542,8 @@ def count_drafts(row: Row, nodes: Sequence[Node], last: State, parent: int, dept
 
 
 def follows(state: State, last: State, mask_id: int) -> bool:
-    """Tell if `state`, of the same block as `last`, reveals all that `last` does, and more."""
+    """Return whether `state`, of the same block as `last`, contains all tokens of `last`, and
+    more."""
     if state.masks >= last.masks:
         return False
     # A loop takes half the time of `all`.

@@ -1,10 +1,11 @@
-"""The amount of drafting in a round: a fixed amount, or the one with the largest expected gain.
+"""The amount of drafting in a round: either fixed, or the one with the largest expected gain.
 
-The search for a draft gives each state the chance that the row's path reaches it. Corrected by the
-acceptance of earlier drafts at the same depth, this chance is the number of denoising steps that
-the state is expected to make. A table has the costs of states (`RoundCosts`). A round submits the
-number of states with the most expected steps per cost, and adds a head pass if that makes more. No
-clock is involved: the amount depends only on the call and the table.
+The search for a draft estimates, for each state, the chance that the row's path reaches it. This
+chance is corrected by how many earlier drafts at the same depth were accepted. It is then the
+number of denoising steps that the state is expected to make. A table gives the costs of states
+(`RoundCosts`). A round submits the number of states that has the most expected steps per cost, and
+adds head passes if that makes more. No clock is involved: the amount depends only on the call and
+the table.
 """
 
 from bisect import bisect_left
@@ -20,11 +21,11 @@ Drafts = Sequence[Sequence[Node]]  # by row of the batch, its nodes; none if it 
 
 @dataclass(frozen=True)
 class Amount:
-    """An amount of drafting in one round.
+    """How much one round drafts.
 
     Attributes:
-        states: The most states that a row submits, its own included.
-        passes: Number of head passes of the round; 0: drafts come from stale logits.
+        states: The largest number of states that a row submits, its own state included.
+        passes: Number of head passes in the round. If 0, drafts come from stale logits.
     """
 
     states: int
@@ -35,22 +36,25 @@ class DraftAmount(Protocol):
     """Decides how much each round drafts.
 
     Attributes:
-        outline: Number of states in the drafts that `plan` reads, which are made without the head.
+        outline: The number of states in each draft that `plan` is given. These drafts are made
+            without the head.
     """
 
     @property
     def outline(self) -> int:
-        """See `Attributes`."""
+        """The number of states in each draft that `plan` is given. These drafts are made without
+        the head."""
 
     def plan(self, drafts: Drafts) -> Amount:
-        """Choose the amount of a round from drafts of `outline` states."""
+        """Choose the amount of a round, given drafts of `outline` states, one for each row."""
 
     def cut(self, amount: Amount, drafts: Drafts) -> int:
-        """Choose the number of states to submit, at most `amount.states`, after the head has read
-        the drafts."""
+        """Choose how many states each row submits, at most `amount.states`, given the drafts that
+        the head has read."""
 
     def learn(self, amount: Amount, outlines: Drafts, drafts: Drafts) -> None:
-        """Record which nodes of the submitted drafts were accepted (`Node.accepted`)."""
+        """Learn from a round which nodes of the submitted `drafts` were accepted (`Node.accepted`).
+        `outlines` are the drafts that `plan` was given."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +62,8 @@ class Fixed:
     """The same amount in every round.
 
     Attributes:
-        states: K; 1: no drafts, except that a row that ends a block also submits the first state of
-            the next block.
+        states: K, the largest number of states that a row submits. With 1, nothing is drafted, but
+            a row that ends a block also submits the first state of the next block.
         passes: Number of head passes, less than `states`.
     """
 
@@ -68,26 +72,28 @@ class Fixed:
 
     @property
     def outline(self) -> int:
-        """See `DraftAmount`: the number of states that the first head pass reads, or all states."""
+        """See `DraftAmount.outline`: it is the number of states that the first head pass reads, or
+        all K states if there is no head pass."""
         return draft_sizes(self.states, self.passes)[0] if self.passes else self.states
 
     def plan(self, drafts: Drafts) -> Amount:
-        """See `DraftAmount`."""
+        """See `DraftAmount.plan`."""
         if self.states > 1:
             return Amount(self.states, self.passes)
         clean = any(nodes and not nodes[0].state.masks for nodes in drafts)
         return Amount(2 if clean else 1)
 
     def cut(self, amount: Amount, drafts: Drafts) -> int:
-        """See `DraftAmount`."""
+        """See `DraftAmount.cut`: return all states of the amount."""
         return amount.states
 
     def learn(self, amount: Amount, outlines: Drafts, drafts: Drafts) -> None:
-        """See `DraftAmount`; record nothing."""
+        """See `DraftAmount.learn`: record nothing."""
 
 
 class Calibration:
-    """By depth, the factor between the chances of drafts and their acceptance.
+    """Corrects the estimated chances of drafts: for each depth, a factor that turns chances into
+    the share of drafts that is accepted.
 
     A depth with few observations takes the factor of the previous depth, times `decay`.
     """
@@ -101,7 +107,7 @@ class Calibration:
         self.accepted: list[float] = []
 
     def factors(self, depth: int) -> list[float]:
-        """Return the factors of depths 0 (the row's own state) to `depth`."""
+        """Return the factors of all depths from 0 (the row's own state) to `depth`."""
         factors = [1.0]
         for index in range(depth):
             factor = factors[-1] * self.decay
@@ -113,8 +119,8 @@ class Calibration:
         return factors
 
     def learn(self, predicted: Drafts, drafts: Drafts) -> None:
-        """Update the factors from the chances of `predicted`, and the number of accepted nodes of
-        `drafts`."""
+        """Update the factors after a round, from the chances of the nodes in `predicted` and from
+        the number of accepted nodes in `drafts`."""
         for index in range(len(self.predicted)):
             self.predicted[index] *= self.FADE
             self.accepted[index] *= self.FADE
@@ -132,11 +138,12 @@ class Calibration:
 
 
 class ExpectedGain:
-    """The amount of drafting with the most expected denoising steps for its cost.
+    """Chooses the amount of drafting with the most expected denoising steps per cost.
 
     Args:
-        states: The most states that a row submits.
-        passes: Number of head passes of a round in which the head drafts; 0: the head never drafts.
+        states: The largest number of states that a row submits.
+        passes: Number of head passes in a round in which the head drafts. If 0, the head never
+            drafts.
         costs: The costs of states.
     """
 
@@ -162,7 +169,7 @@ class ExpectedGain:
         self.unread = Calibration(self.UNREAD_DECAY)
 
     def plan(self, drafts: Drafts) -> Amount:
-        """See `DraftAmount`."""
+        """See `DraftAmount.plan`."""
         best_rate = 0.0
         best = Amount(1)
         ways = [(0, self.stale, 1.0)]
@@ -178,7 +185,7 @@ class ExpectedGain:
         return best
 
     def cut(self, amount: Amount, drafts: Drafts) -> int:
-        """See `DraftAmount`."""
+        """See `DraftAmount.cut`."""
         if not amount.passes:
             return amount.states
         widths = self.widths[: bisect_left(self.widths, amount.states) + 1]
@@ -191,7 +198,7 @@ class ExpectedGain:
         return widths[rates.index(max(rates))]
 
     def learn(self, amount: Amount, outlines: Drafts, drafts: Drafts) -> None:
-        """See `DraftAmount`."""
+        """See `DraftAmount.learn`: update the calibrations."""
         if not amount.passes:
             self.stale.learn(drafts, drafts)
             return
@@ -201,8 +208,8 @@ class ExpectedGain:
 
 
 def expected_steps(drafts: Drafts, calibration: Calibration, widths: Sequence[int]) -> list[float]:
-    """Compute for each n in `widths` the total number of denoising steps that the first n nodes of
-    each row are expected to make."""
+    """Return, for each n in `widths`, the number of denoising steps that the first n nodes of every
+    row are expected to make, summed over all rows."""
     totals = [0.0] * widths[-1]
     factors = calibration.factors(widths[-1])
     for nodes in drafts:

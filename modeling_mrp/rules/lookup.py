@@ -1,5 +1,5 @@
-"""Prompt lookup: a draft of the tokens that followed the last occurrence of the same n-gram in the
-text (Saxena, 2023, prompt-lookup-decoding)."""
+"""Prompt lookup: a draft source that proposes the tokens that followed the last occurrence of the
+same n-gram in the text (Saxena, 2023, prompt-lookup-decoding)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,15 +15,15 @@ PRIOR, FADE = 0.25, 0.95
 
 @dataclass
 class NgramIndex:
-    """The n-grams of a row's final text, and the accuracy of lookups in it so far.
+    """The n-grams of a row's final text, and how often lookups in it have been right so far.
 
     Attributes:
-        length: Number of tokens that were read.
-        next_position: By n-gram, the position after its last occurrence that is followed by a
-            token.
-        trials, hits: By the length of the longest match, the number of generated tokens for which a
-            lookup would have proposed a token, and the number of these proposals that would have
-            been right. Both decay over time.
+        length: Number of tokens read so far.
+        next_position: Maps each n-gram to the position after its last occurrence that is followed
+            by a token.
+        trials, hits: Counts of generated tokens, by the length of the longest match before the
+            token. `trials` counts the tokens for which a lookup would have proposed a token, `hits`
+            those for which the proposal would have been right. Both decay over time.
     """
 
     length: int = 0
@@ -32,17 +32,18 @@ class NgramIndex:
     hits: dict[int, float] = field(default_factory=dict)
 
     def chance(self, size: int) -> float:
-        """Estimate the chance that a proposal from a match of `size` tokens is right."""
+        """Estimate the chance that a token is right if it is proposed from a match of `size`
+        tokens."""
         return (self.hits.get(size, 0.0) + PRIOR) / (self.trials.get(size, 0.0) + 1.0)
 
     def read(self, text: Sequence[int], final: int, prompt: int, max_size: int) -> None:
-        """Read the first `final` tokens of a text, continuing where the last call ended.
+        """Read the first `final` tokens of a text, beginning where the last call ended.
 
         Args:
             text: The text.
             final: Number of leading tokens that are final.
-            prompt: Number of given tokens, which do not count as trials.
-            max_size: The most tokens of an n-gram.
+            prompt: Number of given tokens. They do not count as trials.
+            max_size: The largest number of tokens in an n-gram.
         """
         for position in range(max(1, self.length), final):
             ngrams = []
@@ -63,12 +64,15 @@ class NgramIndex:
 
 @dataclass(eq=False)
 class PromptLookup:
-    """Proposes the tokens that followed the last earlier occurrence, in prompt and text, of the
-    tokens before a state's first mask. It proposes tokens only, and no order of reveals.
+    """Proposes tokens that followed an earlier occurrence of the tokens before a state's first
+    mask.
+
+    The last such occurrence in the prompt and the text is used. Only tokens are proposed, and no
+    order of reveals.
 
     Attributes:
-        num_tokens: The most tokens proposed at a state.
-        max_ngram_size: The most tokens that are compared; the longest match counts.
+        num_tokens: The largest number of tokens that are proposed at a state.
+        max_ngram_size: The largest number of tokens that are compared. The longest match is used.
     """
 
     num_tokens: int
@@ -79,7 +83,7 @@ class PromptLookup:
     )
 
     def propose(self, row: Row, state: State, parent: State | None) -> Candidates | None:
-        """See `DraftSource`."""
+        """See `DraftSource.propose`."""
         index = self._indices.setdefault(row, NgramIndex())
         final = row.state.start
         index.read(row.text, final, row.prompt, self.max_ngram_size)
@@ -92,7 +96,7 @@ class PromptLookup:
         return None
 
     def _context(self, row: Row, state: State, parent: State | None) -> tuple[int, ...]:
-        """Return the tokens before a state's first mask, at most `max_ngram_size`."""
+        """Return the last tokens before a state's first mask, at most `max_ngram_size` of them."""
         context = state.ids[: state.free[0]]
         begin = state.start
         if parent is not None:
@@ -106,8 +110,11 @@ class PromptLookup:
     def _aligned(
         tokens: Sequence[int], state: State, chance: float, mask_id: int
     ) -> Candidates | None:
-        """Assign tokens to a state's columns from its first mask on, as long as they agree with the
-        tokens revealed there."""
+        """Assign proposed tokens to the columns of a state, from its first mask on.
+
+        Stop where a proposed token differs from the token revealed at its column, or is the mask.
+        Return None if no column gets a token.
+        """
         proposed = {}
         columns = range(state.free[0], len(state.ids))
         for column, token in zip(columns, tokens, strict=False):

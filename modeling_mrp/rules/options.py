@@ -11,14 +11,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Values:
-    """A kind of values.
+    """The values that an option may take: their type and their range.
 
     Attributes:
-        kind: The type of the values, as `isinstance` takes it; a bool does not count as a number.
-            `object`: only `holds` decides.
-        holds: Tells if a value of that type is in range, given the model's block size.
-        remedy: The end of the error message for other values; `{block_size}` stands for the
-            model's.
+        kind: The type of the values, as `isinstance` takes it. A bool does not count as a number.
+            If `kind` is `object`, only `holds` decides.
+        holds: A function of a value of that type and the model's block size. It returns whether the
+            value is in range.
+        remedy: The end of the error message for any other value. The message has the model's block
+            size in place of `{block_size}`.
     """
 
     kind: Any
@@ -44,13 +45,13 @@ class Option:
     """An option of `generate`.
 
     Attributes:
-        name, default: The keyword argument, and its value where neither the call nor a config sets
-            it.
-        values: The values that it takes.
-        help: Its meaning, a line of Markdown.
-        modes: The values of `decoding`, or of `target` in a mode that drafts, under which the
-            option has an effect. For an option of a rule, these are the modes of the rules that
-            declare it.
+        name: The name of the keyword argument.
+        default: The value of the option if neither the call nor a config sets it.
+        values: The values that the option may take.
+        help: The meaning of the option, a line of Markdown.
+        modes: The values of `decoding` under which the option has an effect. In a mode that drafts,
+            values of `target` count, too. For an option that rules declare, these are the modes of
+            those rules.
     """
 
     name: str
@@ -61,13 +62,15 @@ class Option:
 
     @property
     def remedy(self) -> str:
-        """The advice for an invalid value (`Values.remedy`)."""
+        """The advice in the error message for an invalid value (`Values.remedy`)."""
         return self.values.remedy
 
     def check(self, value: Any, block_size: int | None, acts: bool = True) -> None:
-        """Raise `ValueError` for a value of another type or, if the option has an effect (`acts`),
-        for a value out of range; a `block_size` of None does not limit the range. None and the
-        default always pass."""
+        """Raise `ValueError` for a value of a wrong type or out of range.
+
+        The range is checked only if the option has an effect (`acts`). If `block_size` is None, it
+        does not limit the range. None and the default always pass.
+        """
         values = self.values
         if value is None or value is self.default:
             return

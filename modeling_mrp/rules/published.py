@@ -1,11 +1,11 @@
 """Reveal rules from papers, with the papers' numbers; docs/rules.md lists them and says where a
 rule differs from its paper.
 
-Many papers decode a whole text at once. Here blocks are decoded, so the block's length replaces the
-text's length. A rule that would reveal nothing reveals the most confident column. The last five
-rules remember earlier steps of the block: their memo is a tuple that begins with `State.start`;
-instead of distributions it holds only numbers about the picked tokens, such as log-odds. Thresholds
-are log-odds.
+Many papers decode a whole text at once. Here text is decoded in blocks, so the length of the block
+replaces the length of the text. A rule that would reveal nothing reveals the most confident column.
+The last five rules remember earlier steps of the block. Their memo is a tuple that begins with
+`State.start`. It holds no distributions, but only numbers about the picked tokens, such as
+log-odds. Thresholds are log-odds.
 """
 
 import math
@@ -50,14 +50,18 @@ LOW_THRESHOLD = Option(
 
 
 def thresholds_of(options: Any, published: float) -> tuple[float, float]:
-    """Return a rule's two thresholds in log-odds; the lower one is of the published probability
-    unless the option is set."""
+    """Return a rule's two thresholds, the high and the low one, in log-odds.
+
+    The low threshold is that of the option `low_threshold`, or of the probability `published` if
+    the option is unset.
+    """
     low = published if options.low_threshold is None else options.low_threshold
     return logit(options.confidence_threshold), logit(low)
 
 
 def at_least(columns: Columns, log_odds: Sequence[float], threshold: float) -> Columns:
-    """Select the columns whose log-odds reach a threshold, and always the most confident column."""
+    """Return the columns whose log-odds are at least `threshold`; the most confident column is
+    always among them."""
     best = most_confident(columns, log_odds)
     return tuple([column for column in columns if log_odds[column] >= threshold or column == best])
 
@@ -65,11 +69,10 @@ def at_least(columns: Columns, log_odds: Sequence[float], threshold: float) -> C
 @dataclass(frozen=True)
 class FastDLLM(RevealRule, name="fast_dllm"):
     """Reveal the n most confident columns, for the largest n with c_i >= 1 - f / (i + 1) for all i
-    from 2 to n; at least one.
+    from 2 to n, where c_i is the i-th highest confidence; at least one column.
 
-    The factor rule of Fast-dLLM (arXiv 2505.22618), which bounds (n + 1)(1 - c_n) by f; c_i is the
-    i-th highest confidence. With f = 1, the n tokens picked independently are also the likeliest n
-    tokens jointly.
+    This is the factor rule of Fast-dLLM (arXiv 2505.22618), which bounds (n + 1)(1 - c_n) by f.
+    With f = 1, the n tokens picked independently are also the likeliest n tokens jointly.
 
     Attributes:
         factor: f.
@@ -80,12 +83,12 @@ class FastDLLM(RevealRule, name="fast_dllm"):
 
     @classmethod
     def from_options(cls, options: Any, block_size: int) -> Self:
-        """See `RevealRule`."""
+        """See `RevealRule.from_options`."""
         return cls(options.factor)
 
     def leading(self, ordered: Sequence[int], log_odds: Sequence[float]) -> int:
-        """Count the leading columns that satisfy the bound, of columns `ordered` by falling
-        confidence."""
+        """Return how many columns to reveal, at least 1: the number of columns from the first on
+        that satisfy the bound. `ordered` has the columns in order of decreasing confidence."""
         count = 1
         while count < len(ordered) and log_odds[ordered[count]] >= logit(
             1 - self.factor / (count + 2)
@@ -94,38 +97,39 @@ class FastDLLM(RevealRule, name="fast_dllm"):
         return count
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """See `RevealRule`."""
+        """See `RevealRule.reveal`."""
         ordered = by_odds(state.free, scores.log_odds)
         return tuple(sorted(ordered[: self.leading(ordered, scores.log_odds)])), memo
 
     def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: guess about as many columns as the bound allows under the estimates."""
+        """See `RevealRule.likely`: guess about as many columns as the bound allows under the
+        estimates."""
         return likely_first(state.free, log_odds, self.leading, count)
 
 
 @dataclass(frozen=True)
 class EBSampler(EntropyBound, name="eb_sampler"):
-    """Reveal columns by rising entropy while the sum of entropies but the largest is at most a
-    bound; at least one column.
+    """Reveal columns in order of increasing entropy while the sum of all their entropies but the
+    largest is at most a bound; at least one column.
 
-    The EB-sampler as published (arXiv 2505.24857): that sum bounds the divergence between n tokens
-    picked independently and their joint distribution. `EntropyBound` bounds the sum of all
-    entropies instead.
+    This is the EB-sampler as published (arXiv 2505.24857): that sum bounds the divergence between
+    the distribution of n tokens picked independently and their joint distribution. The rule
+    `EntropyBound` bounds the sum of all entropies instead.
     """
 
     def leading(self, entropies: Sequence[float]) -> int:
-        """See `EntropyBound`; each sum leaves out the last entropy, which is the largest in rising
-        order."""
+        """See `EntropyBound.leading`. Each sum leaves out its last entropy, which is the largest
+        one because entropies are in increasing order."""
         return 1 + sum([total <= self.bound for total in accumulate(entropies[:-1])])
 
 
 @dataclass(frozen=True)
 class Hierarchy(Dynamic, name="hierarchy"):
-    """Reveal the columns above the high threshold, and of each run of masks the most confident one
-    if above the low threshold.
+    """Reveal the columns above the high threshold. In each run of adjacent masks, also reveal the
+    most confident column if it is above the low threshold.
 
-    Hierarchical decoding of dInfer (arXiv 2510.08666), with thresholds 0.9 and 0.4. A reveal inside
-    a run of masks splits it, so tokens revealed together are rarely neighbours.
+    This is hierarchical decoding of dInfer (arXiv 2510.08666), with thresholds 0.9 and 0.4. A
+    reveal inside a run of masks splits the run, so tokens revealed together are rarely neighbours.
 
     Attributes:
         low: The low threshold, in log-odds like `threshold`.
@@ -136,12 +140,12 @@ class Hierarchy(Dynamic, name="hierarchy"):
 
     @classmethod
     def from_options(cls, options: Any, block_size: int) -> Self:
-        """See `RevealRule`."""
+        """See `RevealRule.from_options`."""
         return cls(*thresholds_of(options, 0.4))
 
     def eased(self, free: Columns, log_odds: Sequence[float]) -> set[int]:
-        """Find the columns that need only the low threshold: the most confident one of each run of
-        masks."""
+        """Return the columns for which the low threshold is enough: the most confident column of
+        each run of adjacent masks."""
         # within a run of masks, column and index differ by a constant
         runs = groupby(enumerate(free), lambda pair: pair[1] - pair[0])
         eased = set()
@@ -150,7 +154,7 @@ class Hierarchy(Dynamic, name="hierarchy"):
         return eased
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """See `RevealRule`."""
+        """See `RevealRule.reveal`."""
         free = state.free
         log_odds = scores.log_odds
         eased = self.eased(state.free, scores.log_odds)
@@ -163,8 +167,8 @@ class Hierarchy(Dynamic, name="hierarchy"):
         return tuple(columns) or (most_confident(free, log_odds),), memo
 
     def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: as `Dynamic`, after raising the estimates of eased columns by the
-        difference of the thresholds."""
+        """See `RevealRule.likely`: guess as `Dynamic` does, after raising the estimates of eased
+        columns by the difference between the thresholds."""
         increase = max(bounded(self.threshold, MOST_ODDS) - bounded(self.low, MOST_ODDS), 0.0)
         eased = self.eased(state.free, log_odds)
         raised_log_odds = list(log_odds)
@@ -175,25 +179,25 @@ class Hierarchy(Dynamic, name="hierarchy"):
 
 @dataclass(frozen=True)
 class LocalLeap(Hierarchy, name="local_leap"):
-    """Reveal the columns that reach the high threshold (*anchors*), and those near an anchor that
-    reach the low one.
+    """Reveal the columns that reach the high threshold (*anchors*), and the columns near an anchor
+    that reach the low threshold.
 
-    LocalLeap (arXiv 2510.07081), with thresholds 0.9 and 0.75 and radius 4: tokens near a confident
-    one are likelier right.
+    This is LocalLeap (arXiv 2510.07081), with thresholds 0.9 and 0.75 and radius 4. Tokens near a
+    confident token are likelier to be right.
 
     Attributes:
-        radius: Distance from an anchor, in columns.
+        radius: The largest distance from an anchor that counts as near, in columns.
     """
 
     radius: int = 4
 
     @classmethod
     def from_options(cls, options: Any, block_size: int) -> Self:
-        """See `RevealRule`."""
+        """See `RevealRule.from_options`."""
         return cls(*thresholds_of(options, 0.75))
 
     def eased(self, free: Columns, log_odds: Sequence[float]) -> set[int]:
-        """See `Hierarchy`: find the columns within the radius of an anchor."""
+        """See `Hierarchy.eased`: return the free columns within the radius of an anchor."""
         anchors = [column for column in free if log_odds[column] >= self.threshold]
         neighbours = set[int]()
         for anchor in anchors:
@@ -201,7 +205,7 @@ class LocalLeap(Hierarchy, name="local_leap"):
         return neighbours.intersection(free)
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """See `RevealRule`."""
+        """See `RevealRule.reveal`."""
         free = state.free
         log_odds = scores.log_odds
         eased = self.eased(state.free, scores.log_odds)
@@ -216,15 +220,16 @@ class LocalLeap(Hierarchy, name="local_leap"):
 
 @dataclass(frozen=True)
 class ConfidenceAdaptive(Dynamic, name="cad"):
-    """Reveal the columns that reach the threshold among the `max_columns` most confident; no eos in
-    the first half of a block.
+    """Reveal those of the `max_columns` most confident columns that reach the threshold, but no eos
+    in the first half of a block.
 
-    CAD of CD4LM (arXiv 2601.02236), with 4 columns and threshold 0.8. Until half of the block is
-    revealed, an eos is revealed only where nothing else is left to reveal.
+    This is CAD of CD4LM (arXiv 2601.02236), with 4 columns; the paper's threshold is 0.8. Until
+    half of the block is revealed, an eos is revealed only if an eos is picked at every column that
+    is left.
 
     Attributes:
         eos: Ids that end the text.
-        max_columns: Columns revealed in a step, at most.
+        max_columns: The largest number of columns that a step reveals.
     """
 
     eos: frozenset[int] = frozenset()
@@ -232,11 +237,11 @@ class ConfidenceAdaptive(Dynamic, name="cad"):
 
     @classmethod
     def from_options(cls, options: Any, block_size: int) -> Self:
-        """See `RevealRule`."""
+        """See `RevealRule.from_options`."""
         return cls(logit(options.confidence_threshold), frozenset(options.eos_ids()))
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """See `RevealRule`."""
+        """See `RevealRule.reveal`."""
         free = state.free
         block = len(state.ids)
         if 2 * (block - state.masks) < block:
@@ -247,13 +252,14 @@ class ConfidenceAdaptive(Dynamic, name="cad"):
         return at_least(candidates, scores.log_odds, self.threshold), memo
 
     def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: as `Dynamic`, over the `max_columns` most confident columns."""
+        """See `RevealRule.likely`: guess as `Dynamic` does, over the `max_columns` most confident
+        columns."""
         candidates = tuple(sorted(by_odds(state.free, log_odds)[: self.max_columns]))
         return likely_over(candidates, log_odds, self.threshold, count)
 
 
 def ascending(block_size: int) -> Columns:
-    """List the number of columns that each step of a block reveals: 1, 2, 4 and so on, over
+    """Return the number of columns that each step of a block reveals: 1, 2, 4 and so on, in
     log2(`block_size`) steps.
 
     The last step reveals all the rest.
@@ -264,12 +270,12 @@ def ascending(block_size: int) -> Columns:
 
 @dataclass(frozen=True)
 class EosRejection(Static, name="eoser"):
-    """Reveal the most confident columns, twice as many each step (`ascending`); lower the
-    confidence of an eos at first.
+    """Reveal the most confident columns, twice as many in each step as in the step before
+    (`ascending`); in early steps, lower the confidence of an eos.
 
-    EOS early rejection with ascending step sizes (arXiv 2509.23924): the confidence of an eos is
-    multiplied by a factor that rises from `gamma` to 1, linearly with the share of the block that
-    is revealed after the step.
+    This is EOS early rejection with ascending step sizes (arXiv 2509.23924). The confidence of an
+    eos is multiplied by a factor that rises from `gamma` to 1. It rises linearly with the share of
+    the block that is revealed after the step.
 
     Attributes:
         eos: Ids that end the text.
@@ -282,11 +288,11 @@ class EosRejection(Static, name="eoser"):
 
     @classmethod
     def from_options(cls, options: Any, block_size: int) -> Self:
-        """See `RevealRule`."""
+        """See `RevealRule.from_options`."""
         return cls(ascending(block_size), frozenset(options.eos_ids()))
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """See `RevealRule`."""
+        """See `RevealRule.reveal`."""
         steps = len(self.schedule)
         share = (2 ** min(state.step + 1, steps) - 1) / 2**steps
         factor = self.gamma + (1 - self.gamma) * share
@@ -299,15 +305,16 @@ class EosRejection(Static, name="eoser"):
 
 @dataclass(frozen=True)
 class Prophet(Static, name="prophet"):
-    """Reveal the n most confident columns, or all that are left once the mean of their log-odds is
-    high enough.
+    """Reveal the n most confident columns. Once the mean log-odds of all masked columns are high
+    enough, reveal all of them.
 
-    The early commit of Prophet (arXiv 2508.19982), within a block: the mean must reach 7.5 in the
-    first third of the block's steps, 5 in the second and 2.5 in the last.
+    This is the early commit of Prophet (arXiv 2508.19982), within a block: the mean must reach 7.5
+    in the first third of the block's steps, 5 in the second and 2.5 in the last.
     """
 
     def margin(self, state: State, log_odds: Sequence[float]) -> float:
-        """Compute by how much the mean log-odds exceed the bound at the state's step."""
+        """Compute by how much the mean log-odds of a state's free columns exceed the bound at the
+        state's step."""
         progress = state.step / len(self.schedule)
         if progress < 0.33:
             bound = 7.5
@@ -319,14 +326,14 @@ class Prophet(Static, name="prophet"):
         return sum(free) / len(free) - bound
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """See `RevealRule`."""
+        """See `RevealRule.reveal`."""
         if self.margin(state, scores.log_odds) >= 0:
             return state.free, memo
         return self.first(state, scores.log_odds), memo
 
     def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: guess all columns, with the chance that their mean reaches the bound,
-        or else as `Static`."""
+        """See `RevealRule.likely`: guess all columns, with the chance that their mean reaches the
+        bound, and also the guesses of `Static`, with the remaining chance."""
         log_odds = [bounded(value, MOST_ODDS) for value in log_odds]
         chance = sigmoid(2 * self.margin(state, log_odds))
         guesses = super().likely(state, log_odds, count)
@@ -338,21 +345,21 @@ class Prophet(Static, name="prophet"):
 
 
 def recalled(memo: Any, state: State, default: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the values of a memo `(start, *values)` of the state's block; the default for any
-    other memo."""
+    """Return the values of `memo` if it is a tuple `(start, *values)` of the state's block; else
+    return `default`."""
     return memo[1:] if memo is not None and memo[0] == state.start else default
 
 
 @dataclass(frozen=True)
 class BoundedAdaptive(Dynamic, name="bacd"):
-    """Reveal the columns at least as confident as the mean of the block's reveals so far, clipped
-    to [`low`, `threshold`].
+    """Reveal the columns that are at least as confident as the mean of the block's reveals so far,
+    where this mean is clipped to [`low`, `threshold`].
 
-    BACD of TDAR (arXiv 2602.09555), with bounds 0.6 and 0.9. In a block's first step, the mean is
-    the confidence of the most confident column. Drafts assume that it is `threshold`.
+    This is BACD of TDAR (arXiv 2602.09555), with bounds 0.6 and 0.9. In the first step of a block,
+    the mean is the confidence of the most confident column. Drafts assume that it is `threshold`.
 
     Attributes:
-        low: The lower threshold, in log-odds like `threshold`.
+        low: The low threshold, in log-odds like `threshold`.
     """
 
     low: float
@@ -360,12 +367,12 @@ class BoundedAdaptive(Dynamic, name="bacd"):
 
     @classmethod
     def from_options(cls, options: Any, block_size: int) -> Self:
-        """See `RevealRule`."""
+        """See `RevealRule.from_options`."""
         return cls(*thresholds_of(options, 0.6))
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """See `RevealRule`: the memo holds the number of revealed columns and the sum of their
-        confidences."""
+        """See `RevealRule.reveal`. The memo holds the number of columns that the block has
+        revealed, and the sum of their confidences."""
         count, total = recalled(memo, state, (0, 0.0))
         if count:
             mean_log_odds = logit(total / count)
@@ -383,19 +390,21 @@ class BoundedAdaptive(Dynamic, name="bacd"):
 
 @dataclass(frozen=True)
 class SlowFast(Dynamic, name="slow_fast"):
-    """Explore from the left until the end of a confident span is stable, reveal the rest of that
-    span, and repeat after the span.
+    """Explore from the left until the end of a confident span is stable; reveal the rest of that
+    span; then repeat after the span.
 
-    SlowFast sampling (arXiv 2506.10848). Each step of exploration estimates the end of the span:
-    one past the last column that reaches `low` (0.3). Once two successive estimates differ by less
-    than two columns, the later one is the end; after `explores` steps, the mean of the last two is.
-    Each step reveals the columns that reach `threshold` (0.9), at least one: while exploring,
-    anywhere from the beginning of the span on; then only within the span, until no mask is left in
-    it.
+    This is SlowFast sampling (arXiv 2506.10848). Each step of exploration estimates the end of the
+    span as one past the last column that reaches `low` (0.3). Once two successive estimates differ
+    by less than two columns, the later estimate is the end. If this has not happened after
+    `explores` steps, the mean of the last two estimates is the end.
+
+    Each step reveals the columns that reach `threshold` (0.9), at least one. While exploring, these
+    may lie anywhere from the beginning of the span on; afterwards only within the span, until no
+    mask is left in it.
 
     Attributes:
-        low: The lower threshold, in log-odds like `threshold`.
-        explores: Steps of exploration, at most.
+        low: The low threshold, in log-odds like `threshold`.
+        explores: The largest number of exploration steps.
     """
 
     low: float
@@ -404,12 +413,12 @@ class SlowFast(Dynamic, name="slow_fast"):
 
     @classmethod
     def from_options(cls, options: Any, block_size: int) -> Self:
-        """See `RevealRule`."""
+        """See `RevealRule.from_options`."""
         return cls(*thresholds_of(options, 0.3))
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """See `RevealRule`: the memo holds the span's beginning and end (0 while exploring), the
-        number of its steps, and the last estimate."""
+        """See `RevealRule.reveal`. The memo holds the beginning of the span, its end (0 while
+        exploring), the number of its exploration steps, and the last estimate of its end."""
         begin, end, steps, last = recalled(memo, state, (0, 0, 0, 0))
         free = state.free
         log_odds = scores.log_odds
@@ -437,21 +446,21 @@ class SlowFast(Dynamic, name="slow_fast"):
 
 @dataclass(frozen=True)
 class Coherent(RevealRule, name="ccd"):
-    """Reveal the columns among the `buffer_size` most confident that the buffer of the step before
+    """Reveal those of the `buffer_size` most confident columns that the buffer of the previous step
     holds with the same token.
 
-    CCD with adaptive budgets (arXiv 2512.02044), as in its code: the buffer holds the
+    This is CCD with adaptive budgets (arXiv 2512.02044), as in its code. The buffer holds the
     `buffer_size` (4) most confident columns that a step leaves masked, and their tokens. If no
     column qualifies, the most confident one is revealed.
 
     Attributes:
-        buffer_size: Columns of the buffer.
+        buffer_size: Number of columns in the buffer.
     """
 
     buffer_size: int = 4
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """See `RevealRule`: the memo holds the buffer's columns and tokens."""
+        """See `RevealRule.reveal`. The memo holds the columns of the buffer and their tokens."""
         (buffer,) = recalled(memo, state, ((),))
         ordered = by_odds(state.free, scores.log_odds)
         buffered_tokens = dict(buffer)
@@ -465,21 +474,21 @@ class Coherent(RevealRule, name="ccd"):
         return columns, (state.start, tuple(new_buffer[: self.buffer_size]))
 
     def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: guess one column in a block's first step, later about
-        `buffer_size`, as if all of the buffer qualified."""
+        """See `RevealRule.likely`: guess one column in the first step of a block. In later steps
+        guess about `buffer_size` columns, as if all columns of the buffer qualified."""
         room = min(self.buffer_size, len(state.free)) if state.step else 1
         return likely_first(state.free, log_odds, lambda *_: room, count)
 
 
 @dataclass(frozen=True)
 class Credit(Dynamic, name="credit"):
-    """Reveal the columns whose log-odds reach the threshold with the credit that their token has
-    earned over the steps.
+    """Reveal the columns whose log-odds reach the threshold after adding the credit that their
+    token has earned over the steps.
 
-    CreditDecoding (arXiv 2510.06133), with the numbers of dInfer's code: in each step a picked
-    token's credit becomes beta * credit + confidence ** gamma, and alpha * log(1 + credit) is added
-    to its logit and so to its log-odds. The reported log-probabilities of the text leave credit
-    out.
+    This is CreditDecoding (arXiv 2510.06133), with the numbers of dInfer's code. In each step, the
+    credit of a picked token becomes beta * credit + confidence ** gamma. Then alpha * log(1 +
+    credit) is added to the token's logit, and so to its log-odds. The reported log-probabilities of
+    the text leave credit out.
     """
 
     alpha: float = 0.7
@@ -487,7 +496,8 @@ class Credit(Dynamic, name="credit"):
     beta: float = 0.8
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """See `RevealRule`: the memo holds columns, their tokens and the tokens' credits."""
+        """See `RevealRule.reveal`. The memo holds columns, their tokens and the credits of these
+        tokens."""
         (records,) = recalled(memo, state, ((),))
         credits = {(column, token): credit for column, token, credit in records}
         new_credits = []
@@ -503,8 +513,8 @@ class Credit(Dynamic, name="credit"):
         return at_least(state.free, log_odds, self.threshold), (state.start, tuple(new_credits))
 
     def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: as `Dynamic`, assuming at each column the credit of a confident token
-        that has never changed."""
+        """See `RevealRule.likely`: guess as `Dynamic` does, assuming at each column the credit of a
+        confident token that has never changed."""
         credit = (1 - self.beta ** (state.step + 1)) / (1 - self.beta)
         return likely_over(
             state.free, log_odds, self.threshold - self.alpha * math.log1p(credit), count
@@ -513,23 +523,23 @@ class Credit(Dynamic, name="credit"):
 
 @dataclass(frozen=True)
 class Klass(Dynamic, name="klass"):
-    """Reveal the confident columns whose distribution hardly changed in the last steps, or else the
-    most confident column.
+    """Reveal the confident columns whose distribution has hardly changed in the last steps. If
+    there are none, reveal the most confident column.
 
-    KLASS (arXiv 2511.05664), with a divergence below 0.01 in each of the last two steps and a
-    confidence above 0.9.
+    This is KLASS (arXiv 2511.05664), with a divergence below 0.01 in each of the last two steps and
+    a confidence above 0.9.
 
     Attributes:
         divergence: Bound on the divergence between successive steps, in nats.
-        steps: Successive steps in which the bound must hold.
+        steps: Number of successive steps in which the bound must hold.
     """
 
     divergence: float = 0.01
     steps: int = 2
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """See `RevealRule`: the memo holds columns, tokens, log-odds, and the steps for which each
-        column has been stable."""
+        """See `RevealRule.reveal`. The memo holds, for each column, its token, its log-odds, and
+        the number of steps for which it has been stable."""
         (records,) = recalled(memo, state, ((),))
         previous_records = {
             (column, token): (log_odds, stable) for column, token, log_odds, stable in records
@@ -556,16 +566,16 @@ class Klass(Dynamic, name="klass"):
         )
 
     def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: guess the most confident column in a block's first steps, then as
-        `Dynamic`."""
+        """See `RevealRule.likely`: in the first `steps` steps of a block guess the most confident
+        column; later guess as `Dynamic` does."""
         return likely_over(
             state.free, log_odds, self.threshold if state.step >= self.steps else math.inf, count
         )
 
 
 def divergence(log_odds: float, previous: float) -> float:
-    """Compute KL(now || before) in nats of a binary event from its log-odds now and before; 0 if it
-    stays certain."""
+    """Compute KL(now || before), in nats, of a binary event whose log-odds are `log_odds` now and
+    were `previous` before. It is 0 if the event stays certain."""
     log_odds = bounded(log_odds, MOST_ODDS)
     previous = bounded(previous, MOST_ODDS)
     return sum(

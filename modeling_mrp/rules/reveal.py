@@ -1,17 +1,17 @@
-"""Reveal rules: choose the columns (positions within the block) that a backbone step reveals, and
-guess them for drafts.
+"""Reveal rules: they choose the columns (positions within the block) that a backbone step reveals,
+and guess these columns for drafts.
 
-A rule is a function of **one scored state and a memo**: a small immutable value that is carried
-along the accepted path, from None at the first state of a text. Acceptance walks that path state by
-state, so a drafted state reveals exactly what it would have revealed without drafts: drafts are
-lossless for every rule, also for a rule with a memo.
+A rule is a function of **one scored state and a memo**. The memo is a small immutable value that is
+carried along the accepted path; it is None at the first state of a text. Acceptance walks that path
+state by state, so a drafted state reveals exactly what it would have revealed without drafts. So
+drafts are lossless for every rule, also for a rule with a memo.
 
 Each rule also guesses, from estimates in place of scores, what it is `likely` to reveal. Guesses
 decide what is drafted, but never change the text.
 
-A rule is one class. With a name, `class Nearest(RevealRule, name="nearest")`, it becomes a value of
-`decoding` and `target`, and its declared options become options of `generate`; tables, flags,
-documents and tests take both from `RULES`.
+A rule is one class. With a name, as in `class Nearest(RevealRule, name="nearest")`, it becomes a
+value of `decoding` and `target`, and the options that it declares become options of `generate`.
+Tables, flags, documents and tests take both from `RULES`.
 """
 
 import math
@@ -62,12 +62,12 @@ RULES: "dict[str, type[RevealRule]]" = {}
 
 
 class RevealRule(ABC):
-    """Decides which columns a backbone step reveals; each rule is a frozen dataclass of its
+    """Decides which columns a backbone step reveals. Each rule is a frozen dataclass of its
     parameters.
 
     Args:
         name: A class argument of subclasses: the value of `decoding` and `target` that selects the
-            rule; "": the rule is selected by passing an object of it.
+            rule. If it is "", the rule is selected by passing an object of it.
 
     Attributes:
         options: The options of `generate` from which the rule is made.
@@ -86,32 +86,32 @@ class RevealRule(ABC):
 
     @classmethod
     def from_options(cls, options: Any, block_size: int) -> Self:
-        """Make the rule from checked options, an `MRPGenerationConfig`, and the block size."""
+        """Make the rule from the block size and from checked options (an `MRPGenerationConfig`)."""
         return cls()
 
     @property
     def left_to_right(self) -> bool:
-        """Whether each step reveals exactly the leftmost mask, so that all tokens to the left of a
+        """Whether each step reveals exactly the leftmost mask. If so, all tokens to the left of a
         reveal are known."""
         return False
 
     @abstractmethod
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """Choose the columns of `state.free` (not empty) to reveal, at least one; return them and
-        the memo after the reveal.
+        """Choose the columns to reveal: at least one of `state.free`, which is not empty. Return
+        these columns and the memo after the reveal.
 
         The memo covers all columns chosen here, also those that a ban or the head later turns into
         masks again. Drafting also calls this method for remembered states, with the memo of the
-        row's accepted path so far, and uses only the columns. So a rule must accept any memo (None,
-        or its own of another state) with any state.
+        row's accepted path so far, and uses only the columns. So a rule must accept any state with
+        any memo: None, or its own memo of another state.
         """
 
     def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
-        """Guess, without a memo, up to `count` sets of columns that a step may reveal from
-        estimated log-odds [block].
+        """Guess which sets of columns a step may reveal, from estimated log-odds [block] and
+        without a memo. Return up to `count` sets, each with its chance.
 
-        Likelier sets mostly come first. Chances only rank guesses: that of a single guess may be 1.
-        The guesses here are for rules that mostly reveal the most confident column.
+        Likelier sets mostly come first. Chances only rank the guesses, so a single guess may have
+        the chance 1. This implementation is for rules that mostly reveal the most confident column.
         """
         ordered = by_odds(state.free, log_odds)[:count]
         chances = first_reveal_probabilities(ordered, state.free, log_odds)
@@ -144,12 +144,15 @@ class CheckedRule(RevealRule):
 
     @property
     def left_to_right(self) -> bool:
-        """See `RevealRule`."""
+        """See `RevealRule.left_to_right`."""
         return self.rule.left_to_right
 
     def checked(self, method: str, state: State, columns: Any) -> Columns:
-        """Return columns as a tuple; `ValueError` unless there is at least one, and each is a
-        column of `state.free` that occurs once."""
+        """Return as a tuple the columns that a method of the rule returned.
+
+        Raise `ValueError` unless there is at least one column, no column occurs twice, and all of
+        them are in `state.free`. `method` is the name of the method, for the message.
+        """
         kept = tuple(columns) if isinstance(columns, list | tuple) else ()
         if not kept or len({*kept}) < len(kept) or not {*state.free}.issuperset(kept):
             raise ValueError(
@@ -159,31 +162,32 @@ class CheckedRule(RevealRule):
         return kept
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """See `RevealRule`."""
+        """See `RevealRule.reveal`."""
         columns, new_memo = self.rule.reveal(state, scores, memo)
         return self.checked("reveal", state, columns), new_memo
 
     def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`."""
+        """See `RevealRule.likely`."""
         guesses = self.rule.likely(state, log_odds, count)
         return [(self.checked("likely", state, columns), chance) for columns, chance in guesses]
 
 
 def most_confident(columns: Sequence[int], log_odds: Sequence[float]) -> int:
-    """Return the column with the largest log-odds, the leftmost if several are equal."""
+    """Return the column with the highest log-odds; the leftmost one if several are equal."""
     return max(columns, key=log_odds.__getitem__)
 
 
 def by_odds(columns: Columns, log_odds: Sequence[float]) -> list[int]:
-    """Sort columns by log-odds, the largest first; equal ones from left to right."""
+    """Sort columns in order of decreasing log-odds; columns with equal log-odds stay in their
+    order."""
     return sorted(columns, key=log_odds.__getitem__, reverse=True)
 
 
 def first_reveal_probabilities(
     candidates: Sequence[int], columns: Sequence[int], log_odds: Sequence[float]
 ) -> dict[int, float]:
-    """Estimate for each candidate column (by falling log-odds) the chance that it is the most
-    confident of all `columns`."""
+    """Map each column of `candidates` to the estimated chance that it is the most confident one of
+    all `columns`. `candidates` are in order of decreasing log-odds."""
     max_log_odds = log_odds[candidates[0]]
     if max_log_odds > MOST_ODDS:
         return first_reveal_probabilities(
@@ -200,12 +204,12 @@ def first_reveal_probabilities(
 def likely_over(
     columns: Columns, log_odds: Sequence[float], threshold: float, count: int
 ) -> Guesses:
-    """Guess the reveals of a rule that takes the columns above a threshold in log-odds, at least
-    the most confident one.
+    """Guess the reveals of a rule that reveals all columns above a threshold in log-odds, and at
+    least the most confident column.
 
-    The further an estimate is from the threshold, the likelier its column is on the same side. If
-    only one column is likely to be revealed, it is uncertain which one is the most confident, as
-    under `Static`: so every second guess is another column alone.
+    The further an estimate is from the threshold, the likelier its column really is on that side.
+    If only one column is likely to be revealed, it is uncertain which column is the most confident,
+    as under `Static`. Then every second guess is another column alone.
     """
     best = most_confident(columns, log_odds)
     threshold = bounded(threshold, 2 * MOST_ODDS)
@@ -252,11 +256,12 @@ def likely_first(
     room_of: Callable[[list[int], list[float]], int],
     count: int,
 ) -> Guesses:
-    """Guess reveals of the most confident columns, about as many as `room_of` returns for columns
-    in that order and all log-odds.
+    """Guess the reveals of a rule that reveals some number of the most confident columns.
 
-    If it returns 1, no guess can have fewer columns. Then other single columns are guessed instead,
-    since it is uncertain which one is the most confident. `room_of` gets finite log-odds.
+    The guesses have about as many columns as `room_of` returns. It is called with the columns in
+    order of decreasing log-odds, and with the log-odds of all columns, which are finite. If it
+    returns 1, no guess can have fewer columns. Then other single columns are guessed instead,
+    because it is uncertain which column is the most confident.
     """
     log_odds = [bounded(value, MOST_ODDS) for value in log_odds]
     ordered = by_odds(columns, log_odds)
@@ -305,8 +310,8 @@ def logit(probability: float) -> float:
 
 
 def schedule_of(block_size: int, denoising_steps: int | None) -> Columns:
-    """List how many columns each denoising step reveals: an equal share of the block, one more in
-    the first if uneven."""
+    """Return the number of columns that each denoising step of a block reveals. Each step reveals
+    an equal share of the block; if that leaves a remainder, the first steps reveal one more."""
     steps = denoising_steps or block_size
     return tuple([block_size // steps + (step < block_size % steps) for step in range(steps)])
 
@@ -316,7 +321,8 @@ class Static(RevealRule, name="static"):
     """Reveal the n most confident columns.
 
     Attributes:
-        schedule: n by denoising step of the block (`schedule_of`).
+        schedule: For each denoising step of a block, the number n of columns to reveal
+            (`schedule_of`).
     """
 
     schedule: Columns
@@ -324,27 +330,27 @@ class Static(RevealRule, name="static"):
 
     @classmethod
     def from_options(cls, options: Any, block_size: int) -> Self:
-        """See `RevealRule`."""
+        """See `RevealRule.from_options`."""
         return cls(schedule_of(block_size, options.denoising_steps))
 
     def quota(self, state: State) -> int:
-        """Return the number of columns that the step at a state reveals."""
+        """Return n, the number of columns that the step at a state reveals."""
         return self.schedule[min(state.step, len(self.schedule) - 1)]
 
     def first(self, state: State, log_odds: Sequence[float]) -> Columns:
-        """Select the n most confident columns, or all that are left."""
+        """Return the n most confident free columns, or all of them if fewer are left."""
         quota = self.quota(state)
         if quota == 1:
             return (most_confident(state.free, log_odds),)
         return tuple(sorted(by_odds(state.free, log_odds)[:quota]))
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """See `RevealRule`."""
+        """See `RevealRule.reveal`."""
         return self.first(state, scores.log_odds), memo
 
     def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: guesses differ in the least confident of their n columns; the other
-        columns are taken as certain."""
+        """See `RevealRule.likely`: the guesses differ only in the least confident of their n
+        columns; the other columns are taken as certain."""
         quota = self.quota(state)
         if count == 1 or len(state.free) < quota:
             return [(self.first(state, log_odds), 1.0)]
@@ -360,7 +366,7 @@ class Static(RevealRule, name="static"):
 
 @dataclass(frozen=True)
 class Dynamic(RevealRule, name="dynamic"):
-    """Reveal every column whose confidence exceeds tau; at least the most confident one.
+    """Reveal every column whose confidence exceeds tau, and at least the most confident column.
 
     Attributes:
         threshold: tau, in log-odds (`logit`).
@@ -371,11 +377,11 @@ class Dynamic(RevealRule, name="dynamic"):
 
     @classmethod
     def from_options(cls, options: Any, block_size: int) -> Self:
-        """See `RevealRule`."""
+        """See `RevealRule.from_options`."""
         return cls(logit(options.confidence_threshold))
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """See `RevealRule`."""
+        """See `RevealRule.reveal`."""
         log_odds = scores.log_odds
         threshold = self.threshold
         best = most_confident(state.free, log_odds)
@@ -384,32 +390,32 @@ class Dynamic(RevealRule, name="dynamic"):
         ), memo
 
     def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`."""
+        """See `RevealRule.likely`."""
         return likely_over(state.free, log_odds, self.threshold, count)
 
 
 @dataclass(frozen=True)
 class Sequential(Static, name="sequential"):
-    """Reveal the n leftmost masked columns."""
+    """Reveal the n leftmost masked columns. The number n is that of `Static`."""
 
     @property
     def left_to_right(self) -> bool:
-        """See `RevealRule`."""
+        """See `RevealRule.left_to_right`."""
         return max(self.schedule) == 1
 
     def first(self, state: State, log_odds: Sequence[float]) -> Columns:
-        """Select the n leftmost columns, or all that are left."""
+        """Return the n leftmost free columns, or all of them if fewer are left."""
         return state.free[: self.quota(state)]
 
     def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: return a single guess."""
+        """See `RevealRule.likely`: return a single guess."""
         return [(self.first(state, log_odds), 1.0)]
 
 
 @dataclass(frozen=True)
 class EntropyBound(RevealRule, name="entropy_bound"):
-    """Reveal columns by rising entropy while the running sum of entropies stays under a bound; at
-    least one column.
+    """Reveal columns in order of increasing entropy while the sum of their entropies stays below a
+    bound; at least one column.
 
     Attributes:
         bound: The bound, in nats.
@@ -421,16 +427,16 @@ class EntropyBound(RevealRule, name="entropy_bound"):
 
     @classmethod
     def from_options(cls, options: Any, block_size: int) -> Self:
-        """See `RevealRule`."""
+        """See `RevealRule.from_options`."""
         return cls(options.entropy_threshold)
 
     def leading(self, entropies: Sequence[float]) -> int:
-        """Count the columns to reveal, given entropies in rising order; a count of 0 means one
-        column."""
+        """Return the number of columns to reveal, given entropies in increasing order. If it is 0,
+        one column is revealed all the same."""
         return sum([total < self.bound for total in accumulate(entropies)])
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """See `RevealRule`."""
+        """See `RevealRule.reveal`."""
         entropy = scores.entropy
         assert entropy is not None
         ordered = sorted(state.free, key=entropy.__getitem__)
@@ -438,8 +444,8 @@ class EntropyBound(RevealRule, name="entropy_bound"):
         return tuple(sorted(ordered[:count])), memo
 
     def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: guess the most confident columns, about as many as their estimated
-        entropies allow."""
+        """See `RevealRule.likely`: guess the most confident columns, about as many as the bound
+        allows under their estimated entropies."""
 
         def room_of(ordered: list[int], log_odds: list[float]) -> int:
             return self.leading([likely_entropy(log_odds[column]) for column in ordered])
@@ -448,8 +454,8 @@ class EntropyBound(RevealRule, name="entropy_bound"):
 
 
 def likely_entropy(log_odds: float) -> float:
-    """Estimate the entropy of a position, in nats, from the log-odds of its likeliest token
-    alone."""
+    """Estimate the entropy at a position, in nats, from only the log-odds of its likeliest
+    token."""
     log_p = log_sigmoid(log_odds)
     log_q = log_sigmoid(-log_odds)
     p = math.exp(log_p)

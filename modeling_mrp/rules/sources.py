@@ -1,12 +1,12 @@
-"""Draft sources: the tokens that may stand at masked columns, and the order in which columns are
-likely to be revealed.
+"""Draft sources: they propose tokens for masked columns, and the order in which columns are likely
+to be revealed.
 
 Scores provide both: a token for each column, and log-odds that tell how soon the rule will reveal
-it. They are the backbone's scores of the last accepted state or of a remembered one, or the head's
-estimate of them. Another source, such as `PromptLookup`, may provide tokens only. It is used if the
-rule reveals from left to right, and where there are no scores, as in a block that has just been
-opened. Elsewhere a column is revealed because its scored token is nearly certain, and other tokens
-only make drafts worse (`benchmarks/NOTES.md`, Prompt lookup).
+the column. These are the backbone's scores of the last accepted state or of a remembered state, or
+the head's estimate of such scores. Another source, such as `PromptLookup`, may provide tokens only.
+It is used if the rule reveals from left to right, and also where there are no scores, as in a block
+that has just been opened. Elsewhere a column is revealed because its scored token is nearly
+certain, so other tokens only make drafts worse (`benchmarks/NOTES.md`, Prompt lookup).
 
 A draft never changes the text, so a source may propose anything.
 """
@@ -30,11 +30,11 @@ class Candidates:
     """The proposal of a source at one state.
 
     Attributes:
-        tokens: By masked column (an index in the block), tokens that may stand there, each with its
-            probability, from 0 to 1. A column about which the source knows nothing is left out.
-        log_odds: By column of the block, an estimate of the log-odds by which a rule chooses
-            columns, so that larger ones are revealed sooner; None if the source has no estimate.
-            Read only where there are no scores.
+        tokens: Maps masked columns (indices in the block) to tokens that may stand there, each with
+            its probability from 0 to 1. A column about which the source knows nothing is left out.
+        log_odds: For each column of the block, an estimate of the log-odds by which a rule chooses
+            columns: columns with higher values are revealed sooner. None if the source has no
+            estimate. Used only where there are no scores.
     """
 
     tokens: Mapping[int, Sequence[tuple[int, float]]]
@@ -42,18 +42,18 @@ class Candidates:
 
 
 class DraftSource(Protocol):
-    """Proposes tokens for drafts. Any object with this method can be passed in
+    """Proposes tokens for drafts. Any object with a method `propose` can be passed in
     `generate(draft_sources=[...])`."""
 
     def propose(self, row: Row, state: State, parent: State | None) -> Candidates | None:
-        """Propose tokens at the masked columns of a state; None for no proposal.
+        """Propose tokens at the masked columns of a state; return None for no proposal.
 
         Args:
-            row: The row that drafts; its `text` before `row.state.start` is final.
-            state: A drafted state: its `ids` with masks, and the columns `free` that may be
+            row: The row that drafts. Its `text` before `row.state.start` is final.
+            state: A drafted state. Its `ids` include masks; its `free` are the columns that may be
                 revealed, at least one.
-            parent: The drafted block without masks before the state's, which `row.text` does not
-                hold yet; or None.
+            parent: A drafted block without masks that comes before the state's block, if `row.text`
+                does not hold that block yet; else None.
         """
 
 
@@ -72,7 +72,7 @@ class CheckedSource:
     mask_id: int
 
     def propose(self, row: Row, state: State, parent: State | None) -> Candidates | None:
-        """See `DraftSource`; `ValueError` for an invalid proposal."""
+        """See `DraftSource.propose`. Raise `ValueError` for an invalid proposal."""
         candidates = self.source.propose(row, state, parent)
         if candidates is None:
             return None
@@ -105,10 +105,12 @@ class Guess:
     """A guess of the reveals at a state, combined from all sources.
 
     Attributes:
-        token: By column, the likeliest token.
-        log_odds: By column, log-odds that are larger if the column is likely to be revealed sooner.
-        rivals: By column with several tokens, the chances of these tokens, which add up to 1; the
-            first is the chance of `token`.
+        token: For each column, the likeliest token.
+        log_odds: For each column, log-odds that are higher if the column is likely to be revealed
+            sooner.
+        rivals: Maps each column with several possible tokens to these tokens, each with its chance,
+            in order of decreasing chance. The first is the column's `token`. The chances of a
+            column add up to 1.
     """
 
     token: Sequence[int]
@@ -122,12 +124,13 @@ def combined(
     candidates: Sequence[Candidates],
     left_to_right: bool,
 ) -> Guess | None:
-    """Combine the proposals of all sources at a state; None if no source knows the order of
+    """Combine the proposals of all sources at a state; return None if no source knows the order of
     reveals.
 
     Args:
         state: The state.
-        scored: Token and log-odds by column, from scores; None if there are none.
+        scored: The tokens and the log-odds of the state's scores, both by column; None if there are
+            no scores.
         candidates: The proposals of other sources, at least one.
         left_to_right: Whether the rule reveals from left to right, whatever the log-odds are.
     """

@@ -17,12 +17,13 @@ class State:
     """A partly revealed block of one row.
 
     Attributes:
-        key: `(start, ids)`: the block's absolute position, and its tokens with masks.
-        free: Columns that may be revealed: masked ones before the first eos that was generated in
-            the block.
+        key: `(start, ids)`: the absolute position where the block begins, and its token ids, masks
+            included.
+        free: Columns that may be revealed: the masked columns before the first eos that was
+            generated in the block.
         end: The column of the first generated eos; the block size if there is none.
-        masks: Number of masked columns, those after the eos included.
-        step: Denoising steps since the block was opened.
+        masks: Number of masked columns, including those after the eos.
+        step: Number of denoising steps since the block was opened.
     """
 
     key: Key
@@ -33,17 +34,17 @@ class State:
 
     @property
     def start(self) -> int:
-        """The block's absolute position."""
+        """The absolute position where the block begins."""
         return self.key[0]
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """The block's tokens with masks."""
+        """The token ids of the block, masks included."""
         return self.key[1]
 
     def revealing(self, columns: Sequence[int], key: Key) -> "State":
-        """Make the state with key `key` that results from revealing the columns `columns`; no
-        revealed token is an eos."""
+        """Return the state that results from revealing `columns`, and whose key is `key`. No
+        revealed token may be an eos."""
         if len(columns) == 1:
             index = self.free.index(columns[0])
             free = self.free[:index] + self.free[index + 1 :]
@@ -54,20 +55,23 @@ class State:
 
 @dataclass(slots=True, eq=False)
 class Scores:
-    """Picked tokens and their log-odds at the columns of one state, from the backbone's logits or
-    the head's estimate of them.
+    """The picked token and its log-odds at each column of one state. They come from the backbone's
+    logits, or from the head's estimate of these.
 
     Attributes:
-        token: By column, the picked token; arbitrary where the state has no mask.
-        log_odds: By column, the picked token's log-odds. They order columns as probabilities do,
-            but stay precise where probabilities round to 1. NaN: no token had a finite score.
-        entropy: By column, in nats; None unless the rule needs it.
-        drawable: The state's `Picks.candidates` by column, a numpy array [block, 2 m + 1], if
-            tokens are sampled and drafts are made, which draw among them; else None.
-        hidden: A tensor [n, block, hidden_size] and the place in it of this state's hidden states;
+        token: For each column, the picked token; arbitrary where the state has no mask.
+        log_odds: For each column, the log-odds of the picked token. They order columns as
+            probabilities do, but stay precise where probabilities round to 1. NaN if no token had a
+            finite score.
+        entropy: For each column, the entropy in nats; None unless the rule needs it.
+        drawable: A numpy array [block, 2 m + 1]: for each column, its row of `Picks.candidates` (m
+            candidates), among which drafts draw tokens. None unless tokens are sampled and drafts
+            are made.
+        hidden: A tensor [n, block, hidden_size], and the index of this state's hidden states in it.
             None for scores made by hand, without a network.
-        candidates: A tensor [n, block, 2 m + 1] of `Picks.candidates` and this state's place in it:
-            the tokens that the head's drafts choose among; None: all tokens.
+        candidates: A tensor [n, block, 2 m + 1] of `Picks.candidates`, and the index of this state
+            in it: the tokens among which the head's drafts choose. None if they choose among all
+            tokens.
     """
 
     token: list[int]
@@ -80,18 +84,19 @@ class Scores:
 
 @dataclass(slots=True, eq=False)
 class PendingReveal:
-    """The last accepted state of a row, and the reveal there, which leads to a state that no
-    forward has scored yet.
+    """A row's last accepted state and a reveal made there. The state after the reveal (the
+    successor) has not yet been scored by any forward.
 
     Attributes:
-        state: The state, which has masks.
-        scores: The backbone's scores of the state.
+        state: The last accepted state, which has masks.
+        scores: The backbone's scores of that state.
         columns: Revealed columns.
         memo: The rule's memo after the reveal.
-        successor: The state that the reveal makes.
-        drawn: By column that the head revealed, the state and the hidden states (in the form of
-            `Scores.hidden`) from which its token was picked; or None.
-        remasked: Columns that the step revealed and the head turned into masks again.
+        successor: The state after the reveal.
+        drawn: Maps each column that the head revealed to the state and the hidden states (in the
+            form of `Scores.hidden`) from which its token was picked. None if the head has not
+            refined the reveal.
+        remasked: Columns that the step revealed and the head then masked again.
     """
 
     state: State
@@ -104,7 +109,7 @@ class PendingReveal:
 
 
 class Counts:
-    """Counts of a row's forwards and drafts (`MRPGenerateStats` explains each)."""
+    """The counts of one row's forwards and drafts. `MRPGenerateStats` explains each of them."""
 
     def __init__(self, width: int, drafts: bool) -> None:
         # a path continues through states that the previous round scored
@@ -118,46 +123,48 @@ class Counts:
 
 @dataclass(eq=False)
 class Row:
-    """One sequence of the batch: its text so far, its next state, and the scores from which drafts
-    of it start.
+    """One sequence of the batch: its text so far, its next state, and the scores from which its
+    drafts start.
 
     Attributes:
         place: Index of the row in the call.
-        text: Tokens by absolute position, masks where unknown, padded beyond `limit` to whole
-            blocks.
-        block_size: Tokens of a block.
-        mask_id: The mask's id.
+        text: The token at each absolute position, or the mask where it is not known. Masks pad the
+            text beyond `limit` to whole blocks.
+        block_size: Number of tokens in a block.
+        mask_id: The id of the mask token.
         eos: Ids that end the text.
-        prompt: Tokens of the prompt.
-        given_end: One past the last given token, of the prompt or of a template to fill in.
+        prompt: Number of tokens in the prompt.
+        given_end: One past the position of the last given token, be it of the prompt or of a
+            template that is to be filled in.
         limit: One past the last position to generate.
-        open_end: One past the last position before `limit` that is not given.
-        no_eos_before: Positions before this one must not take an eos.
-        seed: Seed of the noise.
-        bans: Banned sequences; or None.
-        constraint: The constraint on the new tokens; or None.
-        fills: Whether tokens about which the constraint leaves no choice are revealed together with
-            the tokens that determine them, so that they need no forward.
-        state: The next state, made by the last reveal; at first that of the block with the first
-            mask.
+        open_end: One past the last position before `limit` whose token is not given.
+        no_eos_before: No position before this one may take an eos.
+        seed: Seed of the sampling noise.
+        bans: Banned sequences, or None.
+        constraint: The constraint on the new tokens, or None.
+        fills: Whether a token that the constraint forces is revealed at once, together with the
+            tokens that force it, so that it needs no forward.
+        state: The next state. The last reveal made it; at first it is the state of the block with
+            the first mask.
         source: Scores of the last accepted state, from which drafts start; None after a clean
             block.
         memo: The rule's memo at `state`.
-        memory: By key, the states with masks that the last round with drafts scored, and their
-            scores, since a later path may still reach such a state. First states of next blocks,
-            scored after a clean state, are not kept.
-        preview: Key of the next block's first state, and its scores after an unfinished block, from
-            which drafts of that block start.
-        held, head_held: Number of leading tokens with cached keys and values in the backbone's
-            layers, and in the head's.
-        logprob, step: By position after the prompt, a token's log-confidence and the denoising step
-            that revealed it; 0 and -1 where nothing was revealed.
-        steps: Denoising steps so far.
-        stop: One past the last token once the text is complete, else None.
+        memory: States with masks that the last round with drafts scored, each with its scores, by
+            the state's key. A later path may still reach such a state. First states of next blocks,
+            which were scored after a clean state, are not kept.
+        preview: The key of the next block's first state, and the scores of that state made while
+            the block before it was unfinished. Drafts of the next block start from these scores.
+            Both are None if there is no preview.
+        held, head_held: Number of leading tokens whose keys and values are cached in the layers of
+            the backbone (`held`) and of the head (`head_held`).
+        logprob, step: For each position after the prompt, the log-confidence of its token, and the
+            denoising step that revealed it. They are 0 and -1 where nothing was revealed.
+        steps: Number of denoising steps so far.
+        stop: One past the last token once the text is complete; else None.
         counts: Counts of forwards and drafts.
-        written: Reveals written so far, if the caller wants them; else None.
-        origins: By block start, the constraint's origin.
-        filled_in: Positions of tokens that the constraint filled in.
+        written: The reveals written so far if the caller wants them; else None.
+        origins: Maps positions where blocks begin to the constraint's origin there.
+        filled_in: Positions of the tokens that the constraint filled in.
     """
 
     place: int
@@ -202,14 +209,14 @@ class Row:
         self.write_filled()
 
     def forget(self) -> None:
-        """Drop the scores of an ended row, as they hold tensors of whole rounds."""
+        """Drop the scores of an ended row, because they hold tensors of whole rounds."""
         self.source = None
         self.memory = {}
         self.preview = (None, None)
 
     def rewound(self, start: int) -> "Row":
-        """Make a copy of the row as it was when the block at `start` was opened: tokens revealed at
-        `start` or later are masks again."""
+        """Return a copy of the row as it was when the block at `start` was opened: each token that
+        was revealed at `start` or later is a mask again."""
         steps = [-1] * self.prompt + self.step
         text = self.text[: len(steps)]
         for position in range(start, len(text)):
@@ -218,17 +225,22 @@ class Row:
         return replace(self, text=text)
 
     def text_at(self, state: State, parent: State | None = None) -> list[int]:
-        """Return the text as of a state, up to the last given token; `parent` is the unwritten
-        clean state before it, if any."""
+        """Return the text as it is at a state, up to the last given token.
+
+        `parent` is the clean state before it, if that is not yet written into `text`.
+        """
         ids = self.text[: state.start]
         if parent is not None:
             ids[parent.start :] = parent.ids
         return [*ids, *state.ids, *self.text[state.start + self.block_size : self.given_end]]
 
     def first_state(self, start: int, parent: State | None = None) -> State:
-        """Make the first state of the block at `start`, from masks, given tokens and tokens that
-        the constraint fills in; a given eos does not end the text. `parent` is the unwritten clean
-        state before it, if any."""
+        """Return the first state of the block at `start`.
+
+        It consists of masks, given tokens, and tokens that the constraint fills in. A given eos
+        does not end the text. `parent` is the clean state before it, if that is not yet written
+        into `text`.
+        """
         ids = tuple(self.text[start : start + self.block_size])
         ids += (self.mask_id,) * (self.block_size - len(ids))
         free = tuple([column for column, token in enumerate(ids) if token == self.mask_id])
@@ -241,8 +253,10 @@ class Row:
         token: Sequence[int],
         parent: State | None = None,
     ) -> State:
-        """Make the state that results from revealing `token[column]` at the columns `columns`;
-        `parent` is the unwritten clean state before it, if any."""
+        """Return the state that results from revealing `token[column]` at each column of `columns`.
+
+        `parent` is the clean state before its block, if that is not yet written into `text`.
+        """
         start, old_ids = state.key
         ids = list(old_ids)
         end = state.end
@@ -260,8 +274,11 @@ class Row:
         )
 
     def origin(self, start: int, parent: State | None = None) -> Any:
-        """Return the constraint's origin for the block at `start`, which follows `parent` if that
-        is given, else the text; None where the text is not known."""
+        """Return the constraint's origin for the block at `start`.
+
+        The block follows `parent` if that is given, and otherwise the row's text. Return None if
+        there is no constraint, or if the text before the block is not known.
+        """
         constraint = self.constraint
         if constraint is None:
             return None
@@ -282,16 +299,16 @@ class Row:
         return origin
 
     def allowed(self, state: State, parent: State | None = None) -> list[TokenSet | None] | None:
-        """List the tokens that the constraint allows at each free column of a state (None: all
-        tokens); None if it allows all tokens at all columns."""
+        """Return, for each free column of a state, the tokens that the constraint allows there
+        (None for all tokens). Return None if all columns may take all tokens."""
         if self.constraint is None:
             return None
         origin = self.origin(state.start, parent)
         return None if origin is None else self.constraint.allowed(origin, *state.key, state.free)
 
     def filled(self, state: State, parent: State | None = None) -> State:
-        """Reveal the tokens about which the constraint leaves no choice, up to an eos; this takes
-        no denoising step."""
+        """Return the state after filling in the tokens that the constraint forces, up to the first
+        eos among them. This takes no denoising step."""
         if self.constraint is None or not self.fills or not state.free:
             return state
         origin = self.origin(state.start, parent)
@@ -308,8 +325,8 @@ class Row:
         return State(key, free, end, state.masks - len(columns), state.step)
 
     def write_filled(self) -> None:
-        """Write the tokens of the row's state that the constraint has filled in, with the present
-        step and probability 1."""
+        """Write into the text the tokens of the row's state that the constraint has filled in. They
+        get the present step and probability 1."""
         if self.constraint is None:
             return
         for position, token in enumerate(self.state.ids, self.state.start):
@@ -319,8 +336,8 @@ class Row:
                 self.filled_in.append(position)
 
     def ends(self, state: State) -> bool:
-        """Return whether the text is complete at a state: the text ends in the state's block, and
-        no mask is left before the end."""
+        """Return whether the text is complete at a state: it ends in the state's block, and no mask
+        is left before its end."""
         room = self.open_end - state.key[0]
         if state.end == self.block_size < room:
             return False

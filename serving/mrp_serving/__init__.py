@@ -19,8 +19,8 @@ log = logging.getLogger(__name__)
 
 
 def version_obstacle() -> str | None:
-    """Explain why the installed engine cannot be extended, with the remedy; return None if it can
-    be."""
+    """Return the reason why the installed engine cannot be extended, with its remedy; None if it
+    can be extended."""
     try:
         installed = version("sglang")
     except PackageNotFoundError:
@@ -39,12 +39,12 @@ def _misfit(problem: str) -> str:
 
 
 def register() -> None:
-    """Register algorithm, model and hooks with the engine, which calls this in each of its
-    processes.
+    """Register the algorithm, the model and the hooks with the engine. The engine calls this
+    function in each of its processes.
 
-    The engine skips a plugin that raises an error, so this function never raises one: if the
-    engine's version is unsupported or lacks an interface, the algorithm's name gets a class that
-    refuses to start (`refusing`), and servers of other models start as usual.
+    The engine skips a plugin that raises an error, so this function never raises one. If the
+    version of the engine is unsupported or lacks an interface, the name of the algorithm gets a
+    class that refuses to start (`refusing`), and servers of other models start as usual.
     """
     from sglang.srt.dllm.algorithm import algo_name_to_cls
 
@@ -62,7 +62,8 @@ def register() -> None:
 
 
 def refusing(obstacle: str) -> type:
-    """Make an algorithm class whose every use raises a `RuntimeError` that names the obstacle."""
+    """Make a class to stand in for the algorithm. Every use of this class raises a `RuntimeError`
+    that names the obstacle."""
 
     class Refusal(type):
         def __getattr__(cls, name: str) -> object:

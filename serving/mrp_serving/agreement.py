@@ -21,13 +21,14 @@ COMPARED = 2  # number of compared replays of each graph
 
 
 def alone(answer: bool) -> bool:
-    """Return a decision unchanged, as a process that shares the model with no other."""
+    """Return the decision unchanged: for a process that does not share the model with others, so
+    has nobody to agree with."""
     return answer
 
 
 def agree_in(group: Any) -> Agree:
-    """Make the agreement function of a group's processes, which exchange decisions through their
-    hosts; `alone` for a group of one process."""
+    """Make the agreement function of the processes in a group. It exchanges their answers through
+    the hosts. For a group of one process, return `alone`."""
     if dist.get_world_size(group) == 1:
         return alone
 
@@ -40,17 +41,17 @@ def agree_in(group: Any) -> Agree:
 
 
 class CheckedReplays:
-    """Replays CUDA graphs; the first replays of each graph are compared with the step that the
+    """Replays CUDA graphs. The first replays of each graph are compared with the step that the
     graph replaces.
 
     Args:
         agree: The agreement function of all processes.
-        give_up: Called with a description of a failure and its error, after which graphs are not
-            used any more.
+        give_up: Called with a description of a failure and with its error; after this call, graphs
+            are not used any more.
 
     Attributes:
         given_up: Whether all processes have stopped using graphs.
-        compared: By graph, the number of replays that were compared.
+        compared: For each graph, the number of replays that were compared.
     """
 
     def __init__(self, agree: Agree, give_up: Callable[[str, Exception], None]) -> None:
@@ -62,11 +63,16 @@ class CheckedReplays:
     def run(
         self, replay: Callable[[], tuple[Hashable, Tensor]], eagerly: Callable[[], Tensor]
     ) -> Tensor:
-        """Return the output of `replay`, which also identifies the graph, or of `eagerly`, the same
-        step without graphs.
+        """Run a step by replaying a graph or, where graphs are not used, without one. Return the
+        step's output.
+
+        Args:
+            replay: Replays a graph; returns a value that identifies the graph, and the output.
+            eagerly: Runs the same step without graphs; returns the output.
 
         Raises:
-            Exception: the error of a replay, if other processes wait within their replays.
+            Exception: the error of a replay, if other processes share the model: these are waiting
+                within their own replays.
         """
         if self.given_up:
             return eagerly()

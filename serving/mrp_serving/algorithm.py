@@ -1,4 +1,4 @@
-"""The algorithm `MRP`, written to the engine's interface for diffusion algorithms
+"""The algorithm `MRP`, which implements the engine's interface for diffusion algorithms
 (`DllmAlgorithm`)."""
 
 import logging
@@ -28,12 +28,12 @@ _BACKEND_ARGUMENTS = ("attention_backend", "prefill_attention_backend", "decode_
 
 
 class MRP(DllmAlgorithm):
-    """Decodes with an MRP head: drafts that the backbone verifies, or tokens that the head itself
-    reveals.
+    """Decodes with an MRP head. Either the backbone verifies drafts, or the head itself reveals
+    tokens.
 
-    A round takes one backbone forward, whatever it drafts. The forward that scores a block without
-    masks stores its keys and values, and may also score the next block's first state, so storing
-    them costs no forward of its own.
+    A round takes one backbone forward, whatever it drafts. A forward that scores a block without
+    masks also stores the keys and values of that block, and may score the first state of the next
+    block. So no forward is needed only to store keys and values.
     """
 
     supported_attention_backends = SUPPORTED
@@ -50,11 +50,12 @@ class MRP(DllmAlgorithm):
 
     @classmethod
     def configure_server_args(cls, server_args: Any) -> None:
-        """Set the engine's limit on rows to requests times states per request, and make greedy
-        decoding the default.
+        """Set the engine's limit on rows to the number of requests times the number of states per
+        request. Make greedy decoding the default, unless the server has other defaults.
 
         Raises:
-            ValueError: for an attention backend under which steps cannot be recorded.
+            ValueError: if CUDA graphs are to be recorded, and cannot be under the attention
+                backend.
         """
         view = resolving_view(server_args)
         backends = {name: getattr(view, name, None) for name in _BACKEND_ARGUMENTS}
@@ -68,7 +69,7 @@ class MRP(DllmAlgorithm):
 
     @classmethod
     def validate_request(cls, req: Any) -> str | None:
-        """Explain why a request cannot be served; return None if it can be."""
+        """Return the reason why a request cannot be served; None if it can be served."""
         return refusal(req)
 
     def run(self, model_runner: Any, forward_batch: Any, algo_states: Any = None) -> Any:
@@ -88,8 +89,8 @@ class MRP(DllmAlgorithm):
 
 
 def rows_of(server_args: Any) -> int:
-    """Compute the most rows of a forward: `--max-running-requests`, which counts requests, times
-    the states per request."""
+    """Compute the largest number of rows of a forward: `--max-running-requests`, which counts
+    requests, times the number of states per request."""
     view = resolving_view(server_args)
     config = DllmConfig.from_server_args(server_args)
     rows = int(view.max_running_requests * config.mrp_settings.mode.width)
@@ -109,7 +110,8 @@ def abort(req: Any, message: str) -> None:
 
 
 def writes_first(engine: Any, batch: Any) -> bool:
-    """Tell if each layer writes the keys and values of all rows before its attention reads any."""
+    """Return whether each layer writes the keys and values of all rows before its attention reads
+    any of them."""
     if engine.prefill_attention_backend_str in WRITES_FIRST:
         return True
     with forward_context(ForwardContext(attn_backend=engine.attn_backend)):

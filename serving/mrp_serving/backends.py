@@ -11,9 +11,14 @@ SUPPORTED = ("torch_native", "triton", "flashinfer")
 
 
 def backend_obstacle(backends: Mapping[str, str | None], records: bool) -> str | None:
-    """Explain, with the remedy, why steps cannot be recorded as CUDA graphs under the given
-    attention backends (by the name of their argument). Return None if steps can be recorded, or if
-    no graphs are recorded (`records`)."""
+    """Return the reason why steps cannot be recorded as CUDA graphs under the given attention
+    backends, with its remedy. Return None if steps can be recorded, or if no graphs are to be
+    recorded.
+
+    Args:
+        backends: Maps the name of each server argument for a backend to its value.
+        records: Whether graphs are to be recorded.
+    """
     if not records:
         return None
     for name, backend in backends.items():

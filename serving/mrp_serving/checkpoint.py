@@ -1,5 +1,5 @@
-"""Checkpoints that the plugin serves: this package's own, as full models or heads alone, and those
-in the published layout with a head."""
+"""Checkpoints that the plugin serves: checkpoints of this package, either full models or heads
+alone, and checkpoints in the published layout with a head."""
 
 import os
 from collections.abc import Iterator
@@ -20,16 +20,24 @@ ARCHITECTURES = ("MRPForCausalLM", "SDARMRPForCausalLM")
 
 
 class Backbone(NamedTuple):
-    """The backbone checkpoint that a head repository names: a folder or a repository's id, and a
-    commit, branch or tag."""
+    """The backbone checkpoint that a head repository names.
+
+    Attributes:
+        location: A folder, or the id of a repository.
+        revision: A commit, branch or tag of the repository; None for a folder.
+    """
 
     location: str
     revision: str | None
 
 
 class Checkpoint(NamedTuple):
-    """The config and the generation config of a checked checkpoint; a head repository's config has
-    its backbone's sizes."""
+    """The configs of a checkpoint that has been checked.
+
+    Attributes:
+        config: The `MRPConfig`. That of a head repository has the sizes of the backbone.
+        defaults: The fields of the generation config; empty if there is none.
+    """
 
     config: Any
     defaults: dict[str, Any]
@@ -37,8 +45,8 @@ class Checkpoint(NamedTuple):
 
 @cache
 def open_checkpoint(source: str, revision: str | None, weights: bool = True) -> Checkpoint:
-    """Read the configs of a checkpoint, and check its stored tensors against its config before the
-    engine loads any.
+    """Read the configs of a checkpoint. Check its stored tensors against its config before the
+    engine loads any tensor.
 
     Args:
         source: A folder or a repository's id.
@@ -46,9 +54,9 @@ def open_checkpoint(source: str, revision: str | None, weights: bool = True) -> 
         weights: Whether the checkpoint has weights to check.
 
     Raises:
-        ValueError: if the model is not supported; a tensor is missing, unexpected or of another
-            shape; or the head was made for another backbone than its config names, or differs from
-            it in the quantization config.
+        ValueError: if the model is not supported; if a tensor is missing, is unexpected or has
+            another shape; or if the head does not fit the backbone that its config names, or has
+            another quantization config than this backbone.
         OSError: if a file cannot be read.
     """
     config: Any = MRPConfig.from_pretrained(source, revision=revision)
@@ -92,8 +100,8 @@ def _check_tensors(
 
 
 def named_backbone(config: Any, source: str) -> Backbone | None:
-    """Return the backbone that the config of `source` names; None if the checkpoint contains its
-    backbone.
+    """Return the backbone that the config of `source` names; None if it names none, since the
+    checkpoint contains its backbone.
 
     Raises:
         ValueError: if the name is neither a repository's id nor an allowed path.
@@ -107,8 +115,8 @@ def named_backbone(config: Any, source: str) -> Backbone | None:
 
 
 def head_weight(name: str) -> str | None:
-    """Translate a tensor's name in the checkpoint into its name in the head; return None for a
-    tensor of the backbone."""
+    """Return the name within the head of a tensor that is called `name` in the checkpoint; None for
+    a tensor of the backbone."""
     own_name = our_name(name)
     return own_name.removeprefix(HEAD) if own_name.startswith(HEAD) else None
 

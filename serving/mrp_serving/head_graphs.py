@@ -1,5 +1,5 @@
-"""CUDA graphs of the head, recorded and replayed by the engine's own runner. Their attention
-metadata are separate from the backbone's.
+"""CUDA graphs of the head, which the engine's own runner records and replays. The attention
+metadata of these graphs are separate from those of the backbone's graphs.
 
 This has never run on a GPU, so the first replays of each graph are compared with the head's result
 without a graph. If they differ in any process, or recording fails in one, one warning is logged,
@@ -41,7 +41,7 @@ class HeadGraphs(DecodeCudaGraphRunner):
         super().__init__(engine, attn_backend=backend)
 
     def capture_one_shape(self, size: int, forward: Any, *args: Any, **more: Any) -> None:
-        """Record the head in place of `forward`, for `size` rows."""
+        """Record a graph for `size` rows that runs the head in place of `forward`."""
         super().capture_one_shape(size, self._head, *args, **more)
 
     def _head(self, ids: Tensor, positions: Tensor, batch: Any, **_: Any) -> LogitsProcessorOutput:
@@ -50,20 +50,27 @@ class HeadGraphs(DecodeCudaGraphRunner):
         return LogitsProcessorOutput(next_token_logits=None, hidden_states=residual)
 
     def takes(self, batch: Any) -> bool:
-        """Tell if a recorded graph fits a batch."""
+        """Return whether a recorded graph fits a batch."""
         return bool(batch.forward_mode.is_cuda_graph() and self.can_run_graph(batch))
 
     def replay(self, batch: Any, hidden: Tensor) -> tuple[int, Tensor]:
-        """Replay the graph of a batch; return its number of rows, and the head's output h_C
-        [tokens, hidden_size] for hidden states of the same shape."""
+        """Replay the graph that fits a batch.
+
+        Args:
+            batch: The batch.
+            hidden: [tokens, hidden_size], the hidden states that the head reads.
+
+        Returns:
+            The number of rows of the graph, and the head's output h_C [tokens, hidden_size].
+        """
         self.buffers.input_embeds[: len(hidden)].copy_(hidden)
         output: Tensor = self.execute(batch).hidden_states
         return self.bs, output.clone()  # the next replay of any graph overwrites it
 
 
 def record_head(engine: Any, agree: Agree) -> HeadGraphs | None:
-    """Record CUDA graphs of the head if the engine has graphs of the backbone. Return None if it
-    has none, or if recording fails in any process."""
+    """Record CUDA graphs of the head if the engine has graphs of the backbone. Return None if the
+    engine has no such graphs, or if recording fails in any process."""
     if type(engine.decode_cuda_graph_runner) is not DecodeCudaGraphRunner:
         return None
     graphs: HeadGraphs | None = None
@@ -79,7 +86,8 @@ def record_head(engine: Any, agree: Agree) -> HeadGraphs | None:
 
 
 def give_up(failure: str, error: Exception) -> None:
-    """Log a warning that the head runs without CUDA graphs, with the reason."""
+    """Log a warning that the head runs without CUDA graphs. `failure` says what is wrong with the
+    graphs, and `error` is the reason."""
     log.warning(
         "The head %s as CUDA graphs (%s): it runs without them. --disable-cuda-graph records none",
         failure,

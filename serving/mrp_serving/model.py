@@ -30,7 +30,7 @@ _STACKED |= {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1)}
 
 
 class HeadLayer(nn.Module):
-    """A decoder layer of the head, with its own layer in the engine's KV pool."""
+    """A decoder layer of the head. It has a layer of its own in the engine's KV pool."""
 
     def __init__(self, config: Any, layer_id: int, quant_config: Any, prefix: str) -> None:
         super().__init__()
@@ -46,7 +46,8 @@ class HeadLayer(nn.Module):
 
 
 class Head(nn.Module):
-    """The head of `modeling_mrp.model.head.MRPHead`, made of the engine's layers."""
+    """The MRP head, as `modeling_mrp.model.head.MRPHead` defines it, made of the engine's
+    layers."""
 
     def __init__(self, config: Any, quant_config: Any = None) -> None:
         super().__init__()
@@ -61,8 +62,8 @@ class Head(nn.Module):
         )
 
     def forward(self, embeds: Tensor, hidden: Tensor, positions: Tensor, batch: Any) -> Tensor:
-        """Compute the head's output h_C [tokens, hidden_size] from embeddings and hidden states h_A
-        of the same shape."""
+        """Compute the head's output h_C [tokens, hidden_size] from embeddings of the state after
+        the reveal and from hidden states h_A. Both have the shape of h_C."""
         mixed, _ = self.eh_proj(torch.cat([self.enorm(embeds), self.hnorm(hidden)], -1))
         for layer in self.layers:
             mixed = layer(positions, mixed, batch)
@@ -70,8 +71,8 @@ class Head(nn.Module):
 
 
 class MRPForCausalLM(SDARForCausalLM):
-    """SDAR with an MRP head; under the algorithm `MRP`, its forward returns hidden states in place
-    of logits."""
+    """SDAR with an MRP head. Under the algorithm `MRP`, the forward of this model returns hidden
+    states in place of logits."""
 
     def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
         rope = dict(getattr(config, "rope_parameters", None) or {})
@@ -86,7 +87,8 @@ class MRPForCausalLM(SDARForCausalLM):
 
     @property
     def end_layer(self) -> int:
-        """One past the last layer in the KV pool, where the head's layers follow the backbone's."""
+        """One past the index of the last layer in the KV pool, where the head's layers follow the
+        backbone's."""
         return self.model.end_layer + (
             len(self.mrp_head.layers) if self.mrp_head is not None else 0
         )
@@ -100,8 +102,8 @@ class MRPForCausalLM(SDARForCausalLM):
         input_embeds: Any = None,
         pp_proxy_tensors: Any = None,
     ) -> Any:
-        """Compute logits or, for the algorithm `MRP`, which unembeds only a few positions, the
-        final hidden states [tokens, hidden_size]."""
+        """Compute logits. Under the algorithm `MRP`, which needs logits at only a few positions,
+        return the final hidden states [tokens, hidden_size] instead."""
         if not self.hands_out_hidden:
             return super().forward(
                 input_ids, positions, forward_batch, input_embeds, pp_proxy_tensors
@@ -111,8 +113,8 @@ class MRPForCausalLM(SDARForCausalLM):
 
     @torch.no_grad()
     def run_head(self, engine: Any, batch: Any, hidden: Tensor) -> Tensor:
-        """Compute the head's residual h_C from hidden states, in a CUDA graph if one fits; both are
-        [tokens, hidden_size]."""
+        """Compute the head's residual h_C from hidden states, by a CUDA graph if one fits the
+        batch. Hidden states and residual are [tokens, hidden_size]."""
 
         def eagerly() -> Tensor:
             with forward_context(ForwardContext(attn_backend=engine.attn_backend)):
@@ -125,8 +127,8 @@ class MRPForCausalLM(SDARForCausalLM):
         return graphs.checked.run(partial(graphs.replay, batch, hidden), eagerly)
 
     def residual(self, ids: Tensor, positions: Tensor, batch: Any, hidden: Tensor) -> Tensor:
-        """Compute h_C from ids and positions [tokens] and hidden states; h_C and hidden states are
-        [tokens, hidden_size]."""
+        """Compute the head's residual h_C from ids [tokens], positions [tokens] and hidden states.
+        Hidden states and residual are [tokens, hidden_size]."""
         assert self.mrp_head is not None
         output: Tensor = self.mrp_head(self.model.embed_tokens(ids), hidden, positions, batch)
         return output
@@ -137,14 +139,14 @@ class MRPForCausalLM(SDARForCausalLM):
         return self.logits_processor(None, hidden, self.lm_head, batch).full_logits
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Load tensors named as in the checkpoint: all of them in the first call, any subset in
-        later ones (weight updates).
+        """Load tensors whose names are those of the checkpoint. The first call must give all
+        tensors; later ones may give any of them, to update weights.
 
         The first call also loads the backbone that a head repository names. `open_checkpoint` has
         checked that no tensor is missing.
 
         Raises:
-            ValueError: for a tensor that the head does not have.
+            ValueError: for a tensor of the head that the head does not have.
         """
         head = {} if self.mrp_head is None else dict(self.mrp_head.named_parameters())
         has_backbone = False
@@ -178,4 +180,4 @@ def _load_head(head: dict[str, Any], name: str, tensor: Tensor) -> None:
 
 
 class SDARMRPForCausalLM(MRPForCausalLM):
-    """`MRPForCausalLM` under the architecture's name in published checkpoints."""
+    """`MRPForCausalLM` under the name that published checkpoints give to this architecture."""

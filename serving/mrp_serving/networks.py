@@ -1,10 +1,10 @@
-"""The networks of a round on the engine: forwards over the engine's KV pools, in place of this
+"""The networks of a round on the engine. Their forwards use the engine's KV pools in place of this
 package's own cache.
 
-States that share a prefix and do not attend to each other become rows of one engine batch that
-share the prefix's slots, so attention needs no mask. If a state attends to a clean block (a block
-without masks) of the same round, that block's slots are mapped after the prefix: every layer writes
-all keys and values before it reads any.
+States that have the same prefix and do not attend to each other become rows of one engine batch.
+These rows share the slots of the prefix, so attention needs no mask. If a state attends to a clean
+block (a block without masks) of the same round, the slots of this block are mapped after the
+prefix. This works because every layer writes all keys and values before it reads any.
 
 The host assigns slots to states. A forward is one copy to the device, one gather of slots, one
 indexed write to the map of positions to slots, the network, and one copy of the chosen tokens to
@@ -34,9 +34,9 @@ class RequestRows:
     """The rows of an engine batch that take part in a round.
 
     Attributes:
-        indices: The rows' indices in the batch.
-        rows: For each, its row in the pool that maps positions to slots.
-        starts: The absolute position of each row's current block.
+        indices: The index of each of these rows in the batch.
+        rows: The row of each in the pool that maps positions to slots.
+        starts: The absolute position of the current block of each.
     """
 
     indices: list[int]
@@ -48,15 +48,15 @@ class SlotPool:
     """The rows of the engine's pool and the blocks of slots that the states of a round may use.
 
     Args:
-        slots: [batch, block] long, the slots of each batch row's current block.
+        slots: int64 [batch, block], the slots of each batch row's current block.
         request_rows: The batch rows that take part.
         loan: The borrowed rows and slots.
 
     Attributes:
-        blocks: [batch + borrowed, block] long: `slots`, then the borrowed slots.
-        rows: For each row that takes part, its own row of the pool, then its borrowed rows.
-        slot_blocks: For each row that takes part, its own block, then its borrowed blocks, as
-            indices in `blocks`.
+        blocks: int64 [batch + borrowed, block]: `slots`, then the borrowed slots.
+        rows: For each row that takes part, a list: its own row of the pool, then its borrowed rows.
+        slot_blocks: For each row that takes part, a list of indices in `blocks`: its own block,
+            then its borrowed blocks.
     """
 
     def __init__(self, slots: Tensor, request_rows: RequestRows, loan: BorrowedSlots) -> None:
@@ -73,8 +73,8 @@ class SlotPool:
             self.slot_blocks.append([batch_index, *range(begin, begin + loan.width)])
 
     def keep(self, row_index: int, block_index: int) -> int:
-        """Swap a row's own block for its borrowed block `block_index`; return the index of the
-        row's new block in `blocks`."""
+        """Swap a row's own block for its borrowed block `block_index`, which the row then keeps.
+        Return the index in `blocks` of the block that the row has got."""
         slot_blocks = self.slot_blocks[row_index]
         self.loan.swapped[slot_blocks[block_index] - self.batch] = self.blocks[slot_blocks[0]]
         slot_blocks[0], slot_blocks[block_index] = slot_blocks[block_index], slot_blocks[0]
@@ -87,13 +87,13 @@ class PackedStates:
     slots for them.
 
     Attributes:
-        states: The states; `row`, `pool_row`, `slot_block` and `prefix` have an entry for each.
-        row: Index of the state's row among the rows that take part.
+        states: The states. The next four lists have an entry for each state.
+        row: The index of the state's row among the rows that take part.
         pool_row: The state's row of the pool.
-        slot_block: Index of the state's block in `SlotPool.blocks`.
-        prefix: Number of tokens before the state that it attends to.
-        map_entries: Blocks to write to the map: row of the pool, position, and index in
-            `SlotPool.blocks`.
+        slot_block: The index of the state's block in `SlotPool.blocks`.
+        prefix: The length of the state's prefix, the earlier tokens that the state attends to.
+        map_entries: For each block to write to the map: its row of the pool, its position, and its
+            index in `SlotPool.blocks`.
     """
 
     states: list[State]
@@ -107,16 +107,16 @@ class PackedStates:
 def assign_states(
     slot_pool: SlotPool, packed: Packed, cached_lengths: Sequence[int], block: int, parents: bool
 ) -> PackedStates:
-    """Assign each state a row of the pool, and list the blocks to map in that row after the shared
-    prefix.
+    """Assign a row of the pool to each state, and list the blocks that must be mapped in this row
+    after the shared prefix.
 
     A row's first state uses the row's own slots while its block is the engine's current one.
 
     Args:
         slot_pool: The rows of the pool and the blocks that states may take.
-        packed: The states of each row.
-        cached_lengths: Tokens of each row that have keys and values.
-        block: Tokens of a block.
+        packed: The states of each row, each with the index of its parent.
+        cached_lengths: For each row, the number of tokens that have keys and values.
+        block: The number of tokens of a block.
         parents: Whether states attend to their clean parents.
     """
     packed_states = PackedStates([], [], [], [], [], [])
@@ -152,8 +152,14 @@ def assign_states(
 def map_positions(
     map_entries: Sequence[tuple[int, int, int]], block: int, stride: int
 ) -> np.ndarray:
-    """Return the indices [n * block] of blocks in the flattened map of positions to slots, whose
-    rows have `stride` entries."""
+    """Return the indices, int64 [n * block], at which n blocks are written to the flattened map of
+    positions to slots.
+
+    Args:
+        map_entries: The blocks, as in `PackedStates`.
+        block: The number of tokens of a block.
+        stride: The number of entries in each row of the map.
+    """
     firsts = np.array([row * stride + position for row, position, _ in map_entries], np.int64)
     return (firsts[:, None] + np.arange(block)).ravel()
 
@@ -172,9 +178,9 @@ def packed_batch(
         batch: The engine's batch.
         request_rows: The rows of the batch that take part.
         packed_states: The states, with their rows of the pool and their blocks.
-        on_device: The states' fields on the device.
+        on_device: The states' fields on the device, by name.
         on_host: The same fields on the host.
-        slots: [n, block], slots for the states' keys and values.
+        slots: [n, block], the slots for the keys and values of n states.
     """
     count, block = slots.shape
     batch_rows = [request_rows.indices[row] for row in packed_states.row]
@@ -215,12 +221,12 @@ def packed_batch(
 
 
 class EngineNetworks:
-    """The networks of one round of an engine batch (a `Runner`): they run backbone and head, and
+    """The networks of one round of an engine batch (a `Runner`). They run backbone and head, and
     pick tokens.
 
-    The head's keys and values lie in the same slots as the backbone's, in layers of their own, and
-    are written as soon as a block is committed: a request that shares a prefix through the engine's
-    cache also shares the head's keys and values of the prefix.
+    The head's keys and values lie in the same slots as the backbone's, but in layers of their own.
+    They are written as soon as a block is committed. So a request that shares a prefix through the
+    engine's cache also shares the head's keys and values of the prefix.
 
     Args:
         engine: The engine's `ModelRunner`.
@@ -228,7 +234,7 @@ class EngineNetworks:
         request_rows: The rows that take part.
         with_head: Whether the head takes part.
         pickers: The pickers of tokens, for reveals and drafts.
-        block: Tokens of a block.
+        block: The number of tokens of a block.
 
     Attributes:
         sampler: Picks tokens from hidden states.
@@ -260,8 +266,8 @@ class EngineNetworks:
         self._last_result: tuple[Tensor, np.ndarray, Tensor] | None = None
 
     def borrow(self, loan: BorrowedSlots) -> None:
-        """Borrow the rows and slots of the round from the engine's pools, before the first
-        forward."""
+        """Take the rows and slots that the round has borrowed from the engine's pools. This must be
+        done before the first forward."""
         slots = self.batch.out_cache_loc_virtual
         if slots is None:
             slots = self.batch.out_cache_loc
@@ -276,11 +282,11 @@ class EngineNetworks:
         hidden: Sequence[Hidden] = (),
         residual: bool = False,
     ) -> Tensor:
-        """Run the backbone over packed states, or the head if `hidden` is given.
+        """Run the backbone over packed states or, if `hidden` is given, the head.
 
         Returns:
-            [states, block, hidden_size]: the backbone's hidden states; the head's h_A + h_C, or h_C
-            alone if `residual`.
+            [states, block, hidden_size]: from the backbone, its hidden states; from the head, h_A +
+            h_C (its input plus its output), or h_C alone if `residual`.
         """
         block = self.block
         table = self.engine.req_to_token_pool.req_to_token
@@ -331,8 +337,9 @@ class EngineNetworks:
     def _map_vectors(
         self, map_entries: Sequence[tuple[int, int, int]], slot_blocks: Sequence[int] = ()
     ) -> dict[str, IntVector]:
-        """Return `slot_blocks` and the blocks of `map_entries` as indices in `SlotPool.blocks`, and
-        the map indices of the latter."""
+        """Return two vectors, by name. "blocks" holds indices in `SlotPool.blocks`: `slot_blocks`,
+        then the blocks of `map_entries`. "map_indices" holds the indices in the flattened map of
+        positions to slots at which the blocks of `map_entries` are written."""
         stride = self.engine.req_to_token_pool.req_to_token.stride(0)
         blocks = [*slot_blocks, *(block for _, _, block in map_entries)]
         return {
@@ -347,8 +354,8 @@ class EngineNetworks:
         table.view(-1).index_copy_(0, on_device["map_indices"], slots.flatten().to(table.dtype))
 
     def _state_vectors(self, packed_states: PackedStates) -> dict[str, IntVector]:
-        """Return the fields of a `ForwardBatch` of states, and the indices of the states' free
-        columns."""
+        """Return the fields of a `ForwardBatch` in which each state is a row, and as "free" the
+        indices of the states' free columns, by name."""
         block = self.block
         count = len(packed_states.states)
         batch = self.batch
@@ -378,13 +385,13 @@ class EngineNetworks:
         return vectors
 
     def _apply_head(self, batch: Any, hidden: Tensor, residual: bool) -> Tensor:
-        """Run the head on hidden states [tokens, hidden_size]; return h_A + h_C of the same shape,
-        or h_C if `residual`."""
+        """Run the head on hidden states h_A [tokens, hidden_size]. Return h_A + h_C, where h_C is
+        the head's output, or h_C alone if `residual`; the result has the shape of h_A."""
         residual_output: Tensor = self.engine.model.run_head(self.engine, batch, hidden)
         return residual_output if residual else hidden + residual_output
 
     def score(self, rows: Sequence[Row], drafts: Sequence[Sequence[Node]]) -> list[list[Scores]]:
-        """See `Runner`."""
+        """Score all rows' nodes in one backbone forward. See `Runner.score`."""
         packed = []
         for row, nodes in zip(rows, drafts, strict=True):
             row.counts.forwards += bool(nodes)
@@ -399,7 +406,8 @@ class EngineNetworks:
         asked: Sequence[Sequence[tuple[State, Hidden]]],
         residual: bool = False,
     ) -> list[list[Hidden]]:
-        """See `Runner`; in this runner, the head has already read every committed block."""
+        """Run one head pass over states of each row. See `Runner.head`. In this runner, the head
+        has already read every committed block."""
         packed = []
         hidden: list[Hidden] = []
         for states in asked:
@@ -415,10 +423,10 @@ class EngineNetworks:
         return results
 
     def commit(self, rows: Sequence[Row], clean: Sequence[Sequence[int]]) -> None:
-        """Keep the accepted clean state of each row, and let the head read it.
+        """Keep the accepted clean state of each row, and let the head read it. See `Runner.commit`.
 
-        A clean state that was drafted lies in borrowed slots: the row keeps those slots and gives
-        back its own instead.
+        A clean state that was drafted lies in borrowed slots. The row keeps these slots, and gives
+        back its own in their place.
         """
         for row_index, (row, slots) in enumerate(zip(rows, clean, strict=True)):
             if slots and slots[0] > 0:
@@ -440,8 +448,10 @@ class EngineNetworks:
             row.held += self.block * bool(slots)
 
     def _at_columns(self, columns: np.ndarray, *several: Sequence[Hidden]) -> list[Tensor]:
-        """See `Gather`; columns that are already on the device since the last forward are not
-        copied again."""
+        """Copy column indices to the device, and gather the hidden states of each list of blocks at
+        these columns. Return the indices [n], then the hidden states [n, size] of each list. See
+        `Gather`. Indices that have been on the device since the last forward are not copied
+        again."""
         last_output, last_columns, last_index = self._last_result or (None, None, None)
         is_last = last_columns is not None and np.array_equal(columns, last_columns)
         vectors = {}
@@ -470,13 +480,14 @@ class EngineNetworks:
 
 
 def join_blocks(blocks: Sequence[Hidden]) -> Tensor:
-    """Concatenate the distinct tensors that hold the blocks along their first dimension."""
+    """Concatenate the tensors that hold the given blocks, each tensor once, along their first
+    dimension."""
     first, *further = {id(tensor): tensor for tensor, _ in blocks}.values()
     return torch.cat([first, *further]) if further else first
 
 
 def block_indices(blocks: Sequence[Hidden]) -> list[int]:
-    """Return each block's index in the result of `join_blocks`."""
+    """Return the index of each block in the result of `join_blocks`."""
     sizes = {id(tensor): len(tensor) for tensor, _ in blocks}
     begins = dict(zip(sizes, np.cumsum([0, *sizes.values()]).tolist(), strict=False))
     return [begins[id(tensor)] + index for tensor, index in blocks]

@@ -1,7 +1,7 @@
 """The options of the algorithm, named as in `MRPGenerationConfig`.
 
-A server's options come from the YAML file of `--dllm-algorithm-config`; a request may override some
-by its `custom_params`.
+The options of a server come from the YAML file of `--dllm-algorithm-config`. A request may override
+some of them by its `custom_params`.
 """
 
 from collections.abc import Collection, Mapping
@@ -48,12 +48,12 @@ class Settings:
     """The checked options of a server.
 
     Attributes:
-        mode: The default decoding mode; no request drafts more states than it does.
-        dispatch: The choice of kernels or PyTorch.
-        options: The options that `mode` was made from.
-        block_size: Tokens of a block, from the checkpoint.
+        mode: The default decoding mode; no request may draft more states than this mode does.
+        dispatch: Decides between kernels and PyTorch.
+        options: The options from which `mode` was made, by name.
+        block_size: The number of tokens of a block, from the checkpoint.
         has_head: Whether the checkpoint has a head.
-        devices: Number of devices among which the vocabulary is divided.
+        devices: The number of devices among which the vocabulary is divided.
     """
 
     mode: Mode
@@ -66,8 +66,8 @@ class Settings:
     def config_of(
         self, custom_params: Mapping[str, Any], eos: Collection[int]
     ) -> MRPGenerationConfig:
-        """Return the checked options of a request: the server's options, overridden by those of the
-        request.
+        """Return the checked options of a request: those of the server, except where the request
+        overrides them.
 
         Args:
             custom_params: The request's `custom_params`, which override the server's options.
@@ -108,7 +108,9 @@ class Settings:
         """Return the decoding mode that a request's checked options describe.
 
         Raises:
-            ValueError: if the mode needs a head, or more drafted states than this server has.
+            ValueError: if the mode uses the head or drafts and the server's own mode does not, if
+                it asks for more drafted states than the server has, or if it needs the whole
+                vocabulary on one device and the vocabulary is divided among several.
         """
         mode = config.mode(self.block_size)
         server_mode = self.mode
@@ -149,14 +151,15 @@ def settings_of(
 
     Args:
         file_options: The options in the YAML file.
-        defaults: The checkpoint's generation config; its options that are not served are ignored.
-        block_size: Tokens of a block, from the checkpoint.
+        defaults: The fields of the checkpoint's generation config; options in it that are not
+            served are ignored.
+        block_size: The number of tokens of a block, from the checkpoint.
         has_head: Whether the checkpoint has a head.
-        devices: Number of devices among which the vocabulary is divided.
+        devices: The number of devices among which the vocabulary is divided.
 
     Raises:
-        ValueError: if an option is unknown, a value is invalid or unsupported, or the mode needs a
-            head and there is none.
+        ValueError: if an option is unknown, if a value is invalid or unsupported, or if the mode
+            needs a head and there is none.
     """
     check_names(file_options)
     if file_options.get("block_size", block_size) != block_size:
@@ -179,8 +182,8 @@ def settings_of(
 
 
 def check_devices(mode: Mode, devices: int) -> None:
-    """Raise `ValueError` for a mode that reads rows of `lm_head` if the vocabulary is divided among
-    devices."""
+    """Raise `ValueError` if the mode reads rows of `lm_head`, and the vocabulary is divided among
+    several devices."""
     if devices > 1 and isinstance(mode.refine, ResidualRemask):
         raise ValueError(
             "remask_rule is 'residual', which needs the whole vocabulary on one device: use "
@@ -189,14 +192,15 @@ def check_devices(mode: Mode, devices: int) -> None:
 
 
 def decodes_as_stock(config: MRPGenerationConfig, block_size: int) -> bool:
-    """Tell if the options ask for a reveal rule that the engine's own algorithm `LowConfidence`
-    has, too."""
+    """Return whether the options ask for a reveal rule that the engine's own algorithm
+    `LowConfidence` has, too."""
     rule = config.target if config.decoding in DRAFTING else config.decoding
     return rule == "dynamic" or (rule == "static" and config.denoising_steps in (None, block_size))
 
 
 def check_names(names: Mapping[str, Any]) -> None:
-    """Raise a `ValueError` that lists the given options that are not served, if there are any."""
+    """Raise `ValueError` if any of the given options is not served; the message lists all of
+    these."""
     problems = []
     for name in map(str, names):
         if name in _NOT_SERVED:

@@ -1,5 +1,5 @@
-"""Token picks from the engine's logits, made as by the engine's own algorithms or as by
-`generate`."""
+"""Picks of tokens from the engine's logits, made as the engine's own algorithms make them or as
+`generate` does."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,19 +24,21 @@ from modeling_mrp.networks.picker import LIKELIEST, Picker, Picks
 
 @dataclass(frozen=True)
 class Sampling:
-    """The sampling options of a request; tokens of requests with equal options are picked together.
+    """The sampling options of a request. Tokens of requests with equal options are picked together.
 
     Attributes:
-        stock: Whether to pick as the engine's own algorithms do, greedily; the sampling options
-            below then have their defaults.
+        stock: Whether to pick greedily, as the engine's own algorithms do; the sampling options
+            below then have their default values.
         sample: Whether to sample.
-        temperature, top_k, top_p, min_p: As in transformers; 0: no top-k, no min-p.
-        repetition_penalty: On all tokens before a position, including the prompt's.
-        frequency_penalty, presence_penalty: On generated tokens before a position.
-        prompt: Position of the first generated token, if penalties need it; else 0.
-        logit_bias: Pairs of an id and the number that is added to its logit.
-        eos: Ids that positions before a minimum length must not take.
-        entropy: Whether the rule needs the entropy.
+        temperature, top_k, top_p, min_p: As in transformers; a top_k or a min_p of 0 means none.
+        repetition_penalty: The penalty on all tokens before a position, including those of the
+            prompt.
+        frequency_penalty, presence_penalty: The penalties on the generated tokens before a
+            position.
+        prompt: The position of the first generated token, if penalties need it; else 0.
+        logit_bias: Pairs of a token id and the number that is added to the logit of this token.
+        eos: Ids that must not be picked at positions before a minimum length.
+        entropy: Whether the reveal rule needs entropies.
         drafts: Whether states are drafted.
     """
 
@@ -56,7 +58,7 @@ class Sampling:
     drafts: bool = False
 
     def processors(self) -> LogitsProcessorList:
-        """Make the logits processors, in the order of transformers."""
+        """Make the logits processors for these options, in the order of transformers."""
         processors = LogitsProcessorList()
         if self.logit_bias:
             processors.append(
@@ -86,9 +88,9 @@ class Sampling:
         """Make the picker for these options.
 
         Args:
-            unembed: See `EngineUnembedding`.
-            shortlist: Number of tokens that the head's drafts choose among, if there are no
-                processors; 0: all.
+            unembed: Computes logits [n, vocab] of final hidden states [n, hidden_size].
+            shortlist: The number of tokens among which the head's drafts choose, if there are no
+                logits processors; 0 for all tokens.
             fixed: Arguments that all requests share: `lm_head_weight`, `mask_token_id` and
                 `dispatch`.
         """
@@ -120,12 +122,12 @@ class Sampling:
 class CountPenalties(LogitsProcessor):
     """Frequency and presence penalties as OpenAI defines them, which transformers lacks.
 
-    A token that occurs n times between the prompt and a position loses n times the frequency
-    penalty and once the presence penalty.
+    The logit of a token that occurs n > 0 times between the prompt and a position is reduced by n
+    times the frequency penalty plus once the presence penalty.
 
     Args:
-        prompt: Number of tokens of the prompt.
-        frequency, presence: The penalties, subtracted from logits.
+        prompt: The number of tokens of the prompt.
+        frequency, presence: The penalties, which are subtracted from logits.
     """
 
     def __init__(self, prompt: int, frequency: float, presence: float) -> None:
@@ -134,8 +136,12 @@ class CountPenalties(LogitsProcessor):
         self.presence = presence
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        """Subtract the penalties of the ids [n, length] before n positions from the positions'
-        scores [n, vocab]."""
+        """Subtract the penalties at n positions.
+
+        Args:
+            input_ids: [n, length], the ids before each position, including those of the prompt.
+            scores: [n, vocab], the logits at each position.
+        """
         counts = torch.zeros_like(scores).scatter_add_(
             1,
             generated := input_ids[:, self.prompt :],
@@ -151,14 +157,16 @@ class EngineUnembedding(Unembedding):
 
     Attributes:
         unembed: Computes logits [n, vocab] of final hidden states [n, hidden_size].
-        with_mask: Whether the mask id stays in the softmax, as in the engine's own algorithms.
+        with_mask: Whether the mask id keeps its logit, so that it counts in the softmax, as in the
+            engine's own algorithms.
     """
 
     unembed: Callable[[Tensor], Tensor] = field(kw_only=True)
     with_mask: bool = field(default=False, kw_only=True)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """See `Unembedding.logits`."""
+        """Compute the logits [n, vocab] of hidden states [n, hidden_size] on the engine, in at
+        least float32. Unless `with_mask`, the mask id gets -inf."""
         logits = upcast(self.unembed(hidden))
         if not self.with_mask:
             logits[:, self.mask_token_id] = -torch.inf
@@ -170,14 +178,14 @@ class EnginePicker(Picker):
     """A `Picker` that picks from the engine's logits as `generate` does from the model's.
 
     Attributes:
-        unembed: See `EngineUnembedding`.
+        unembed: Computes logits [n, vocab] of final hidden states [n, hidden_size].
     """
 
     unembed: Callable[[Tensor], Tensor] = field(kw_only=True)
 
     @cached_property
     def unembedding(self) -> Unembedding:
-        """See `Picker.unembedding`."""
+        """The map from hidden states to the engine's logits, before any processors."""
         return EngineUnembedding(
             self.lm_head_weight,
             self.mask_token_id,
@@ -189,24 +197,25 @@ class EnginePicker(Picker):
 
 @dataclass(frozen=True)
 class StockPicker(EnginePicker):
-    """A greedy picker like the engine's own algorithms: it compares probabilities, with the mask id
+    """A greedy picker like the engine's own algorithms. It compares probabilities, with the mask id
     in the softmax.
 
-    Probabilities are float32 if logits are; of positions whose probabilities round to the same
-    number, the leftmost is revealed first. The mask id is never picked: if it is the likeliest, the
-    engine's own algorithms reveal nothing and never end.
+    Probabilities are float32 if logits are. Of positions whose probabilities round to the same
+    number, the leftmost is revealed first. The mask id is never picked. This differs from the
+    engine's own algorithms: where the mask id is the likeliest, they reveal nothing and never end.
     """
 
     @cached_property
     def unembedding(self) -> Unembedding:
-        """See `Picker.unembedding`."""
+        """The map from hidden states to the engine's logits, in which the mask id keeps its
+        logit."""
         return EngineUnembedding(
             self.lm_head_weight, self.mask_token_id, unembed=self.unembed, with_mask=True
         )
 
     def _pick(self, logits: Tensor, keys: Tensor | None) -> Picks:
-        """Pick tokens from logits [n, vocab], the largest tensor of a round, in few passes over
-        memory."""
+        """Pick tokens greedily from logits [n, vocab]. As these are the largest tensor of a round,
+        this makes few passes over memory."""
         mask_logits = logits[:, self.mask_token_id].clone()
         logits[:, self.mask_token_id] = -torch.inf
         token = logits.argmax(-1, keepdim=True)
@@ -222,8 +231,8 @@ class StockPicker(EnginePicker):
         )
 
     def _candidates(self, logits: Tensor, probability: Tensor) -> Tensor:
-        """Make `Picks.candidates` from logits [n, vocab] and their probabilities [n, vocab], which
-        are overwritten."""
+        """Make `Picks.candidates` from logits [n, vocab] and their probabilities [n, vocab]. The
+        probabilities are overwritten."""
         best, ids = likeliest_tokens(logits, self.candidates)
         total = best[:, :1] - probability.gather(1, ids[:, :1]).log()
         mask_probability = probability[:, self.mask_token_id].clone()
@@ -243,7 +252,7 @@ class StockPicker(EnginePicker):
 
 
 class Pickers:
-    """The pickers of a round, one for each `Sampling` among its requests.
+    """The pickers of a round, one for each distinct `Sampling` among the requests of the round.
 
     Args:
         lm_head_weight: [vocab, hidden_size], from which logits of single tokens are computed.
@@ -256,7 +265,7 @@ class Pickers:
         self.pickers: dict[Sampling, Picker] = {}
 
     def of(self, sampling: Sampling) -> Picker:
-        """Return the picker of a `Sampling`."""
+        """Return the picker of a `Sampling`, which is made at its first use."""
         if sampling not in self.pickers:
             self.pickers[sampling] = self.make(sampling)
         return self.pickers[sampling]

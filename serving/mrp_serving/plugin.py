@@ -1,4 +1,5 @@
-"""The engine's side of the plugin: its registries and hooks."""
+"""The engine's side of the plugin: what is registered with the engine, and the hooks. A hook is
+called in place of a function of the engine; it gets that function as `original`."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -30,14 +31,15 @@ from .usage import META_KEY, report_of
 
 
 class PublishedConfig(MRPConfig):
-    """The config of published SDAR checkpoints, used so that the code in these repositories need
-    not be trusted."""
+    """The config of published SDAR checkpoints. With this class, the code in these repositories
+    need not be trusted."""
 
     model_type = "sdar"
 
 
 def register_parts() -> None:
-    """Register algorithm, models, configs and hooks; may be called again."""
+    """Register the algorithm, models, configs and hooks with the engine. This function may be
+    called again."""
     algo_name_to_cls[ALGORITHM] = MRP
     ModelRegistry.models |= {
         "MRPForCausalLM": MRPForCausalLM,
@@ -68,12 +70,13 @@ def register_parts() -> None:
 def dllm_config(
     original: Callable[[Any], DllmConfig | None], server_args: Any
 ) -> DllmConfig | None:
-    """Make the engine's `DllmConfig` of an MRP checkpoint, with the block size and mask id from its
-    config.
+    """Make the engine's `DllmConfig` for an MRP checkpoint, with the block size and the mask id
+    from the checkpoint's config. Leave other checkpoints to `original`. Return None if no algorithm
+    for diffusion models is chosen.
 
     Raises:
-        ValueError: for a checkpoint that is damaged or that the algorithm does not serve, and for
-            invalid options.
+        ValueError: if the checkpoint is damaged, if the algorithm does not serve it, or if options
+            are invalid.
     """
     args = resolving_view(server_args)
     if args.dllm_algorithm is None:
@@ -134,8 +137,7 @@ def check_arguments(args: Any) -> None:
 
 
 def yaml_mapping(path: str | None) -> dict[str, Any]:
-    """Read the options in the file of `--dllm-algorithm-config`; return no options if there is no
-    file.
+    """Read the options in the file of `--dllm-algorithm-config`. Without a file, return no options.
 
     Raises:
         ValueError: if the file holds anything but a mapping.
@@ -153,14 +155,15 @@ def yaml_mapping(path: str | None) -> dict[str, Any]:
 
 
 def sampling_defaults(original: Callable[[Any], dict[str, Any]], config: Any) -> dict[str, Any]:
-    """Return greedy defaults for chats without a temperature under the algorithm `MRP`, else the
-    engine's defaults."""
+    """Return the default sampling parameters, which fill in what a chat leaves out. Under the
+    algorithm `MRP`, they make chats without a temperature greedy; otherwise, they are the engine's
+    defaults."""
     return dict(GREEDY) if get_exec().dllm.dllm_algorithm == ALGORITHM else original(config)
 
 
 def record_graphs(original: Callable[..., None], engine: Any, *args: Any, **more: Any) -> None:
-    """Record the head's CUDA graphs, if the head takes part, after the engine has recorded the
-    backbone's."""
+    """Record the backbone's CUDA graphs as the engine does; then record the head's graphs, if the
+    head is used."""
     original(engine, *args, **more)
     if (
         get_exec().dllm.dllm_algorithm == ALGORITHM
@@ -172,8 +175,8 @@ def record_graphs(original: Callable[..., None], engine: Any, *args: Any, **more
 def hold_batch(
     original: Callable[..., Any], worker: Any, forward_batch: Any, batch: Any = None
 ) -> Any:
-    """Give the algorithm access to the scheduler's batch while a round runs: the requests, and the
-    cache of prefixes."""
+    """Give the algorithm access to the scheduler's batch while a round runs. This batch has the
+    requests and the cache of prefixes."""
     if not isinstance(worker.dllm_algorithm, MRP):
         return original(worker, forward_batch, batch)
     worker.dllm_algorithm.batch = batch
@@ -186,7 +189,8 @@ def hold_batch(
 async def reject_retract(
     original: Callable[..., Awaitable[None]], manager: Any, request: Any
 ) -> None:
-    """Raise an `HTTPException` 400 for the pause mode 'retract', which would end the engine."""
+    """Raise an `HTTPException` with status 400 for the pause mode 'retract', which would end the
+    engine."""
     if request.mode == "retract" and get_exec().dllm.dllm_algorithm == ALGORITHM:
         raise HTTPException(
             400,
@@ -198,8 +202,8 @@ async def reject_retract(
 def check_body(
     original: Callable[..., None], manager: Any, request: Any, prompt: Sequence[int] | None
 ) -> None:
-    """Raise a `ValueError`, which becomes a response 400, for an invalid request that the engine
-    would accept."""
+    """Raise `ValueError` for an invalid request that the engine would accept; the error becomes a
+    response with status 400."""
     original(manager, request, prompt)
     if get_exec().dllm.dllm_algorithm == ALGORITHM and (
         reason := refusal_of_body(request, prompt or ())
@@ -227,7 +231,8 @@ def add_report(
     index: int,
     *rest: Any,
 ) -> None:
-    """Add a request's costs and traces to its metadata, with the text of the provisional tokens."""
+    """Add the costs and traces of a request to the metadata of its response, with the provisional
+    tokens as text."""
     other_info = {key: values for key, values in info.items() if key != META_KEY}
     if other_info:
         original(manager, meta_info, state, other_info, index, *rest)

@@ -1,4 +1,4 @@
-"""Requests of the engine: checks whether each can be served, the options and end of its text, and
+"""Requests of the engine: whether a request can be served, the options and the end of its text, and
 its progress."""
 
 import hashlib
@@ -27,12 +27,12 @@ class RequestOptions:
     Attributes:
         mode: The decoding mode: reveal rule, refinement and drafting.
         sampling: How tokens are picked.
-        seed: Seed of the noise.
-        eos: Ids that end the text; empty if it is decoded as by the engine's own algorithms, which
-            do not stop at an eos.
-        min_new_tokens: Minimum number of generated tokens, within which no eos is picked.
-        reveal_step: Whether the answer contains the step that revealed each token.
-        provisional: Whether the answer contains the block that is being decoded.
+        seed: The seed of the noise.
+        eos: Ids that end the text; empty if the text is decoded in the way of the engine's own
+            algorithms, which do not stop at an eos.
+        min_new_tokens: The minimum number of generated tokens, among which there is no eos.
+        reveal_step: Whether the response contains the step that revealed each token.
+        provisional: Whether the response contains the block that is being decoded.
     """
 
     mode: Mode
@@ -45,7 +45,7 @@ class RequestOptions:
 
 
 class EngineRow(Row):
-    """The row of a request.
+    """The row of a request of the engine.
 
     Attributes:
         options: How the request's text is decoded.
@@ -62,13 +62,14 @@ class EngineRow(Row):
 
 
 class Progress:
-    """The progress of a request, which outlives the rows in which it is decoded.
+    """The progress of a request. It is kept when the request gets another row.
 
     Attributes:
         options: How the request's text is decoded.
         counts: Counts of forwards and drafts.
-        logprob, step: Log-confidence and denoising step of each token in finished blocks.
-        block: The ids of the block that is being decoded, from the first generated id on.
+        logprob, step: For each generated token in finished blocks, its log-confidence, and the
+            denoising step that revealed it.
+        block: The ids of the block that is being decoded, without those of the prompt.
         single_state: Whether a round scores only one state of the request.
     """
 
@@ -82,12 +83,13 @@ class Progress:
 
     @property
     def steps(self) -> int:
-        """Number of denoising steps in finished blocks."""
+        """The number of denoising steps in finished blocks."""
         return max(self.step, default=-1) + 1
 
     def finish(self, row: Row, end: int) -> int:
-        """Record log-confidence and step of a row's tokens before `end`, now finished; return the
-        number of new ones."""
+        """Record the log-confidences and steps of those generated tokens of a row that lie before
+        the position `end`, as they are finished now. Return the number of tokens that were not
+        recorded before."""
         begin = len(self.step)
         size = max(0, end - row.prompt)
         self.logprob += row.logprob[begin:size]
@@ -97,12 +99,12 @@ class Progress:
 
 
 def parse_options(req: Any, settings: Settings) -> RequestOptions:
-    """Return the options by which a request's text is decoded, from its parameters and the server's
-    settings.
+    """Return the options by which a request's text is decoded. They come from the parameters of the
+    request and the settings of the server.
 
     Raises:
-        ValueError: if its `custom_params` are invalid or unsupported; the message gives value and
-            remedy.
+        ValueError: if the `custom_params` of the request are invalid or unsupported; the message
+            gives the value and the remedy.
     """
     params = req.sampling_params
     custom_params = req.sampling_params.custom_params or {}
@@ -147,13 +149,14 @@ def parse_options(req: Any, settings: Settings) -> RequestOptions:
 
 
 def seed_of(rid: str) -> int:
-    """Derive a seed from the id of a request without a seed, so that the seed is the same on all
-    devices."""
+    """For a request without a seed, derive one from the request's id, so that the seed is the same
+    on all devices."""
     return int.from_bytes(hashlib.blake2b(rid.encode(), digest_size=8).digest()) >> 2
 
 
 def refusal(req: Any) -> str | None:
-    """Explain why the algorithm cannot serve a request, with the remedy; return None if it can."""
+    """Return the reason why the algorithm cannot serve a request, with its remedy; None if it
+    can."""
     try:
         if unserved := [feature for feature, requested in _unserved(req).items() if requested]:
             return f"MRP does not serve requests with {'; '.join(unserved)}. Leave that out"
@@ -167,7 +170,8 @@ def refusal(req: Any) -> str | None:
 
 
 def _unserved(req: Any) -> dict[str, Any]:
-    """Map each feature that is not served to whether the request uses it."""
+    """Return a dict that maps a description of each feature that is not served to whether the
+    request uses this feature."""
     params = req.sampling_params
     counts = {name: getattr(params, name) for name in ("max_new_tokens", "min_new_tokens", "top_k")}
     return {
@@ -203,8 +207,8 @@ def _unserved(req: Any) -> dict[str, Any]:
 
 
 def refusal_of_body(body: Any, prompt: Sequence[int]) -> str | None:
-    """Explain why a request that the engine would accept by mistake is refused; return None if it
-    is served.
+    """Return the reason to refuse a request that the engine would accept by mistake; None if there
+    is no such reason.
 
     Args:
         body: The engine's `GenerateReqInput` of one request.
@@ -226,7 +230,7 @@ def refusal_of_body(body: Any, prompt: Sequence[int]) -> str | None:
 
 
 def end_of_text(req: Any, block: int, context_length: int) -> int:
-    """Compute the end position of the last block that a request can reach."""
+    """Compute the end position of the last block that the text of a request can reach."""
     length = len(req.origin_input_ids) + req.sampling_params.max_new_tokens
     return min(-(-length // block) * block, context_length // block * block)
 
@@ -246,18 +250,20 @@ def stop_ids(req: Any) -> set[int]:
 def text_of_block(
     req: Any, options: RequestOptions, ids: Sequence[int], start: int, mask_id: int
 ) -> list[int] | None:
-    """Return the final ids of a block in which the text ends, if no mask is left before that end;
-    else None.
+    """Return the final ids of a block in which the text ends. Return None if the text does not end
+    before the end of the block, or if a mask is left before the end of the text.
 
-    Tokens after the end are cut off, so they need no decoding: masks stand in for them, and the
-    engine keeps no keys and values of a block that the text does not fill. If the text is decoded
-    as by the engine's own algorithms, which do not stop at an eos, all ids stay as they are, and
-    the result is None with stop strings, since one may end the text first.
+    Tokens after the end are cut off, so they need no decoding. Masks stand in for them, and the
+    engine keeps no keys and values of a block that the text does not fill.
+
+    A text that is decoded in the way of the engine's own algorithms does not stop at an eos. For
+    such a text, all ids stay as they are. If the request has stop strings, the result is then None,
+    since a stop string may end the text earlier.
 
     Args:
         req: The request.
         options: How the request's text is decoded.
-        ids: [block], the ids so far.
+        ids: The ids of the block so far.
         start: The block's absolute position.
         mask_id: The mask's id.
     """

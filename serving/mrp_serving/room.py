@@ -2,8 +2,8 @@
 of slots never runs out.
 
 The engine's own estimate counts the limits of only some of the running requests. When the pool runs
-out, the engine cuts blocks short, which a diffusion model cannot decode, and it cannot retract a
-request without losing the progress of that request.
+out, the engine cuts blocks short, but a diffusion model cannot decode parts of blocks. Nor can the
+engine retract a request without losing the progress of that request.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,14 +16,14 @@ from .requests import end_of_text
 def count_fitting(
     waiting: Iterable[Any], running: Iterable[Any], slots: int, block: int, context_length: int
 ) -> int:
-    """Count how many of the first waiting requests fit with their whole texts into the pool, beside
-    the running requests.
+    """Return the number of waiting requests that fit into the pool with their whole texts, beside
+    the running requests. Requests are taken in order, up to the first one that does not fit.
 
     Args:
         waiting: Requests, in the order in which they are to begin.
         running: Requests that have begun.
-        slots: Slots of the pool that may be used.
-        block: Tokens of a block.
+        slots: The number of slots of the pool that may be used.
+        block: The number of tokens of a block.
         context_length: The model's context length.
     """
     free_slots = slots - sum(end_of_text(req, block, context_length) for req in running)
@@ -37,7 +37,7 @@ def count_fitting(
 
 
 def fetch_fitting(original: Callable[[Any], None], scheduler: Any) -> None:
-    """Limit the waiting requests that the engine takes into its rounds to those with room.
+    """Let the engine take into its rounds only those waiting requests for which there is room.
 
     The first request's limit of length is cut to the size of the pool, so that the request has room
     when no other one runs. Three blocks stay free, since the engine counts a request's next block
@@ -63,8 +63,8 @@ def fetch_fitting(original: Callable[[Any], None], scheduler: Any) -> None:
 
 
 def schedule_block(original: Callable[..., int], adder: Any, req: Any = None) -> int:
-    """Make the engine always schedule a row's whole block, whatever the engine estimates: admission
-    control has ensured the room."""
+    """Make the engine always schedule the whole block of a row, even where the engine's own
+    estimate finds too little room: admission control has ensured the room."""
     if adder.dllm_config.algorithm != ALGORITHM:
         return original(adder, req)
     return int(min(adder.rem_dllm_tokens, adder.dllm_config.block_size))

@@ -1,4 +1,4 @@
-"""Rounds of `modeling_mrp` on the batches of an engine, which owns requests, memory and
+"""Rounds of `modeling_mrp` on the batches of an engine. The engine owns requests, memory and
 attention."""
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,11 +34,13 @@ UNSCORED = (
 
 
 class Name(NamedTuple):
-    """The name of a request's row: the row of the engine's pool, the number of times that the pool
-    has lent it, and the start of its block.
+    """The name of the block at which a request's row stands. A row of the engine's pool gets new
+    names whenever it is lent, so a new request never finds the state of an ended request.
 
-    A row of the pool gets a new name whenever it is lent, so a new request never finds the state of
-    an ended request.
+    Attributes:
+        row: The request's row of the engine's pool.
+        generation: The number of times that the pool has lent this row.
+        start: The position at which the block starts.
     """
 
     row: int
@@ -47,12 +49,12 @@ class Name(NamedTuple):
 
 
 class EngineDecoder(RoundDecoder):
-    """A `RoundDecoder` of one round on the engine, in which each row has its request's mode.
+    """A `RoundDecoder` for one round on the engine, in which each row has the mode of its request.
 
     Args:
-        sees_new: Whether attention sees keys and values that the same forward writes in another
-            row. If not, no state attends to a clean block of its round.
-        args: See `RoundDecoder`.
+        sees_new: Whether the attention of a row sees keys and values that the same forward writes
+            for another row. If not, no state attends to a clean block of the same round.
+        args: The arguments of `RoundDecoder`.
     """
 
     def __init__(self, sees_new: bool, *args: Any) -> None:
@@ -60,7 +62,7 @@ class EngineDecoder(RoundDecoder):
         self.sees_new = sees_new
 
     def rule_of(self, row: Any) -> RevealRule:
-        """See `RoundDecoder.rule_of`."""
+        """Return the reveal rule of a row, which is that of its request's mode."""
         rule: RevealRule = row.options.mode.rule
         return rule
 
@@ -70,7 +72,8 @@ class EngineDecoder(RoundDecoder):
         size: int,
         estimates: Sequence[Mapping[Key, Scores]] | None = None,
     ) -> list[list[Node]]:
-        """See `RoundDecoder.grown`; no row has more states than its request allows."""
+        """Build the drafts of all rows as `RoundDecoder.grown` does, and cut each to the number of
+        states that its request allows."""
         drafts = super().grown(rows, size, estimates)
         for row_index, (row, nodes) in enumerate(zip(rows, drafts, strict=True)):
             drafting = row.options.mode.drafting
@@ -91,7 +94,8 @@ class EngineDecoder(RoundDecoder):
         drafts: Sequence[Sequence[Node]],
         estimates: Sequence[dict[Key, Scores]],
     ) -> None:
-        """See `RoundDecoder.read`; only rows whose drafts use the head are read."""
+        """Run the head over drafted states as `RoundDecoder.read` does, but only for rows whose
+        drafts use the head."""
         head_drafts: list[Sequence[Node]] = []
         for row, nodes in zip(rows, drafts, strict=True):
             drafting = row.options.mode.drafting
@@ -99,7 +103,8 @@ class EngineDecoder(RoundDecoder):
         super().read(rows, head_drafts, estimates)
 
     def write(self, rows: Sequence[Any], pending_reveals: Sequence[PendingReveal | None]) -> None:
-        """See `RoundDecoder.write`."""
+        """Refine the pending reveals, each by the mode of its request, and write them to the rows
+        as `RoundDecoder.write` does."""
         results = list(pending_reveals)
         row_indices: dict[Refinement, list[int]] = {}
         for index, row in enumerate(rows):
@@ -116,19 +121,20 @@ class EngineDecoder(RoundDecoder):
 
 
 class Rounds:
-    """Decodes the requests of one engine, one round per batch.
+    """Decodes the requests of one engine. A call decodes one batch for one round.
 
     Args:
         settings: The server's checked options.
-        block: Tokens of a block.
+        block: The number of tokens of a block.
         mask_id: The mask's id.
-        abort: Ends a request with a message as soon as the engine looks at it.
+        abort: Ends a request with a message as soon as the engine looks at the request.
 
     Attributes:
-        rows: For each row of the engine's pool, the `Name` and the `EngineRow` of its request, kept
-            between rounds.
-        finished_blocks: By `Name`, the final ids of a block that was decoded before the engine asks
-            for it.
+        amount: Decides how much each round drafts; None before the first round.
+        rows: Maps rows of the engine's pool to the `Name` and the `EngineRow` of the request there.
+            They are kept between rounds.
+        finished_blocks: Maps the `Name` of a block to the final ids of the block, if it was decoded
+            before the engine asked for it.
         report: Counts for the metrics endpoint.
     """
 
@@ -160,14 +166,16 @@ class Rounds:
 
         Args:
             engine: The engine's `ModelRunner`.
-            batch: Its `ForwardBatch`: a block of each row.
-            requests: The rows' requests.
+            batch: The engine's `ForwardBatch`, which has one block of each row.
+            requests: The requests of the rows.
             evict: Called to free slots of cached prefixes.
-            sees_new: See `EngineDecoder`.
+            sees_new: Whether the attention of a row sees keys and values that the same forward
+                writes for another row.
 
         Returns:
-            Each row's block so far; the number of tokens by which its text, prompt included, has
-            grown (a block, or 0); and whether a CUDA graph ran.
+            Three results: for each row, its block so far; for each row, the number of tokens by
+            which its text, prompt included, has grown (a block, or 0); and whether a CUDA graph
+            ran.
         """
         starts = list(batch.extend_prefix_lens_cpu)
         names = self._row_names(engine, requests, starts)
@@ -213,22 +221,22 @@ class Rounds:
     def _restart_rows(
         self, engine: Any, requests: Sequence[Any], names: Sequence[Name]
     ) -> list[EngineRow]:
-        """Replace the rows of requests by new ones, each at the start of its block; return the new
+        """Replace the rows of requests by new rows, each at the start of its block. Return the new
         rows."""
         for name in names:
             self.rows.pop(name.row, None)
         return self._rows(engine, requests, names)
 
     def _rows(self, engine: Any, requests: Sequence[Any], names: Sequence[Name]) -> list[EngineRow]:
-        """Return the rows of requests, in the same order."""
+        """Return the row of each request, as `_row` does, in the order of the requests."""
         return [self._row(engine, req, name) for req, name in zip(requests, names, strict=True)]
 
     def _finish_round(self, row: EngineRow, name: Name, req: Any) -> tuple[list[int], int]:
-        """Return a row's block after a round and the number of tokens by which its text has grown;
-        keep the row.
+        """Keep a row after a round. Return the row's block, and the number of tokens by which the
+        row's text has grown.
 
-        If the next block's first state was scored too, its reveal may already end the text: that
-        block then takes no forward.
+        If the first state of the next block was scored in the same round, its reveal may already
+        end the text. Then the next block is kept in `finished_blocks`, and needs no forward.
         """
         row.stop = None  # the engine ends texts itself
         end = name.start + self.block
@@ -248,8 +256,8 @@ class Rounds:
         return current, self.block
 
     def _finish(self, row: EngineRow, req: Any, end: int) -> None:
-        """Record the finished tokens of a request, which lie before `end`, and the generated tokens
-        of its current block."""
+        """Record two things in the progress of a request: its finished tokens, which lie before the
+        position `end`, and the generated tokens of its current block."""
         progress: Progress = req.mrp
         if (new := progress.finish(row, end)) and req.return_logprob:
             req.logprob.output_token_logprobs_val += progress.logprob[-new:]
@@ -284,7 +292,8 @@ class Rounds:
         return names
 
     def _row(self, engine: Any, req: Any, name: Name) -> EngineRow:
-        """Return the kept row of a request, or make one at the engine's current block."""
+        """Return the row that is kept for a request. If there is none, or if it is at another block
+        than the engine, make a new row."""
         stored = self.rows.get(name.row)
         if stored is not None and stored[0] == name:
             return stored[1]
@@ -315,8 +324,8 @@ class Rounds:
         evict: Callable[[int], Any],
         sees_new: bool,
     ) -> bool:
-        """Draft the states that pay and have room, then verify, accept and commit; return whether a
-        CUDA graph ran."""
+        """Run one round: draft those states that are worth their cost and for which there is room,
+        score them, and accept and commit states. Return whether a CUDA graph ran."""
         mode = self.settings.mode
         drafting = self.settings.mode.drafting
         weight = engine.model.lm_head.weight
@@ -358,11 +367,11 @@ class Rounds:
 
 
 def unembed_in_place(engine: Any, batch: Any, hidden: Tensor) -> Tensor:
-    """Compute logits [n, vocab] of hidden states [n, hidden_size], in the buffer for logits that
-    the engine keeps beside its CUDA graphs, if they fit there: no graph of this plugin writes to
-    that buffer.
+    """Compute the logits [n, vocab] of hidden states [n, hidden_size]. The next call overwrites
+    them.
 
-    The next call overwrites the logits.
+    They are computed in the buffer that the engine keeps for logits beside its CUDA graphs, if they
+    fit there. No graph of this plugin writes to this buffer.
     """
     shared = engine.graph_shared_output
     if shared is not None and len(hidden) <= shared.max_rows:
@@ -383,14 +392,14 @@ def fresh_row(
     pool_row: int,
     progress: Progress,
 ) -> EngineRow:
-    """Make a request's row at the start of a block, before any of its states is scored.
+    """Make the row of a request at the start of a block, before any state of the block is scored.
 
     Args:
         ids: The text so far: the prompt and the generated tokens.
-        prompt: Number of tokens of the prompt.
-        start: Start of the current block; all tokens before it have keys and values.
-        end: End of the request's last block; no state is drafted beyond.
-        block: Tokens of a block.
+        prompt: The number of tokens of the prompt.
+        start: The start of the current block; all tokens before it have keys and values.
+        end: The end of the request's last block, beyond which no state is drafted.
+        block: The number of tokens of a block.
         mask_id: The mask's id.
         pool_row: The request's row of the engine's pool.
         progress: The progress of the request.

@@ -1,5 +1,5 @@
-"""Rows and pages that a round borrows from the engine's pools, for the states beyond each row's
-own."""
+"""Rows and pages that a round borrows from the engine's pools, for the states that a row has beyond
+its first one."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,13 +12,14 @@ from torch import Tensor
 
 @dataclass
 class BorrowedSlots:
-    """Room for `width` more states per row of a batch.
+    """What a round has borrowed from the engine's pools: room for `width` more states per row of a
+    batch.
 
     Attributes:
         rows: For each row of the batch, `width` rows of the pool that maps positions to slots.
-        slots: [rows * width, block] long, slots of the KV pool: whole pages.
-        swapped: By index in `slots`, the slots [block] long that go back to the pool in place of
-            the borrowed slots at that index, which a request keeps.
+        slots: int64 [rows * width, block], slots of the KV pool, in whole pages.
+        swapped: Maps an index in `slots` to other slots, int64 [block]. A request keeps the
+            borrowed slots at this index, and the other slots go back to the pool in their place.
     """
 
     rows: list[list[int]]
@@ -27,12 +28,12 @@ class BorrowedSlots:
 
     @property
     def width(self) -> int:
-        """Number of borrowed states per row."""
+        """The number of borrowed states per row."""
         return len(self.rows[0]) if self.rows else 0
 
     def returned_slots(self) -> Tensor:
-        """List the slots to return to the engine's pool when the round is over, [rows * width *
-        block]."""
+        """Return the slots that go back to the engine's pool when the round is over, [rows * width
+        * block]."""
         if not self.swapped:
             return self.slots.flatten()
         blocks = []
@@ -45,19 +46,20 @@ class BorrowedSlots:
 def borrow_slots(
     pool: Any, allocator: Any, evict: Callable[[int], Any], batch: int, width: int, block: int
 ) -> Iterator[BorrowedSlots]:
-    """Borrow rows and slots for up to `width` more states per row, as far as they are free; return
+    """Borrow rows and slots for up to `width` more states per row, as far as they are free. Return
     them to the pools after the round.
 
-    If none are free, a round scores one state per row on the row's own slots, so drafts are
+    If none are free, a round scores one state per row, on the row's own slots, so that drafts are
     verified one after the other.
 
     Args:
         pool: The engine's map of positions to slots (`alloc_rows`, `free_rows`, `available_size`).
-        allocator: Allocator of slots (`alloc`, `free_segment`, `available_size`).
-        evict: Called with a number of slots to free among cached prefixes that are not in use.
-        batch: Rows of the batch.
-        width: States wanted per row beyond its own.
-        block: Slots of a state.
+        allocator: The allocator of slots (`alloc`, `free_segment`, `available_size`).
+        evict: Called with a number of slots, to free as many of cached prefixes that are not in
+            use.
+        batch: The number of rows of the batch.
+        width: The number of states wanted per row beyond its first one.
+        block: The number of slots of a state.
     """
     width = min(width, pool.available_size() // batch)
     if width and allocator.available_size() < batch * width * block:

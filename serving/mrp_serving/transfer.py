@@ -1,4 +1,4 @@
-"""Integers for a device, laid out on the host and sent in one copy."""
+"""Integers that are laid out on the host and sent to a device in one copy."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ class IntVector:
     """A vector of integers to send to a device.
 
     Attributes:
-        numbers: The integers, [n].
-        dtype: Dtype of the resulting tensor: int32 or int64.
+        numbers: The n integers.
+        dtype: The dtype of the resulting tensor: int32 or int64.
     """
 
     numbers: Sequence[int] | np.ndarray
@@ -30,11 +30,11 @@ def send_to_device(
 
     Args:
         vectors: The vectors, by name.
-        device: The target.
+        device: The device that receives them.
 
     Returns:
-        By name, views of the tensor on the device, and views of the tensor on the host that it was
-        copied from.
+        Two dicts of tensors by name. The first holds views of one tensor on the device, the second
+        views of the tensor on the host from which it was copied.
     """
     begins = dict[str, int]()
     words = 0

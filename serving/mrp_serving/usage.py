@@ -1,5 +1,5 @@
-"""Costs and traces of requests: of each request in the metadata of its response, of all requests on
-the metrics endpoint."""
+"""Costs and traces of requests. Those of each request go into the metadata of its response; costs
+summed over all requests go to the metrics endpoint."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +19,7 @@ _ROUNDS = "Rounds, one for each request that took part: the engine's spec_verify
 
 
 class Report:
-    """Counters of the metrics endpoint; they count nothing before `count_in` is called."""
+    """Counters of the metrics endpoint. They count nothing before `count_in` is called."""
 
     def __init__(self) -> None:
         self.counters: dict[str, Any] = {}
@@ -44,7 +44,7 @@ class Report:
 
 
 def totals(rows: Sequence[Row]) -> dict[str, int]:
-    """Sum each count over rows; return the sums by name."""
+    """Sum each kind of count over rows. Return the sums by name."""
     sums = dict.fromkeys((*_COUNTED, "rounds"), 0)
     for row in rows:
         sums["rounds"] += sum(row.counts.lengths)
@@ -54,8 +54,8 @@ def totals(rows: Sequence[Row]) -> dict[str, int]:
 
 
 def report_of(req: Any) -> dict[str, Any] | None:
-    """Return the costs and traces for a request's metadata; None if the request has not been
-    decoded yet."""
+    """Return the costs and traces of a request, for the metadata of its response. Return None if
+    the request has not been decoded yet."""
     progress: Progress | None = getattr(req, "mrp", None)
     if progress is None:
         return None

@@ -30,7 +30,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """List the exported names, also before they are imported."""
+    """List all names of the module, including exported names that have not been imported yet."""
     return sorted({*globals(), *__all__})
 
 

@@ -1,5 +1,5 @@
-"""The small checkpoint that is part of the package: in its wheel, in a Space's folder, and in a
-clone of the project."""
+"""The small checkpoint that comes with the package: in its wheel, in the folder of a Space, and in
+a clone of the project."""
 
 import os
 from pathlib import Path
@@ -19,11 +19,11 @@ TINY = str(
 
 
 def embedded_checkpoint() -> str:
-    """Return the folder of the small checkpoint that is part of the package; `AutoModel` and
+    """Return the folder of the small checkpoint that comes with the package; `AutoModel` and
     `AutoTokenizer` can load it.
 
     Raises:
-        FileNotFoundError: if the package was copied without it.
+        FileNotFoundError: if the package was copied without the checkpoint.
     """
     if not os.path.isdir(TINY):
         raise FileNotFoundError(
@@ -34,6 +34,6 @@ def embedded_checkpoint() -> str:
 
 
 def resolve_source(source: str) -> str:
-    """Resolve the name of the embedded checkpoint to its folder; return any other folder or Hub id
-    as it is."""
+    """Return the folder of the embedded checkpoint if `source` is its name and no local folder has
+    that name; otherwise return `source` unchanged."""
     return TINY if source == EMBEDDED and not os.path.isdir(source) else source

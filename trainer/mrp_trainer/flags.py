@@ -1,5 +1,5 @@
-"""Command-line flags declared as fields of a dataclass, with help and range beside type and
-default.
+"""Command-line flags declared as dataclass fields. The declaration of a field also holds the flag's
+help and its range of values.
 
 Nothing here imports torch, so that help appears at once.
 """
@@ -22,8 +22,8 @@ from typer.core import TyperGroup
 
 
 class _Yaml(yaml.SafeLoader):
-    """A YAML loader with the scalars of YAML 1.2: 1e-3 is a number, and `no` is a text, as
-    `save_strategy` may be."""
+    """A YAML loader that reads floats and booleans as in YAML 1.2: 1e-3 is a number, and `no` is a
+    string, which is a possible value of `save_strategy`."""
 
     yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in known if not tag.endswith(":bool")]
@@ -45,21 +45,21 @@ _METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
 class Help(str):
-    """The help text of a dataclass field, which also carries the field's other declarations. They
-    are attached to the text because tools that read dataclasses, such as `HfArgumentParser`, pass
-    other metadata on to argparse."""
+    """The help text of a dataclass field. Its attribute `declared` maps the names of the field's
+    other declarations to their values. The declarations are attached to the text because tools that
+    read dataclasses, such as `HfArgumentParser`, pass a field's metadata on to argparse."""
 
     declared: Mapping[str, Any]
 
     def __new__(cls, text: str, **declared: Any) -> "Help":
-        """Make a help text with declarations by name."""
+        """Make a help text with the given declarations, each passed as a keyword argument."""
         made = super().__new__(cls, text)
         made.declared = MappingProxyType(declared)
         return made
 
 
 def declared_of(option: Field[Any]) -> Mapping[str, Any]:
-    """Return the declarations of a field other than its help."""
+    """Return a field's declarations other than its help, by name; empty if it has none."""
     return getattr(option.metadata.get("help"), "declared", {})
 
 
@@ -75,19 +75,22 @@ def flag(
     positional: bool = False,
     **more: Any,
 ) -> Any:
-    """Declare a field of a dataclass that is also a flag.
+    """Declare a field of a dataclass that is also a command-line flag.
 
     Args:
-        help: The flag's help.
-        default: The field's default, copied if it is a list; without one the field is required.
-        panel: The heading of the flag in help.
-        shown: The default as help shows it, if its value explains little.
+        help: The help text of the flag.
+        default: The default value of the field; without it, the field is required. Each instance
+            gets its own copy of a list.
+        panel: The heading under which help lists the flag.
+        shown: What help shows as the default, where the value itself would explain little.
         name: The name of the flag, if it differs from the field's: "--x/--no-x" for a switch that
             can be turned off, "--x --y" for two names.
-        kind: The flag's type, if narrower than the field's, such as a `Literal` of its choices.
-        only: The only command that has the flag; None for all.
+        kind: The type of the flag, if narrower than the field's, such as a `Literal` of its
+            choices.
+        only: The only command that has the flag, as passed to `takes_flags`; None if all commands
+            have it.
         positional: Whether it is a positional argument.
-        more: Arguments of `typer.Option`: `metavar`, `min`, `max`.
+        more: Further arguments of `typer.Option`: `metavar`, `min`, `max`.
     """
     declared = {
         "help": help,
@@ -106,11 +109,16 @@ def flag(
 def takes_flags(
     *groups: type, only: str | None = None, required: Sequence[str] = ()
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that turns a function of keyword arguments into a typer command whose
-    flags are fields of dataclasses: the fields for all commands, and those for `only` this command.
-    Fields in `required` must be given, even if they have a default.
+    """Return a decorator that turns a function of keyword arguments into a typer command.
 
-    The function gets an argument for each flag that was given; choices are plain strings.
+    The function gets a keyword argument for each flag that was given on the command line; choices
+    are plain strings.
+
+    Args:
+        groups: Dataclasses whose fields are the command's flags.
+        only: The name of this command in `flag(only=...)`. Fields that only another command has are
+            left out.
+        required: Names of fields that must be given, even if they have a default.
     """
     parameters = []
     for group in groups:
@@ -135,7 +143,8 @@ def takes_flags(
 
 
 def _plain_values(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of the flags that were given, choices as plain strings."""
+    """Return the values of the flags that were given, by name, with choices converted to plain
+    strings."""
     plain = {}
     for name, value in flags.items():
         if isinstance(value, list | tuple):
@@ -146,7 +155,8 @@ def _plain_values(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parameter(option: Field[Any], hint: Any, required: bool) -> inspect.Parameter:
-    """Make a command's parameter for a field."""
+    """Make the parameter of a typer command for a dataclass field whose type is `hint`. Unless it
+    is `required`, its default is None."""
     declared = declared_of(option)["flag"]
     if get_origin(hint) is UnionType:
         hint = next(member for member in get_args(hint) if member is not type(None))
@@ -186,7 +196,7 @@ def _parameter(option: Field[Any], hint: Any, required: bool) -> inspect.Paramet
 
 
 def shown_default(option: Field[Any]) -> str | None:
-    """Return the default of an option as help shows it; None to show none."""
+    """Return the text that help shows as the default of an option; None if it shows none."""
     declared = declared_of(option)["flag"]
     default = option.default if option.default_factory is MISSING else option.default_factory()
     if declared["shown"] is not None or default in (None, MISSING, []):
@@ -199,7 +209,8 @@ def shown_default(option: Field[Any]) -> str | None:
 
 
 def for_typer(kind: Any) -> Any:
-    """Convert a type for typer, which accepts lists of enums, but not lists of literals."""
+    """Convert a list of literals to a list of enums, as typer does not accept the former; return
+    any other type unchanged."""
     inner = get_args(kind)
     if get_origin(kind) is list and get_origin(inner[0]) is Literal:
         return list[  # type: ignore[misc]
@@ -209,7 +220,7 @@ def for_typer(kind: Any) -> Any:
 
 
 class Commands(TyperGroup):
-    """A group of commands that suggests flags in place of an unknown one."""
+    """A group of commands that suggests similar flags when a flag is unknown."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command; for an unknown flag, extend the error message with suggestions."""
@@ -227,9 +238,9 @@ class Commands(TyperGroup):
 
 
 def suggest_flags(unknown: str, parameters: Sequence[Any]) -> list[str]:
-    """Suggest flags in place of an unknown one: the field's other name, flags with the same
-    initials or beginning, and similar flags. If there are none, suggest `--set` if the command has
-    it."""
+    """Suggest flags in place of an unknown one: flags whose field has the unknown name, flags whose
+    words have these initials, flags that begin with the unknown name, and flags with a similar
+    spelling. If there are none, suggest `--set`, provided that the command has this flag."""
     words = unknown.lstrip("-").replace("_", "-")
     flags = {}
     for parameter in parameters:
@@ -247,8 +258,9 @@ def suggest_flags(unknown: str, parameters: Sequence[Any]) -> list[str]:
 
 @contextmanager
 def reported_errors() -> Iterator[None]:
-    """Report errors without a traceback: an error that names a value and the remedy becomes one red
-    line and exit code 1, an interrupt with a message becomes that message and exit code 130."""
+    """Report errors without a traceback. A `ValueError`, `ImportError`, `OSError`,
+    `FloatingPointError` or network error is printed in red, with exit code 1. A `KeyboardInterrupt`
+    that has a message is reported by this message, with exit code 130."""
     try:
         yield
     except (ValueError, ImportError, OSError, FloatingPointError) as error:
@@ -274,8 +286,8 @@ def reported_errors() -> Iterator[None]:
 
 
 def _is_network_error(error: Exception) -> bool:
-    """Return whether an error is raised by the HTTP library of huggingface_hub, whose errors are
-    not subclasses of `OSError`."""
+    """Return whether an error comes from the HTTP library of huggingface_hub. Such errors are not
+    subclasses of `OSError`."""
     from huggingface_hub.errors import HfHubHTTPError
 
     return isinstance(error, HfHubHTTPError.__bases__)
@@ -286,12 +298,17 @@ def parse_assignments(
     flags: Mapping[str, str] = MappingProxyType({}),
     fixed: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Parse the assignments NAME=VALUE of `--set`, whose values are YAML; return the values by
-    name.
+    """Parse the assignments NAME=VALUE of `--set`, in which each VALUE is YAML; return a dict from
+    names to values.
+
+    Args:
+        assignments: Texts of the form NAME=VALUE.
+        flags: Maps names that have a flag of their own to the name of this flag.
+        fixed: Names that the command sets itself.
 
     Raises:
-        ValueError: for an assignment without a name or value, a name that is given twice, one that
-            has a flag (`flags`), or one that the command sets itself (`fixed`).
+        ValueError: for an assignment without a name or value, a name that is given twice or is one
+            of `flags` or `fixed`, or a value that is not YAML.
     """
     values: dict[str, Any] = {}
     for assignment in assignments:

@@ -16,30 +16,33 @@ _PUBLISHED_STD = 0.2  # in the published recipe
 
 
 def with_new_head(model: Any, layers: int = 3, how: str | None = None) -> Any:
-    """Give a model a new head, which replaces its head if it has one, and return the model;
-    arguments and errors as in `new_head`."""
+    """Attach a new head to a model, in place of its head if it has one, and return the model.
+    Arguments and errors are those of `new_head`."""
     model.attach_head(new_head(model, layers, how))
     return model
 
 
 @torch.no_grad()
 def new_head(model: Any, layers: int = 3, how: str | None = None) -> MRPHead:
-    """Make a head for a model's backbone, on its device and in its dtype; torch's generator draws
-    the random part.
+    """Make a new head for a model's backbone, on the device and in the dtype of its `lm_head`.
+    Random weights are drawn from torch's global generator.
 
     Args:
         model: The model.
-        layers: Decoder layers of the head (published: 3).
-        how: `identity`: matrices are drawn from a normal distribution with the backbone's std, and
-            the last norm has weight zero, so that the head adds nothing. `backbone`: the layers are
-            copies of the backbone's last layers, they read the hidden states h_A through an
-            identity, and the last norm is the same. `published`: as in the published recipe, with
-            std 0.2 and norms one; such a head adds noise until it is trained. None: `backbone`, or
-            `identity` if the backbone's layers cannot be copied.
+        layers: Number of decoder layers in the head (published: 3).
+        how: How the head is initialized. `identity`: matrices are drawn from a normal distribution
+            with the backbone's standard deviation, and the weight of the last norm is zero, so that
+            the head adds nothing to the hidden states h_A. `backbone`: the layers are copies of the
+            backbone's last layers, and the input projection passes on the normed h_A unchanged; the
+            weight of the last norm is zero here, too. `published`: as in the published recipe, with
+            a standard deviation of 0.2, and 1 for the weights of all norms; such a head adds noise
+            until it is trained. None: as `backbone`, or as `identity` if the backbone's layers
+            cannot be copied.
 
     Raises:
-        ValueError: if `layers` is not a positive int, `how` is something else, or `backbone` cannot
-            copy its layers: too few, offloaded, quantized, or of another kind than a head's.
+        ValueError: if `layers` is not a positive int, if `how` is none of these, or if it is
+            `backbone` and the backbone's layers cannot be copied: there are fewer than `layers`,
+            they are offloaded or quantized, or their type differs from that of a head's layers.
     """
     if not isinstance(layers, int) or isinstance(layers, bool) or layers < 1:
         raise ValueError(f"head_layers is {layers!r}: a head has 1 layer or more (3 are published)")
@@ -68,8 +71,8 @@ def new_head(model: Any, layers: int = 3, how: str | None = None) -> MRPHead:
 
 
 def _copying_problem(head: MRPHead, layers: list[nn.Module]) -> str | None:
-    """Explain why a head cannot have copies of a backbone's last layers, with the remedy; None if
-    it can."""
+    """Explain why the last of a backbone's `layers` cannot be copied into a head, and name the
+    remedy; return None if they can."""
     depth = len(head.layers)
     if depth > len(layers):
         return f"the head has {depth} layers and the backbone {len(layers)}: use fewer head_layers"
@@ -90,7 +93,8 @@ def _copying_problem(head: MRPHead, layers: list[nn.Module]) -> str | None:
 
 
 def _copy_last_layers(head: MRPHead, layers: list[nn.Module]) -> None:
-    """Copy a backbone's last layers into a head, and make the head read h_A through an identity."""
+    """Copy the last of a backbone's `layers` into a head, and set the head's input projection so
+    that it passes on the normed hidden states h_A unchanged and ignores the embeddings."""
     hidden = head.eh_proj.out_features
     head.eh_proj.weight.zero_()
     head.eh_proj.weight[:, hidden:].fill_diagonal_(1.0)

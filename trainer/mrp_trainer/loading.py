@@ -20,8 +20,8 @@ from .embedded import resolve_source
 def load_tokenizer(
     source: str, revision: str | None = None, local_files_only: bool = False
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a folder, or of a Hub id and its revision; `ValueError` if it cannot be
-    loaded."""
+    """Load the tokenizer in a folder, or in a revision of a Hub repository; `ValueError` if it
+    cannot be loaded."""
     source = resolve_source(source)
     # otherwise transformers would read the checkpoint's config, whose type it may not know
     config = MRPConfig()
@@ -45,8 +45,8 @@ def tokenizer_of(options: Any) -> PreTrainedTokenizerBase:
         options: An object with the attributes `model`, `tokenizer` and `revision`.
 
     Raises:
-        OSError: if the model does not exist; otherwise the error would be reported as one of its
-            tokenizer.
+        OSError: if the model does not exist. This is checked first, since otherwise the error would
+            seem to be one of the tokenizer.
         ValueError: if the tokenizer cannot be loaded.
     """
     base, revision, _ = _base_and_adapter(options.model, options.revision)
@@ -57,16 +57,16 @@ def tokenizer_of(options: Any) -> PreTrainedTokenizerBase:
 
 
 def load_config(source: str, revision: str | None = None) -> MRPConfig:
-    """Load only the config of the model that `load_model` loads from `source`; errors are those of
-    `load_model`."""
+    """Load only the config of the model that `load_model` would load from `source`. Errors are
+    those of `load_model`."""
     base, revision, _ = _base_and_adapter(source, revision)
     stored_json(base, revision=revision)  # transformers' own error does not name the missing file
     return MRPConfig.from_pretrained(base, revision=revision or "main")
 
 
 def load_generation_fields(source: str, revision: str | None = None) -> dict[str, Any]:
-    """Read the generation config of the model that `load_model` loads from `source`, as a mapping;
-    empty if there is none."""
+    """Read the generation config of the model that `load_model` would load from `source`; return it
+    as a dict, which is empty if the model has no generation config."""
     with suppress(OSError):
         base, revision, _ = _base_and_adapter(source, revision)
         return stored_json(base, GENERATION_CONFIG_NAME, revision=revision)[0]
@@ -84,17 +84,17 @@ def load_model(
 
     Args:
         source: A folder or a Hub id of any checkpoint that `MRPForCausalLM.from_pretrained` takes,
-            or of a peft adapter, which is loaded with its base.
-        dtype: Dtype of the weights; that of the checkpoint if None.
+            or of a peft adapter, which is loaded together with its base.
+        dtype: Dtype of the weights; None selects the checkpoint's dtype.
         device: The device; None selects the first GPU of any maker, or else the CPU.
         revision: Commit, branch or tag of a Hub id.
-        backbone: A folder or a Hub id of the backbone, in place of the one that a head or an
-            adapter names.
+        backbone: A folder or a Hub id of the backbone to load, in place of the backbone that a head
+            or an adapter names.
 
     Raises:
-        ValueError: if the checkpoint or the adapter is damaged or of another kind, if the base of
-            an adapter on the Hub is not on the Hub, if the device does not exist, or if the dtype
-            is float64 on an Apple GPU, which does not support it.
+        ValueError: if the checkpoint or the adapter is damaged or of another kind, if an adapter on
+            the Hub names a base that is not on the Hub, if the device does not exist, or if the
+            dtype is float64 on an Apple GPU, which does not support it.
         OSError: if the folder or repository does not exist.
     """
     if (
@@ -127,7 +127,7 @@ def load_model(
 
 
 def default_device() -> torch.device:
-    """Return the first GPU of any maker that torch was built for and finds, or the CPU."""
+    """Return the first available GPU, of the maker that torch was built for, or else the CPU."""
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
@@ -151,9 +151,9 @@ def checked_device(name: str | None) -> torch.device:
 def _base_and_adapter(
     source: str, revision: str | None = None, backbone: str | None = None
 ) -> tuple[str, str | None, str | None]:
-    """Return the source of the model, its revision, and the source of the adapter on the model or
-    None. A folder that holds both is loaded as a model; `backbone` replaces the model that an
-    adapter names."""
+    """Return the source of the model, the revision of the model, and the source of the adapter to
+    load onto it. The last is None if `source` is not an adapter; a folder with both a model and an
+    adapter counts as a model. `backbone` replaces the model that an adapter names."""
     source = resolve_source(source)
     adapter_config = None
     if not (Path(source) / "config.json").is_file():

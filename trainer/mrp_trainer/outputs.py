@@ -1,8 +1,9 @@
-"""Outputs of commands. A command overwrites and removes only what it has written itself.
+"""The files and folders that commands write. A command overwrites and removes only what it has
+written itself.
 
-A file is written completely or not at all. It may replace a file of the same content, or one that
-is recognised as an earlier output. A folder is written to if it was empty or missing, or has a
-*listing*: a file that names what was written there, and therefore what may be removed again.
+A file is written completely or not at all. It may replace a file of the same content, or a file
+that is recognised as an earlier output. A folder is written to if it is empty or missing, or if it
+has a *listing*: a file that names what was written there, and therefore what may be removed again.
 """
 
 import errno
@@ -45,17 +46,19 @@ def write_output(
     overwrite: bool = False,
     is_own: Callable[[bytes], bool] = lambda _: False,
 ) -> None:
-    """Write a command's output file, creating the folders above it; a symbolic link is followed.
+    """Write a command's output file, creating the folders above it. If the path is a symbolic link,
+    write to its target.
 
     Args:
         path: The file.
         content: The complete content; a text is written in UTF-8.
-        overwrite: Whether any existing file is replaced.
-        is_own: Tells from the content of an existing file if it is an unchanged output of the
-            command, which is then replaced.
+        overwrite: Whether any existing file may be replaced.
+        is_own: Given the content of an existing file, returns whether this is an unchanged output
+            of the command; such a file is replaced.
 
     Raises:
-        ValueError: as from `check_output`, or if another file exists; that file is left unchanged.
+        ValueError: as from `check_output`, or if another file exists at the path; that file is left
+            unchanged.
         OSError: if the file cannot be written, such as on a full disk; an existing file is left
             unchanged.
     """
@@ -81,7 +84,8 @@ def write_output(
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file with this content, completely: if writing fails, the existing file stays."""
+    """Write `content` to a file, completely or not at all: if writing fails, an existing file stays
+    as it is."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with partial.open("wb") as file:
@@ -96,7 +100,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 class OwnFolder:
-    """A folder that a command writes to, with its listing."""
+    """A folder that a command writes to. Its listing names what was written there."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -132,8 +136,8 @@ class OwnFolder:
             raise ValueError(f"{self.path} is read-only: name another folder")
 
     def names(self) -> list[str]:
-        """Read the paths in the listing, relative to the folder; skip lines that lead out of the
-        folder."""
+        """Read the paths in the listing, which are relative to the folder; skip lines that lead out
+        of the folder."""
         if not self.claimed:
             return []
         names = []
@@ -144,8 +148,8 @@ class OwnFolder:
         return names
 
     def check_free(self, *names: str) -> None:
-        """Raise `ValueError` if something in the folder has one of these names and is not
-        listed."""
+        """Raise `ValueError` if one of these names exists in the folder but is not in the
+        listing."""
         listed = self.names()
         if foreign := [
             name for name in names if (self.path / name).exists() and name not in listed
@@ -156,8 +160,8 @@ class OwnFolder:
             )
 
     def claim(self, *names: str) -> None:
-        """Create the folder if it is missing, and add paths to its listing before they are written;
-        `ValueError` as from `check`."""
+        """Create the folder if it is missing, and add paths to its listing; call this before
+        anything is written at these paths. `ValueError` as from `check`."""
         self.check()
         self.path.mkdir(parents=True, exist_ok=True)
         listed = self.names()
@@ -165,8 +169,9 @@ class OwnFolder:
             self._list([*listed, *names])
 
     def remove(self, *names: str) -> None:
-        """Remove listed files and folders; leave others unchanged. Of a symbolic link, remove only
-        the link."""
+        """Remove the files and folders that are among `names` and in the listing, and remove
+        `names` from the listing. Leave other files unchanged. Of a symbolic link, remove only the
+        link."""
         listed = self.names()
         for name in set(names) & set(listed):
             path = self.path / name
@@ -178,7 +183,8 @@ class OwnFolder:
             self._list([name for name in listed if name not in names])
 
     def give_up(self) -> None:
-        """Remove everything that is listed, the listing, and then the folder if it is empty."""
+        """Remove everything that is in the listing, then the listing itself, and then the folder if
+        it is empty."""
         self.remove(*self.names())
         self.listing.unlink(missing_ok=True)
         if not any(self.path.iterdir()):
@@ -186,8 +192,8 @@ class OwnFolder:
 
     @contextmanager
     def saving(self) -> Iterator[Path]:
-        """Yield a folder for results. When the context ends, they replace the results of earlier
-        runs; after an error, nothing is replaced."""
+        """Yield a temporary folder to write results into. When the context ends, these results
+        replace those of earlier runs; after an error, nothing is replaced."""
         partial = self.path / _SAVING
         self.claim(_SAVING)
         shutil.rmtree(partial, ignore_errors=True)
@@ -231,8 +237,8 @@ def _check_above(path: Path) -> None:
 
 @contextmanager
 def report_full_disk(path: Path | str, remedy: str) -> Iterator[None]:
-    """Turn the errors that libraries raise for a full disk into an `OSError` that names the path
-    and the remedy."""
+    """Turn any error that a library raises because the disk is full into an `OSError` that names
+    the path and the remedy."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:

@@ -1,2 +1,2 @@
-"""Families of backbones, one file each: how published configs are read, which layers are used, how
-tensors are converted."""
+"""Families of backbones, one file each. A file defines how published configs of its family are
+read, which layers are used, and how tensors are converted."""

@@ -1,5 +1,5 @@
-"""The base class of backbones with other layers than Qwen3's; each family is a subclass that sets
-the differences."""
+"""The base class of backbones whose layers are not Qwen3's. Each family is a subclass that sets the
+differences."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -14,16 +14,19 @@ from .sdar import FAMILIES, MRPBackbone
 
 
 class FamilyBackbone(MRPBackbone):
-    """A backbone of transformers' decoder layers other than Qwen3's: a subclass names its layers,
-    and registers its `family`.
+    """The base class of backbones with other decoder layers of transformers than Qwen3's. A
+    subclass names its `family`, under which it is registered, and the classes of its layers.
 
-    Each layer must have a `self_attn.k_proj`, and write keys of `num_key_value_heads` heads of
-    `head_dim` to the cache.
+    Each layer must have a `self_attn.k_proj`, and must write keys of `num_key_value_heads` heads of
+    `head_dim` dimensions to the cache.
 
     Attributes:
         unsaid: Fields that published configs of the family leave out, with their values.
-        renamed: Names of fields in published configs of the family, mapped to their names here.
-        conversions: transformers' conversions of published tensors into the model's.
+        renamed: Maps the names of fields in published configs of the family to their names here.
+        layer, attention, norm_kind, rotary: The classes in transformers of the decoder layers, of
+            their attention, of norms, and of the rotary embedding.
+        conversions: The conversions, in the form of transformers, of published tensors into the
+            model's.
     """
 
     unsaid: ClassVar[dict[str, Any]] = {}
@@ -35,8 +38,8 @@ class FamilyBackbone(MRPBackbone):
     conversions: ClassVar[Sequence[Any]] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Register the family, and give transformers its tensor conversions, unsplittable modules
-        and recordable outputs."""
+        """Register the family of a subclass. Tell transformers how its tensors are converted, which
+        of its modules must not be split, and which outputs of its modules can be recorded."""
         super().__init_subclass__(**kwargs)
         if "family" not in vars(cls):  # such as the subclass that FSDP makes
             return
@@ -51,8 +54,8 @@ class FamilyBackbone(MRPBackbone):
 
     @classmethod
     def translate_published(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        """Translate a published config's fields, none of them null, into those of `MRPConfig`,
-        with `family` and `unsaid` added."""
+        """Translate the fields of a published config, none of which is None, into fields of
+        `MRPConfig`. Add `family`, and those fields of `unsaid` that the config leaves out."""
         if "hidden_size" in fields and "num_attention_heads" in fields:
             fields = {"head_dim": fields["hidden_size"] // fields["num_attention_heads"], **fields}
         translated = {cls.renamed.get(name, name): value for name, value in fields.items()}
@@ -75,8 +78,8 @@ class FamilyBackbone(MRPBackbone):
         self.post_init()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run `MRPBackbone.forward`; in float64, loop over the experts, since torch's grouped
-        products do not support that dtype."""
+        """Run `MRPBackbone.forward`. In float64, compute the experts in a loop, as the grouped
+        matrix products of torch do not support that dtype."""
         if (
             "num_experts" in self.fields
             and self.dtype == torch.float64

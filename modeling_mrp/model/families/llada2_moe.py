@@ -1,9 +1,10 @@
 """LLaDA2.0-mini and -flash (`llada2_moe`, arXiv 2512.15745): transformers' GLM-4-MoE layers, under
 other names.
 
-256 experts, chosen among the best groups of experts by a sigmoid router with a correction bias; one
-shared expert; rotary embedding of a part of each head. Checkpoints hold the projections of queries,
-keys and values in one matrix, but each expert's matrices separately.
+A layer has one shared expert and 256 further experts. Among these, a sigmoid router with a
+correction bias chooses experts from the best groups of experts. The rotary embedding rotates a part
+of each head. Checkpoints hold the projections of queries, keys and values in one matrix, but each
+expert's matrices separately.
 """
 
 import re
@@ -41,8 +42,8 @@ logger = transformers_logging.get_logger(__name__)
 
 
 class _SplitHeads(ConversionOps):
-    """Conversion that splits a fused projection's rows into those of queries, keys and values, by
-    the numbers of heads."""
+    """A conversion that splits the rows of a fused projection into three projections, of queries,
+    keys and values. The numbers of heads in the config give their sizes."""
 
     @torch.no_grad()
     def convert(
@@ -116,8 +117,8 @@ class LLaDA2Backbone(FamilyBackbone):
 
     @classmethod
     def translate_published(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        """Translate as the base class does; `ValueError` for layer variants that no published model
-        has."""
+        """Translate the fields of a published config as the base class does. Raise `ValueError` for
+        variants of layers that no published model has."""
         unsupported = {
             name: fields[name] for name, value in _FIXED.items() if fields.get(name, value) != value
         }

@@ -1,5 +1,5 @@
-"""SDAR's backbone (`sdar`): Qwen3 under a mask that callers pass. It is the base class of all
-families, and holds their registry."""
+"""SDAR's backbone (`sdar`): Qwen3 under a mask that callers pass. Its class is the base class of
+all families. This module also holds the registry of families."""
 
 from importlib import import_module
 from pathlib import Path
@@ -20,9 +20,10 @@ class MRPBackbone(Qwen3Model):
 
     Attributes:
         family: The family's name, the value of `MRPConfig.family`.
-        models, paper: The name of its published models, and their paper's arXiv id, or None.
-        published: Fields that identify its published configs; `model_type` is the family's name
-            unless set here.
+        models, paper: The name of the family's published models, and the arXiv id of their paper,
+            or None.
+        published: The fields that identify published configs of the family, with their values.
+            `model_type` is the family's name unless set here.
         fields: Fields of the config beyond those of `MRPConfig`, with their defaults.
         shifted: Whether the hidden state at position i gives the logits of the token at i + 1,
             instead of the one at i.
@@ -42,16 +43,16 @@ class MRPBackbone(Qwen3Model):
         return True
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute as torch does; embeddings that get an adapter are untied first
-        (`untie`)."""
+        """Set an attribute as torch does. If the attribute is an embedding to which an adapter is
+        added, untie the embedding first (see `untie`)."""
         untie(self, name, value)
         super().__setattr__(name, value)
 
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
-        """Move or cast as torch does (`to`, `half`, ...), but keep the dtype of the rotary
-        frequencies, as loading does: rounded to bfloat16, they would turn queries of late positions
-        by wrong angles. When `to_empty` moves a model off the meta device, the frequencies are
-        computed again, since no checkpoint holds them."""
+        """Move or cast the backbone as torch does (`to`, `half`, ...), but keep the dtype of the
+        rotary frequencies, as loading does. If these were rounded to bfloat16, queries at late
+        positions would be rotated by wrong angles. When `to_empty` moves a model off the meta
+        device, the frequencies are computed again, since no checkpoint holds them."""
         rotary: Any = self.rotary_emb
         originals = dict(rotary.named_buffers())
         super()._apply(fn, *args, **kwargs)
@@ -67,8 +68,8 @@ class MRPBackbone(Qwen3Model):
         return self
 
     def forward(self, *args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
-        """Run `Qwen3Model.forward`; `ValueError` if the mask is not a dictionary, as when a trainer
-        computes a next-token loss."""
+        """Run `Qwen3Model.forward`. Raise `ValueError` if the mask is not a dictionary, as happens
+        when a trainer calls the backbone itself to compute a next-token loss."""
         if not isinstance(attention_mask, dict):
             raise ValueError(
                 "the backbone was called without the model around it, and would see a causal mask "
@@ -83,12 +84,17 @@ FAMILIES[DENSE] = MRPBackbone
 
 
 def untie(parent: Any, name: str, layer: Any) -> None:
-    """Untie an `lm_head` or `embed_tokens` module to which peft adds an adapter: give the module a
-    copy of the shared weight.
+    """Untie `lm_head` or `embed_tokens` when peft adds an adapter to one of them: give this module
+    its own copy of the weight that the two share.
 
-    An adapter of one module, merged into the shared weight, would change the other module. The copy
-    itself changes no result. If peft gives both modules the same rows or the same copy
-    (`ensure_weight_tying`), they stay tied.
+    If an adapter of one module were merged into the shared weight, it would change the other
+    module, too. The copy itself changes no result. The two modules stay tied if peft gives both the
+    same rows or the same copy (`ensure_weight_tying`).
+
+    Args:
+        parent: The module in which peft replaces a module.
+        name: The name of the replaced module; names other than these two are left alone.
+        layer: The module that peft puts there.
     """
     config: Any = getattr(parent, "config", None)
     if name not in ("lm_head", "embed_tokens"):
@@ -111,8 +117,8 @@ def untie(parent: Any, name: str, layer: Any) -> None:
 
 @tested_versions()
 def families() -> dict[str, Any]:
-    """Import all families of this folder; return all registered backbone classes by name (remote
-    code has only its own)."""
+    """Import the modules of all families in this folder. Return all registered backbone classes by
+    family name; remote code has only the family of its own model."""
     this_file = Path(__file__)
     if this_file.stem == DENSE:
         for file in sorted(this_file.parent.glob("[a-z]*.py")):
@@ -121,7 +127,8 @@ def families() -> dict[str, Any]:
 
 
 def backbone_of(name: str) -> Any:
-    """Find the backbone class of a family; `ValueError` for an unknown name."""
+    """Return the backbone class of a family. Raise `ValueError` if there is no family of this
+    name."""
     if not isinstance(name, str) or (name not in FAMILIES and name not in families()):
         raise ValueError(
             f"family is {name!r}: the families here are {', '.join(sorted(FAMILIES))}. The code of "

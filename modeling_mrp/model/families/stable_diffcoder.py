@@ -1,5 +1,5 @@
-"""Stable-DiffCoder-8B (ByteDance Seed): Llama layers. Configs have the model type `llama`, and
-`architectures` of their own."""
+"""Stable-DiffCoder-8B (ByteDance Seed): Llama layers. Its configs have the model type `llama`, so
+they are recognised by their `architectures`."""
 
 from typing import Any, ClassVar
 

@@ -68,7 +68,8 @@ def train_head(**flags: Any) -> None:
 @train.command("backbone")
 @takes_flags(TrainCommand, RunOptions, TrainerFlags, only="block_diffusion")
 def train_backbone(**flags: Any) -> None:
-    """Train a backbone with the block-diffusion loss, also from an autoregressive Qwen3 checkpoint.
+    """Train a backbone with the block-diffusion loss; it may start as an autoregressive Qwen3
+    checkpoint.
 
     mrp train backbone --model Qwen/Qwen3-0.6B --data chats.jsonl --output-dir backbone --bf16
     """
@@ -95,8 +96,8 @@ def _train(objective: str, flags: dict[str, Any]) -> None:
 
 
 def _next_command(objective: str, options: RunOptions, folder: str) -> str:
-    """Return the next command to suggest after a run: train a head for a new backbone, or show the
-    decode of a new head."""
+    """Return the command to suggest after a run. After the training of a backbone, this command
+    trains a head for it; after the training of a head, it draws a text decoded with the head."""
     if objective == "mrp":
         return shlex.join(["mrp", "show", "--model", folder])
     command = ["mrp", "train", "head", "--model", folder]
@@ -109,7 +110,7 @@ def _next_command(objective: str, options: RunOptions, folder: str) -> str:
 @takes_flags(EvaluateOptions)
 def evaluate(**flags: Any) -> None:
     """Measure accuracy, tokens per forward and acceptance with 95 % intervals; print a table row
-    per problem set and mode."""
+    for each problem set and mode."""
     options = EvaluateOptions(**flags)
     from ..evaluate.command import evaluate as evaluate_model
 
@@ -119,8 +120,8 @@ def evaluate(**flags: Any) -> None:
 @app.command()
 @takes_flags(DecodeOptions, required=["model", "data", "output"])
 def decode(**flags: Any) -> None:
-    """Decode prompts to make training data for the model's head, here or on a server; a repeated
-    call resumes."""
+    """Decode prompts, on this machine or on a server, to make training data for the model's head; a
+    repeated call resumes."""
     options = DecodeOptions(**flags)
     from ..train.decode import decode as decode_prompts
 
@@ -141,8 +142,8 @@ def serve(**flags: Any) -> None:
 @app.command()
 @takes_flags(ShowOptions)
 def show(**flags: Any) -> None:
-    """Decode a prompt in several modes, and draw them side by side in one picture that shows the
-    forward of each token; or draw the log of a training run (--run)."""
+    """Decode a prompt in several modes, and draw the texts side by side in one picture that shows
+    which forward revealed each token; or draw the log of a training run (--run)."""
     options = ShowOptions(**flags)
     if options.run is not None:
         from ..picture.run import draw_run
@@ -158,8 +159,8 @@ def show(**flags: Any) -> None:
 @app.command()
 @takes_flags(DoctorOptions)
 def doctor(**flags: Any) -> None:
-    """Check kernels, graphs and drafts on this machine, time a round, and print a report; exit
-    status 1 if a check fails."""
+    """Check kernels, graphs and drafts on this machine, time rounds, and print a report; the exit
+    status is 1 if a check fails."""
     options = DoctorOptions(**flags)
     from ..doctor.page import examine
 
@@ -186,8 +187,8 @@ def tasks(
         bool, typer.Option("--overwrite", help="Replace another file there.")
     ] = False,
 ) -> None:
-    """Make synthetic problems as JSON lines for mrp train: chats, or for the family source texts
-    and their continuations."""
+    """Make synthetic problems as JSON lines for mrp train: for the family source, prompts with
+    their completions; for the other families, chats."""
     with reported_errors():
         from ..data.tasks import training_lines
 
@@ -200,8 +201,8 @@ def tasks(
 
 
 def _print_or_write(text: str, output: str | None, overwrite: bool) -> None:
-    """Write a text to a file, creating the file's folder, or print the text if there is no
-    `output`; see `write_output`."""
+    """Write a text to the file `output`, creating its folder (see `write_output`); print the text
+    if `output` is None."""
     if output is None:
         typer.echo(text, nl=False)
     else:
@@ -233,13 +234,15 @@ def card(output: str | None = None, overwrite: bool = False, **flags: Any) -> No
 @app.command()
 @takes_flags(HeadsOptions)
 def heads(output: str | None = None, overwrite: bool = False, **flags: Any) -> None:
-    """List the heads on the Hub with backbone, recipe and measured speed, as a Markdown page."""
+    """List the heads on the Hub as a Markdown page, each with its backbone, recipe and measured
+    speed."""
     from ..publish.collection import heads_page, published_heads
 
     _print_or_write(heads_page(published_heads(**flags)), output, overwrite)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the console script; `SystemExit` if a command fails."""
+    """Run the console script with `arguments`, by default those of the process; raise `SystemExit`
+    if a command fails."""
     if status := app(arguments, prog_name="mrp", standalone_mode=arguments is None):
         raise SystemExit(status)

@@ -1,5 +1,5 @@
-"""Flags of `mrp push`, `mrp card` and `mrp heads`, named like the arguments of `publish.push`,
-`publish.command.card` and `publish.collection.published_heads`."""
+"""Flags of `mrp push`, `mrp card` and `mrp heads`. They have the names of the arguments of
+`publish.push`, `publish.command.card` and `publish.collection.published_heads`."""
 
 from dataclasses import dataclass
 

@@ -1,5 +1,5 @@
-"""Encoding of records, such as chats, as training samples: token ids, and a mark for each *learned*
-token (a token with a loss)."""
+"""Encoding of records, such as chats, as training samples: token ids, and for each token whether it
+is *learned* (has a loss)."""
 
 import inspect
 import re
@@ -27,25 +27,29 @@ _RENDER_OPTIONS = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_templat
 
 @dataclass(frozen=True)
 class RecordEncoder:
-    """An encoder of records into training samples of whole blocks.
+    """An encoder of records as training samples of whole blocks.
 
-    In a chat the learned tokens are those of all assistant turns that the record does not exclude,
-    each with the token that ends it. Some templates mark these turns by `{% generation %}`. Most
-    published templates do not, so a turn is found by rendering the conversation up to the turn:
-    this works with any chat template that renders earlier turns independently of later ones.
+    In a chat, the learned tokens are those of all assistant turns that the record does not exclude;
+    the token that ends such a turn is learned, too. If the chat template marks these turns by
+    `{% generation %}`, the marks are used. Most published templates have no marks. With these, a
+    turn is found by rendering the conversation up to the turn, which works with any chat template
+    that renders earlier turns independently of later ones.
 
     Args:
-        max_length: The most tokens of a sample; longer ones are cut to whole blocks. `ValueError`
-            if it is less than a block.
-        mask_token_id: Id of the model's mask token, which clean text must not hold.
-        end_token_ids: Ids that end a turn; the first is appended to a text that does not end with
-            one of them. The default is the tokenizer's eos token; a model's
-            `generation_config.eos_token_id` is better. `ValueError` without an end token or a pad
-            token.
-        vocab_size: Number of ids that a trajectory may hold; the tokenizer's size if None.
-        last_turn_only: Whether only the last learned turn of a chat is learned.
-        digest: Digest (`train.inputs.digest`) of the backbone in training, compared with that of
-            the backbone that decoded a trajectory; None if unknown.
+        tokenizer: The tokenizer, whose chat template renders chats.
+        block_size: Number of tokens per block.
+        max_length: The largest number of tokens in a sample; longer samples are cut to whole
+            blocks. `ValueError` if it is less than a block.
+        mask_token_id: Id of the model's mask token, which the text of a record must not contain.
+        end_token_ids: Ids of the tokens that end a turn. If a text does not end with one of them,
+            the first one is appended. The default is the tokenizer's eos token; a model's
+            `generation_config.eos_token_id` is better. `ValueError` if there is no end token, or
+            the tokenizer has no pad token.
+        vocab_size: Ids of a trajectory must be below this number; the tokenizer's size if None.
+        digest: Digest of the backbone in training (see `train.inputs.digest`). It is compared with
+            the digest of the backbone that decoded a trajectory. None if unknown.
+        last_turn_only: Whether only one turn of each chat is learned: the last of those that would
+            otherwise be learned.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -74,13 +78,14 @@ class RecordEncoder:
 
     @property
     def capacity(self) -> int:
-        """Return the most tokens of a sample: `max_length` rounded down to whole blocks."""
+        """Return the largest number of tokens in a sample: `max_length` rounded down to whole
+        blocks."""
         return self.max_length // self.block_size * self.block_size
 
     def prompt(self, row: Any) -> list[int]:
-        """Encode the prompt of a record as ids: its chat without a final assistant turn, or its
-        `prompt`. `FieldError` if the record is malformed, its prompt is empty or holds the mask
-        token, or the chat template refuses it."""
+        """Encode the prompt of a record as ids. The prompt is the record's chat without a final
+        assistant turn, or its field `prompt`. `FieldError` if the record is malformed, if its
+        prompt is empty or contains the mask token, or if the chat template refuses the record."""
         record = parse_prompt(row)
         begin: list[int] = []
         if isinstance(record, Chat):
@@ -94,11 +99,12 @@ class RecordEncoder:
         return self._without_mask([*begin, *ids])
 
     def sample(self, row: Any) -> Sample | None:
-        """Make the sample of a record, with index 0; return None if no learned token lies within
+        """Make the sample of a record, with index 0. Return None if no learned token lies within
         `max_length`.
 
-        The sample of a shortened text has `length` None. `FieldError` if the record is malformed or
-        holds the mask token, or if assistant turns cannot be found in the rendered chat.
+        If the text was shortened, the sample's `length` is None. `FieldError` if the record is
+        malformed or contains the mask token, or if assistant turns cannot be found in the rendered
+        chat.
         """
         record = parse(row)
         ended = True
@@ -119,15 +125,15 @@ class RecordEncoder:
 
     @cached_property
     def _end_tokens(self) -> list[str]:
-        """List the texts of the end tokens that are added tokens, which a tokenizer encodes alike
-        in every context."""
+        """Return the texts of those end tokens that are added tokens. A tokenizer encodes added
+        tokens in the same way in every context."""
         added = self.tokenizer.added_tokens_decoder
         return [added[token].content for token in self.end_token_ids if token in added]
 
     @cached_property
     def _begin_ids(self) -> list[int]:
-        """List the ids that begin a plain text or prompt: the bos token if the tokenizer prepends
-        one, else no ids."""
+        """Return the ids that begin a plain text or prompt: the bos token if the tokenizer prepends
+        one, otherwise no ids."""
         begin = self.tokenizer.bos_token_id
         if begin is None or self.tokenizer("a")["input_ids"][0] != begin:
             return []
@@ -144,8 +150,8 @@ class RecordEncoder:
         return ids
 
     def _check_decoder(self, record: Trajectory) -> None:
-        """Raise `FieldError` if a trajectory's ids, block size or mask do not fit the model; warn
-        if its backbone does not."""
+        """Raise `FieldError` if the ids of a trajectory, or the block size or mask id with which it
+        was decoded, do not fit the model. Warn if another backbone decoded it."""
         vocab_size = self.vocab_size or len(self.tokenizer)
         decoder = record.decoded_by
         if invalid := [token for token in record.ids if not 0 <= token < vocab_size]:
@@ -186,8 +192,9 @@ class RecordEncoder:
         return ids, learned
 
     def _segments(self, record: Chat) -> list[Segment]:
-        """Cut a chat's text into learned turns and the parts between them; each is tokenized alone,
-        as a prompt is in decoding."""
+        """Cut the text of a chat into learned turns and the parts between them. Each segment is
+        tokenized on its own, as a prompt is in decoding. `FieldError` if a turn contains an end
+        token, or if the template leaves out a tool or a call."""
         for index in record.learned:
             for token in self._end_tokens:
                 if token in (record.messages[index].get("content") or ""):
@@ -207,8 +214,9 @@ class RecordEncoder:
         return segments
 
     def _learned_spans(self, record: Chat, text: str) -> list[Span]:
-        """Find the learned spans of a chat's text, in order: those that the template marks,
-        otherwise the turns; `FieldError` if turns cannot be told apart."""
+        """Find the learned spans in the text of a chat, in order. They are the spans that the
+        template marks or, without marks, the learned turns. `FieldError` if turns cannot be told
+        apart."""
         turns = []
         for index, message in enumerate(record.messages):
             if message["role"] == "assistant":
@@ -233,8 +241,8 @@ class RecordEncoder:
         return spans
 
     def _marked_spans(self, record: Chat, text: str) -> list[Span]:
-        """List the spans that the template marks as the assistant's, each with an end token that
-        follows it; empty without such marks."""
+        """Return the spans that the template marks as the assistant's. If an end token follows a
+        span, the span includes it. Return an empty list if the template has no marks."""
         template = self.tokenizer.get_chat_template(tools=record.tools)
         if not _GENERATION.search(template):
             return []
@@ -256,8 +264,9 @@ class RecordEncoder:
         return spans
 
     def _span(self, record: Chat, index: int, text: str) -> Span | None:
-        """Find an assistant turn in the whole text; return the positions of its beginning and of
-        its end, after the end token, or None if it is not found."""
+        """Find an assistant turn in the text of the whole chat. Return the positions at which the
+        turn begins and ends, where the end is after the end token. Return None if the turn is not
+        found."""
         prefix = self._render(record, index, add_generation_prompt=True)
         rendered = text
         if index < len(record.messages) - 1:
@@ -278,7 +287,8 @@ class RecordEncoder:
         return (begin, len(rendered)) if text.startswith(rendered) else None
 
     def _render(self, record: Chat, count: int, **options: Any) -> str:
-        """Render the first `count` messages of a chat with the tokenizer's template."""
+        """Render the first `count` messages of a chat with the tokenizer's chat template;
+        `FieldError` if the template refuses them."""
         if reserved := sorted(_RENDER_OPTIONS & record.variables.keys()):
             raise FieldError(
                 "chat_template_kwargs",
@@ -297,7 +307,8 @@ class RecordEncoder:
 
 
 def _names(entries: Sequence[Mapping[str, Any]] | None) -> Iterator[str]:
-    """Yield the names of tools or tool calls, given in OpenAI's form or without `function`."""
+    """Yield the names of tools or tool calls. An entry is in OpenAI's form, with the name inside
+    `function`, or has the name itself."""
     for entry in entries or ():
         function = entry.get("function", entry)
         name = function.get("name") if isinstance(function, Mapping) else None
@@ -306,8 +317,8 @@ def _names(entries: Sequence[Mapping[str, Any]] | None) -> Iterator[str]:
 
 
 def _check_rendered(field_name: str, names: Iterator[str], text: str) -> None:
-    """Raise `FieldError` for the name of a tool that is missing in a rendered text: some templates
-    leave tools out."""
+    """Raise `FieldError` if the name of a tool is missing in a rendered text, since some templates
+    leave out tools."""
     for name in names:
         if name not in text:
             raise FieldError(

@@ -1,7 +1,7 @@
-"""Samples of large data, encoded by several processes and kept in the cache of `datasets`.
+"""Samples of large data. Several processes encode them, and the cache of `datasets` keeps them.
 
-All processes of a machine read the cache from disk as needed, and so does a later run with the same
-data, tokenizer and options. Small data are encoded in memory, without the cache.
+All processes of a machine read samples from this cache on disk as needed, and so does a later run
+with the same data, tokenizer and options. Small data are encoded in memory, without the cache.
 """
 
 import hashlib
@@ -29,7 +29,8 @@ _MAX_PROCESSES = 16
 
 @dataclass(frozen=True)
 class Shard:
-    """A part of a table: its rows, the number of the first row, and how often each row is used."""
+    """A part of a table: the table's name, the rows of the part, the number of its first row, and
+    the weight, which is how often each row is used."""
 
     name: str
     rows: Any
@@ -38,14 +39,14 @@ class Shard:
 
 
 class EncodedSamples(Sequence[Sample]):
-    """Samples in a table of `datasets`; each is read from disk when it is needed.
+    """Samples in a table of `datasets`; each sample is read from disk when it is needed.
 
     Attributes:
-        tokens: [n] int, the number of tokens of each sample.
-        learned: [n] int, the number of its learned tokens.
-        blocks: [n] int, the number of its blocks with learned tokens.
-        uncut: [n] bool, whether the end of its text was kept.
-        prompted: [n] bool, whether the sample begins with a prompt.
+        tokens: int [n], the number of tokens of each sample.
+        learned: int [n], the number of learned tokens of each sample.
+        blocks: int [n], the number of blocks with learned tokens of each sample.
+        uncut: bool [n], whether each sample still has the end of its text.
+        prompted: bool [n], whether each sample begins with a prompt.
     """
 
     def __init__(self, table: Any) -> None:
@@ -80,12 +81,16 @@ class EncodedSamples(Sequence[Sample]):
 def encode_large(
     source: Source, encoder: RecordEncoder, processes: int | None, skip: bool
 ) -> tuple[EncodedSamples, int] | None:
-    """Encode a source through the cache of `datasets`, with up to `processes` processes (by default
-    one per CPU, up to 16). Return the samples, and the number of well-formed records; None for a
-    small source, for records in memory, and without `datasets`.
+    """Encode a source with up to `processes` processes (by default one per CPU, up to 16), and keep
+    the samples in the cache of `datasets`. Return the samples and the number of well-formed
+    records, in which a record counts as often as it is used. With `skip`, malformed records are
+    skipped.
+
+    Return None if the source is small, if its records are in memory, if `datasets` is not
+    installed, or if the tokenizer has no backend that describes it (see `_fingerprint`).
 
     Raises:
-        RecordError: as from `checked`.
+        RecordError: in the same cases as `checked`.
     """
     if not _is_large(source) or find_spec("datasets") is None:
         return None
@@ -127,8 +132,8 @@ def encode_large(
 
 
 def _is_large(source: Source) -> bool:
-    """Return whether at least one table is large, and all tables are files or tables that can be
-    read again."""
+    """Return whether at least one table is large. Return False if some table is neither a file nor
+    a table of `datasets`, since it might not be readable twice."""
     large = False
     for rows in source.tables.values():
         if isinstance(rows, JsonFile):
@@ -142,7 +147,7 @@ def _is_large(source: Source) -> bool:
 
 def _fingerprint(source: Source, encoder: RecordEncoder) -> str | None:
     """Compute a digest of everything that determines the samples: data, tokenizer, options and
-    code. None for a tokenizer without a backend that describes it."""
+    code. Return None for a tokenizer that has no backend to describe it."""
     tokenizer: Any = encoder.tokenizer
     if not hasattr(tokenizer, "backend_tokenizer"):
         return None
@@ -174,7 +179,8 @@ def _code_digest() -> str:
 
 
 def _shards_of(source: Source, name: str) -> list[Shard]:
-    """Divide a table among several processes: lines by bytes, and rows by number."""
+    """Divide a table into shards for several processes: lines of a file by their bytes, rows of a
+    table by their number."""
     rows: Any = source.tables[name]
     weight = source.weights.get(name, 1.0)
     if isinstance(rows, JsonFile):
@@ -188,7 +194,8 @@ def _shards_of(source: Source, name: str) -> list[Shard]:
 
 
 def _encoded_rows(shards: list[Shard], encoder: RecordEncoder) -> Iterator[dict[str, Any]]:
-    """Yield a row for each record of the given shards: its sample, or its error."""
+    """Yield table rows for the records of the given shards. A record gives its sample, as often as
+    the record is used, or its error."""
     for shard in shards:
         for outcome in outcomes(shard.name, shard.rows, shard.first, shard.weight, encoder.sample):
             if isinstance(outcome.parsed, FieldError):

@@ -27,7 +27,8 @@ class RecordError(ValueError):
 
 
 def string(name: str, value: Any) -> str:
-    """Return a value that is a text; `FieldError` for any other value."""
+    """Return `value` if it is a string that UTF-8 can encode; `FieldError` for the field `name` if
+    not."""
     if not isinstance(value, str):
         raise FieldError(name, f"found {format_value(value)}: a string is needed")
     check_utf8(value, name)

@@ -1,13 +1,16 @@
-"""Published layouts of records, translated into the few layouts that are parsed: a chat in
+"""Translation of published layouts of records into the few layouts that the parser reads: a chat in
 `messages` and `tools`, `prompt` and `completion`, `text`, or the output of `mrp decode`.
 
-- ShareGPT's `conversations` of `from` and `value`, and Alpaca's `instruction`, `input`, `output`
-  and `history`, are `messages`; so are `question` or `query` and `answer` or `response`, `prompt`
-  and `response`, and `input` and `output`. `system` or `system_prompt` beside them comes first.
+- ShareGPT's `conversations` of `from` and `value` become `messages`, and so do Alpaca's
+  `instruction`, `input`, `output` and `history`. The same holds for a question and its answer:
+  `question` or `query` with `answer`, `response` or `output`; `prompt` with `response` or `output`;
+  `input` with `output`. If there is a `system` or `system_prompt` beside them, it becomes the first
+  message.
 - A `prompt` beside `messages` repeats them, and is left out.
-- Content in parts is one text. `function_call` and the role of that name are `tool_calls`, whose
-  arguments are objects; the roles `function` and `observation` are `tool`.
-- `tools` may be a text; `functions` are tools.
+- The content of a message may be a list of parts, which are joined to one text. `function_call`, as
+  a field or as a role, becomes `tool_calls`, whose arguments are objects. The roles `function` and
+  `observation` become `tool`.
+- `tools` may be a JSON text, which is parsed. `functions` become `tools`.
 """
 
 import json
@@ -42,8 +45,9 @@ _CALL_ROLE = "function_call"  # an assistant's turn whose content is a call, as 
 
 
 def record_fields(row: Any, answered: bool = True) -> dict[str, Any]:
-    """Collect the fields of a row that are not null, in a layout that is parsed; `FieldError` for
-    values that cannot be translated. Unless `answered`, the answer to a question is left out."""
+    """Return the non-null fields of a data row, translated to a layout that the parser reads. The
+    answer to a question becomes a message only if `answered`. `FieldError` for a value that cannot
+    be translated."""
     if not isinstance(row, Mapping):
         raise FieldError(None, f"found {format_value(row)}: a record is an object; {HINT}")
     fields = {str(name): value for name, value in row.items() if value is not None}
@@ -74,8 +78,8 @@ def record_fields(row: Any, answered: bool = True) -> dict[str, Any]:
 
 
 def _translated_messages(fields: dict[str, Any], answered: bool) -> list[Any] | None:
-    """Make the messages of a row in another layout, and remove the fields that the messages
-    replace; None if the row has no such layout."""
+    """Make the messages of a row in one of the other layouts, and remove from `fields` what the
+    messages replace. Return None if the row has no such layout."""
     answers = [name for name in _ANSWERS if name in fields]
     if "instruction" in fields and (answers or "text" not in fields):
         fields.pop("text", None)  # it repeats the other fields
@@ -93,8 +97,9 @@ def _translated_messages(fields: dict[str, Any], answered: bool) -> list[Any] | 
 
 
 def _pair(fields: dict[str, Any], question: str, answers: list[str], answered: bool) -> list[Any]:
-    """Make the messages of a question and its answer: earlier pairs (`history`), the question, with
-    the `input` of an instruction, and the answer, if there is one and it is wanted."""
+    """Make the messages of a question and its answer: first the earlier pairs in `history`; then
+    the question, followed by the `input` of an instruction in the same message; then the answer, if
+    there is one and `answered` is set. `FieldError` if there are several answers."""
     if len(answers) > 1:
         raise FieldError(
             None, f"found the fields {', '.join(answers)}, each an answer: leave one of them"
@@ -123,8 +128,8 @@ def _pair(fields: dict[str, Any], question: str, answers: list[str], answered: b
 
 
 def _message(message: Any, location: str) -> Any:
-    """Translate the names, roles, content and calls of a message; return anything but an object
-    unchanged."""
+    """Translate the field names, the role, the content and the tool calls of a message. Return a
+    value that is not an object unchanged."""
     if not isinstance(message, Mapping):
         return message
     translated = {}
@@ -150,7 +155,8 @@ def _message(message: Any, location: str) -> Any:
 
 
 def _text_of(parts: list[Any], location: str) -> str:
-    """Join the parts of a message's content, which must be texts."""
+    """Join the parts of a message's content to one text; `FieldError` for a part that is not a
+    text."""
     texts = []
     for number, part in enumerate(parts):
         if isinstance(part, Mapping) and part.get("type", "text") != "text":
@@ -164,8 +170,8 @@ def _text_of(parts: list[Any], location: str) -> str:
 
 
 def _call(call: Any) -> Any:
-    """Convert a tool call into OpenAI's form. Arguments that are the JSON of an object are parsed,
-    since templates would print a text in quotes."""
+    """Convert a tool call to OpenAI's form. Arguments that are a JSON text of an object are parsed,
+    since templates would print the text in quotes."""
     if not isinstance(call, Mapping):
         return call
     function = call.get("function", call)
@@ -188,7 +194,8 @@ def _call(call: Any) -> Any:
 
 
 def _tools(tools: Any) -> Any:
-    """Parse tools that are given as a text or a list of texts."""
+    """Parse tools that are given as a JSON text or as a list of JSON texts; put a single tool into
+    a list."""
     tools = _parsed("tools", tools)
     if isinstance(tools, list):
         return [_parsed(f"tools[{number}]", tool) for number, tool in enumerate(tools)]
@@ -196,7 +203,8 @@ def _tools(tools: Any) -> Any:
 
 
 def _parsed(location: str, value: Any) -> Any:
-    """Parse as JSON a value that is a text; `FieldError` if it is not JSON."""
+    """Parse a text as JSON; an empty text gives an empty list. Return a value that is not a text
+    unchanged. `FieldError` if the text is not JSON."""
     if not isinstance(value, str):
         return value
     if not value.strip():

@@ -6,8 +6,8 @@ from .tasks import Problem
 
 
 def encode(problem: Problem, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Encode a problem as a chat; return the ids of the prompt, and the ids of the response with
-    the eos token.
+    """Encode a problem as a chat. Return the ids of the prompt, and the ids of the response, which
+    ends with the eos token.
 
     Problems of the family `source` are plain text, without a chat and without eos.
     """

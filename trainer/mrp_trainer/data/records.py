@@ -1,22 +1,25 @@
-"""Records that users train on: their layouts, and errors that give the reason and the place.
+"""Records that users train on: their layouts, and errors that state the reason and the place.
 
-A record is an object of one of four layouts: `messages`, a chat; `prompt` and `completion`, both
-texts or both lists of messages; `text`, which is learned as a whole; and the output of `mrp
-decode`, a text that a model wrote itself:
+A record is an object in one of four layouts:
 
-    {"ids": [5, 8, 2, 9, 1], "response_start": 2, "reveal_step": [1, 0, 2], "decoded_by": {"model":
-    "org/name", ...}}
+- `messages`, a chat.
+- `prompt` and `completion`, which are both texts or both lists of messages.
+- `text`, which is learned as a whole.
+- The output of `mrp decode`, a text that a model wrote itself:
 
-Others are translated to these (`layouts.py`).
+    {"ids": [5, 8, 2, 9, 1], "response_start": 2, "reveal_step": [1, 0, 2],
+     "decoded_by": {"model": "org/name", ...}}
 
-An assistant turn with `weight: 0` (OpenAI) or `train: false` (axolotl) is not learned.
-`chat_template_kwargs` of a record are variables of the chat template.
+Records in other layouts are translated to these (`layouts.py`).
 
-`ids` are the token ids of prompt and response, `response_start` is the length of the prompt, and
-`reveal_step` is the decoding step, from 0 on, that revealed each token of the response; later
-blocks have later steps. `decoded_by` may be missing. Its `block_size` and `mask_token_id` must be
-those of the model that trains. A `digest` of another backbone causes a warning, since a head learns
-best from the states of its own backbone.
+An assistant turn with `weight: 0` (OpenAI) or `train: false` (axolotl) is not learned. The field
+`chat_template_kwargs` of a record holds variables of the chat template.
+
+In the output of `mrp decode`, `ids` are the token ids of prompt and response, and `response_start`
+is the length of the prompt. `reveal_step` holds, for each token of the response, the decoding step
+that revealed it, counted from 0; later blocks have later steps. `decoded_by` may be missing. Its
+`block_size` and `mask_token_id` must be those of the model in training. If its `digest` is that of
+another backbone, there is a warning, since a head learns best from the states of its own backbone.
 """
 
 import json
@@ -48,9 +51,9 @@ class Chat:
     """A conversation up to its last learned turn.
 
     Attributes:
-        messages: {role, content, ...}, with any other fields that the chat template reads.
-        learned: Indices of the messages that are learned, the last one among them; none in a
-            prompt.
+        messages: Dicts of `role`, `content` and any other fields that the chat template reads.
+        learned: Indices of the messages that are learned, which include the last message. Empty for
+            a prompt.
         tools: Descriptions of tools, for the chat template.
         variables: Further variables of the chat template.
     """
@@ -71,7 +74,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """A text that a model decoded, with the step that revealed each token; the fields are those
+    """A text that a model decoded, with the step that revealed each token. The fields are those
     that `mrp decode` writes."""
 
     ids: list[int]
@@ -81,8 +84,8 @@ class Trajectory:
 
 
 def parse(row: Any) -> Chat | Text | Trajectory:
-    """Parse a row of a dataset, or the JSON object of a line, into a record; `FieldError` if it is
-    malformed."""
+    """Parse a record, given as a row of a dataset or as the JSON object of a line; `FieldError` if
+    it is malformed."""
     fields = record_fields(row)
     layouts = [names for names in _FIELDS if names & fields.keys()]
     if len(layouts) != 1:
@@ -113,8 +116,9 @@ def parse(row: Any) -> Chat | Text | Trajectory:
 
 
 def parse_prompt(row: Any) -> Chat | Text:
-    """Parse the prompt of a row: its `messages` without a final assistant turn, or its `prompt`, a
-    text or a list of messages. `FieldError` if the row is malformed or has no prompt."""
+    """Parse the prompt of a row. The prompt is `messages` without a final assistant turn, or
+    `prompt`, which is a text or a list of messages. `FieldError` if the row is malformed or has no
+    prompt."""
     fields = record_fields(row, answered=False)
     names = [name for name in ("messages", "prompt") if name in fields]
     if len(names) != 1:
@@ -133,8 +137,8 @@ def parse_prompt(row: Any) -> Chat | Text:
 def _chat(
     messages: list[dict[str, Any]], learned: tuple[int, ...], fields: Mapping[str, Any]
 ) -> Chat:
-    """Make a chat from its checked messages, and from the tools and variables among a row's
-    fields."""
+    """Make a chat from messages that are already checked, with the tools and template variables in
+    a row's fields; `FieldError` if these are malformed."""
     tools = fields.get("tools")
     if tools is not None and not are_mappings(tools):
         raise FieldError(
@@ -150,8 +154,8 @@ def _chat(
 
 
 def _trajectory(fields: Mapping[str, Any]) -> Trajectory:
-    """Make a trajectory from a row's fields; `FieldError` unless each id of the response has a
-    step."""
+    """Make a trajectory from the fields of a row; `FieldError` if they are malformed, such as a
+    response id without a step."""
     ids: Any = fields.get("ids")
     start: Any = fields.get("response_start")
     steps: Any = fields.get("reveal_step")
@@ -180,13 +184,14 @@ def _trajectory(fields: Mapping[str, Any]) -> Trajectory:
 
 
 def _is_int_list(value: Any) -> bool:
-    """Return whether a value is a list of ints, bools excluded, with at least one."""
+    """Return whether a value is a non-empty list of ints, without bools."""
     return isinstance(value, list) and {type(number) for number in value} == {int}
 
 
 def _messages(messages: Any) -> tuple[list[dict[str, Any]], list[bool]]:
-    """Check the messages of a conversation (prompt and completion joined). Return them without null
-    fields and without marks, and for each message whether its marks allow learning it."""
+    """Check the messages of a conversation (a prompt and its completion are joined). Return the
+    messages without null fields and without the marks `weight` and `train`, and for each message
+    whether it may be learned."""
     if not isinstance(messages, list) or not messages:
         raise FieldError(
             "messages", f"found {format_value(messages)}: a list of messages is needed"
@@ -228,8 +233,8 @@ def _messages(messages: Any) -> tuple[list[dict[str, Any]], list[bool]]:
 
 
 def _take_marks(message: dict[str, Any], location: str) -> bool:
-    """Remove from a message the marks that exclude it from learning; return whether they allow
-    learning it. `FieldError` for an unsupported mark."""
+    """Remove the marks `weight` and `train` from a message. Return whether they allow the message
+    to be learned. `FieldError` for an unsupported mark."""
     is_learned = True
     for name, needed in (("weight", "0 or 1"), ("train", "true or false")):
         if name not in message:

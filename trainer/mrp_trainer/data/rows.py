@@ -1,4 +1,4 @@
-"""Training rows of one or several samples, in an order that depends only on seed and epoch."""
+"""Training rows of one or several samples; the order of the rows depends only on seed and epoch."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -22,22 +22,23 @@ _FIT_ROWS, _FIT_LENGTH = 256, 2048
 
 
 class RecordRows(Dataset[list[Sample]]):
-    """A dataset of rows that hold the samples of a user's records: one sample each or, if `packed`,
-    several with at most the encoder's capacity of tokens.
+    """A dataset whose rows hold the samples of a user's records. A row is one sample or, if
+    `packed`, several samples. Their tokens together are at most the encoder's capacity.
 
-    Every record is checked and encoded once; its ids stay in memory, five bytes a token, or for
-    large files and tables in the cache of `datasets` (`encode_large`). All epochs have the same
-    rows, and item i belongs to epoch `i // len`. With `shuffle` the order of rows depends on seed
-    and epoch; otherwise it is the order of records. A sample's `index` is epoch * number of samples
-    + its number.
+    Every record is checked and encoded once. Its ids stay in memory, at five bytes per token; those
+    of large files and tables are in the cache of `datasets` (see `encode_large`). All epochs have
+    the same rows, and item i belongs to epoch i // (number of rows). With `shuffle`, the order of
+    the rows depends on seed and epoch; otherwise it is the order of the records. The `index` of a
+    sample is epoch * (number of samples) + (number of the sample).
 
-    With `fit` a row holds at most as many tokens as the longest sample, or up to 2,048 tokens of
-    short samples if an epoch then still has 256 rows.
+    With `fit`, a row holds at most as many tokens as the longest sample. If samples are short, a
+    row may hold up to 2,048 tokens, as long as an epoch then still has 256 rows.
 
-    With `skip_malformed` malformed records are left out, and named in a warning.
+    With `skip_malformed`, malformed records are left out, and a warning names them.
 
-    `hold_back` samples that begin with a prompt, at most a tenth of all, are in the list
-    `held_back` instead of a row; the seed determines which ones.
+    `hold_back` is the number of samples to put into the list `held_back` instead of into rows. They
+    are samples that begin with a prompt, and at most a tenth of all samples; the seed determines
+    which ones.
 
     Raises:
         RecordError: if records are malformed, or there are none.
@@ -116,8 +117,8 @@ class RecordRows(Dataset[list[Sample]]):
             self._rows = list(np.arange(count)[:, None])
 
     def _choose_held_back(self, prompted: np.ndarray, count: int) -> np.ndarray:
-        """Choose up to `count` samples with prompts, at most a tenth of all; return their numbers
-        in ascending order."""
+        """Choose up to `count` samples that begin with a prompt, but at most a tenth of all
+        samples. Return their numbers in ascending order."""
         numbers = np.flatnonzero(prompted)
         count = min(count, len(numbers), len(prompted) // 10)
         return np.sort(numbers[_order(len(numbers), self.seed, 0)[:count]])
@@ -143,29 +144,29 @@ class RecordRows(Dataset[list[Sample]]):
         return self._rows[row]
 
     def size(self, visit: int) -> tuple[int, int]:
-        """Return the numbers of tokens and of learned tokens of item `visit`, without reading the
-        item."""
+        """Return the number of tokens and the number of learned tokens in item `visit`, without
+        reading the item."""
         numbers = self._samples_at(visit)
         return int(self._lengths[numbers].sum()), int(self._learned[numbers].sum())
 
     def widest(self) -> tuple[int, int]:
-        """Return the largest numbers of blocks with learned tokens, and of tokens, in any row,
-        without reading rows."""
+        """Return the largest number of blocks with learned tokens in any row, and the largest
+        number of tokens in any row, without reading rows."""
         blocks = max(int(self._blocks[numbers].sum()) for numbers in self._rows)
         return blocks, max(int(self._lengths[numbers].sum()) for numbers in self._rows)
 
 
 def pack(lengths: np.ndarray, max_length: int) -> list[np.ndarray]:
-    """Pack samples into rows: the longest first, each into the first row with room (first-fit
-    decreasing).
+    """Pack samples into rows by first-fit decreasing: from the longest sample to the shortest, each
+    goes into the first row that has room for it.
 
     Args:
-        lengths: [n] int64, the number of tokens of each sample, at most `max_length`.
-        max_length: The most tokens of a row.
+        lengths: int64 [n], the number of tokens of each sample, at most `max_length`.
+        max_length: The largest number of tokens in a row.
 
     Returns:
-        For each row, the numbers of its samples in ascending order; rows are sorted by their first
-            sample.
+        For each row, the numbers of its samples in ascending order. Rows are in the order of their
+            first sample.
     """
     room = np.full(len(lengths), max_length)
     rows: list[list[int]] = []

@@ -14,21 +14,21 @@ from .samples import Sample, samples_of
 
 
 class LengthBucketSampler(Sampler[int]):
-    """A sampler that goes through the dataset in windows of 16 batches, and batches rows of similar
-    length within a window.
+    """A sampler that goes through the dataset in windows of 16 batches. Within a window, rows of
+    similar length form a batch.
 
-    Indices continue over epochs: row i is yielded as i, len + i, 2 * len + i and so on, so that its
-    samples have another index, and therefore other noise, at every visit. The last step of an epoch
-    is filled up with the first rows of the next one; accelerate would fill it with rows that depend
-    on the number of processes. The order depends only on the window's number, so that a resumed run
-    sees the same batches, and on `batch_size`, not on how a step is divided among processes and
-    accumulation steps.
+    Indices continue over epochs: in a dataset of n rows, row i is yielded as i, then as n + i, then
+    as 2 * n + i, and so on. So its samples have another index, and therefore other noise, at every
+    visit. The last step of an epoch is filled up with the first rows of the next epoch. (accelerate
+    would fill it with rows that depend on the number of processes.) The order depends only on
+    `batch_size` and the number of the window, so that a resumed run sees the same batches. It does
+    not depend on how a step is divided among processes and accumulation passes.
 
     Args:
         dataset: A map-style dataset of rows; each row is one sample, or several.
-        batch_size: Rows of one step, over all processes and accumulation steps.
-        epoch: A function that returns the epoch when an iteration begins: in a resumed run over
-            several processes, accelerate's wrappers would not pass the epoch on.
+        batch_size: Number of rows in one step, over all processes and accumulation passes.
+        epoch: A function that returns the current epoch; it is called when an iteration begins. In
+            a resumed run over several processes, accelerate's wrappers would not pass the epoch on.
     """
 
     def __init__(self, dataset: Any, batch_size: int, epoch: Callable[[], int]) -> None:
@@ -53,8 +53,8 @@ class LengthBucketSampler(Sampler[int]):
                 yield from batch
 
     def _cost(self, visit: int) -> int:
-        """Estimate the length of a row in a packed pass: its clean tokens, plus its response tokens
-        twice."""
+        """Estimate the length of a row in a packed pass: the number of its clean tokens plus twice
+        the number of its response tokens."""
         # whose rows a resumed run would read up to its step
         if isinstance(self.dataset, RecordRows):
             tokens, learned = self.dataset.size(visit)
@@ -69,9 +69,9 @@ Row = Sample | Sequence[Sample]
 
 
 class PaddedRows(Dataset[Row]):
-    """A dataset padded with rows that have no loss, up to a multiple of the number of rows that all
-    processes take in one step. Otherwise accelerate would repeat the first rows, which would then
-    count twice."""
+    """A dataset that is padded with rows without loss, so that its length is a multiple of
+    `multiple`, the number of rows that all processes together take in one step. Otherwise
+    accelerate would repeat the first rows, which would then count twice."""
 
     def __init__(self, rows: Any, multiple: int) -> None:
         self.rows = rows

@@ -1,4 +1,4 @@
-"""Training samples: token ids in whole blocks, and a mark for each learned token (a token with a
+"""Training samples: token ids in whole blocks, and for each token whether it is learned (has a
 loss)."""
 
 from collections.abc import Sequence
@@ -12,14 +12,14 @@ class Sample:
     """A text as token ids, padded or cut to whole blocks.
 
     Attributes:
-        index: Number of the visit, different in every epoch; seed and index determine the noise.
-        ids: [tokens] int32, a whole number of blocks.
-        response: [tokens] bool, whether a token is learned: assistant turns, and the padding after
-            the end of the text.
+        index: Number of the visit, different in every epoch. The noise depends on seed and index.
+        ids: int32 [tokens], a whole number of blocks.
+        response: bool [tokens], True at learned tokens: those of assistant turns, and the padding
+            after the end of the text.
         length: Number of tokens before the padding; None for a shortened text, whose end is
             missing.
-        reveal_step: [tokens] int32, the decoding step that revealed each token, -1 in prompt and
-            padding; None for other texts.
+        reveal_step: int32 [tokens], the decoding step that revealed each token; -1 in the prompt
+            and in the padding. None for a text without such steps.
     """
 
     index: int
@@ -29,8 +29,8 @@ class Sample:
     reveal_step: np.ndarray | None = None
 
     def response_blocks(self, block_size: int) -> np.ndarray:
-        """Return the indices [n] of the blocks with learned tokens, which are repeated in noisy
-        copies."""
+        """Return the indices, [n], of the blocks with learned tokens. Only these blocks are
+        repeated in noisy copies."""
         return np.flatnonzero(self.response.reshape(-1, block_size).any(1))
 
 
@@ -43,14 +43,14 @@ def make_sample(
     capacity: int,
     reveal_step: Sequence[int] | None = None,
 ) -> Sample | None:
-    """Make the sample of a text, with index 0, from its ids [n], a mark for each learned id [n],
-    and the step that revealed each id [n].
+    """Make the sample of a text, with index 0. The text is given by its ids, [n]; by `response`,
+    [n], which is True at learned ids; and by the step that revealed each id, [n], if known.
 
-    If the text has `ended`, its last block is filled up with `pad_token_id`, which is also learned.
-    A text without an end is cut to whole blocks, as the rest of its last block is unknown. A text
-    longer than `capacity`, a number of tokens in whole blocks, is cut after the last block within
-    capacity that has learned tokens; its sample has `length` None. Return None if no learned token
-    is left.
+    If the text has `ended`, its last block is filled up with `pad_token_id`, and this padding is
+    learned, too. A text without an end is cut to whole blocks, since the rest of its last block is
+    unknown. A text longer than `capacity` (a number of tokens, in whole blocks) is cut after the
+    last block within the capacity that has learned tokens; its sample has `length` None. Return
+    None if no learned token is left.
     """
     is_cut = len(ids) > capacity
     length = min(len(ids), capacity)
@@ -75,5 +75,5 @@ def make_sample(
 
 
 def samples_of(row: Sample | Sequence[Sample]) -> Sequence[Sample]:
-    """Return the samples of a row, which is one sample or several."""
+    """Return the samples of a row as a sequence; a row may be a single sample."""
     return [row] if isinstance(row, Sample) else row

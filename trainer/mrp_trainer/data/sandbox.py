@@ -1,4 +1,5 @@
-"""A sandbox for small Python functions that a model wrote: each is called in a process of its own.
+"""A sandbox for small Python functions that a model wrote; each program runs in a process of its
+own.
 
 `run_functions` starts one bare interpreter (``python -I -S``: no environment, no installed
 packages, an empty working folder), which forks a child for every program. The child checks the
@@ -6,9 +7,9 @@ syntax tree against a list of what is allowed, calls the function under the limi
 system, and writes its results to a pipe.
 
 A hostile program **cannot** name anything but its own variables and nine builtins. As a second
-defence, limits hold: 1 second of CPU time and 10 of wall clock, 256 MiB of memory, no file or
-socket opened, no byte written to a file, and (for users other than root) no process started. A
-program that is too slow, too big, or crashes its interpreter fails alone.
+defence, it is limited to 1 second of CPU time, 10 seconds of wall clock and 256 MiB of memory. It
+cannot open a file or a socket, write a byte to a file, or (unless the user is root) start a
+process. A program that is too slow, is too big, or crashes its interpreter fails alone.
 
 It **can** use up its CPU time and memory, and return anything. A program that gets past both the
 list and CPython acts as the user who runs the command, so run untrusted weights as a user with
@@ -76,19 +77,19 @@ _GRAMMAR = (
 def run_functions(programs: Sequence[tuple[str, Sequence[Any]]]) -> list[list[Any] | str]:
     """Call functions that are given as source text, without allowing them to do harm.
 
-    A text is one function of one plain argument. Its body may hold assignments, ``for``, ``if``,
-    ``return``, ``pass``, ``break`` and ``continue``; expressions are ``+ - * // %``, ``not and
-    or``, comparisons except ``is``, ``a if b else c``, lists, list comprehensions, generator
-    expressions, ``x[i]`` and calls of ``sum len max min abs sorted list int bool``. Constants are
-    ints, bools, strs and None.
+    A source text must define one function of one plain argument, and nothing else. Its body may
+    hold assignments, ``for``, ``if``, ``return``, ``pass``, ``break`` and ``continue``. Expressions
+    are ``+ - * // %``, ``not and or``, comparisons except ``is``, ``a if b else c``, lists, list
+    comprehensions, generator expressions, ``x[i]`` and calls of ``sum len max min abs sorted list
+    int bool``. Constants are ints, bools, strs and None.
 
     Args:
-        programs: (text, arguments) of each program, the arguments as JSON has them.
+        programs: For each program, its source text and a list of arguments. The function is called
+            once with each argument, which is a value that JSON can represent.
 
     Returns:
-        For each program, a list with the result for each argument, or a text with the reason why it
-            was
-        refused or failed.
+        For each program, a list with the result for each argument, or a text with the reason why
+            the program was refused or failed.
     """
     if not programs:
         return []
@@ -114,8 +115,8 @@ def _results(line: str) -> list[Any] | str:
 
 
 def _serve() -> None:
-    """Run the programs from standard input in child processes; print each child's line of JSON, up
-    to `_ANSWER` bytes."""
+    """Run the programs from standard input, each in a child process. For each child, print its line
+    of JSON, up to `_ANSWER` bytes."""
     for source, arguments in json.load(sys.stdin):
         reader, writer = os.pipe()
         child = os.fork()
@@ -133,8 +134,8 @@ def _serve() -> None:
 
 
 def _confine(writer: int) -> None:
-    """Restrict this process: only the pipe `writer` stays open, and time, memory and files are
-    limited."""
+    """Restrict this process. Only the pipe `writer` stays open, as standard output; time, memory
+    and files are limited."""
     import resource
 
     os.dup2(writer, 1)
@@ -169,8 +170,8 @@ def _answer(source: str, arguments: Sequence[Any]) -> str:
 
 
 def _function(source: str) -> Callable[[Any], Any]:
-    """Compile the function in a source text; `ValueError` for syntax that is not allowed,
-    `SyntaxError` if it is not Python."""
+    """Return the function that a source text defines; `ValueError` for syntax that is not allowed,
+    `SyntaxError` if the text is not Python."""
     module = ast.parse(source)
     match module.body:
         case [

@@ -1,4 +1,4 @@
-"""Sources of records: files of JSON, and datasets that the package `datasets` reads."""
+"""Sources of records: JSON files, and datasets that the package `datasets` reads."""
 
 import gzip
 import os
@@ -27,9 +27,9 @@ _TABLES = {".parquet": "parquet", ".csv": "csv"}
 
 @dataclass(frozen=True)
 class DataPath:
-    """The location of records: PATH, or PATH:CONFIG for a configuration of a dataset, optionally
-    followed by *WEIGHT. A weight of 2 uses each record twice, a weight of 0.5 uses about half of
-    the records."""
+    """The location of records. It is written as PATH, or as PATH:CONFIG for one configuration of a
+    dataset; *WEIGHT may follow. A weight of 2 uses each record twice, a weight of 0.5 uses about
+    half of the records."""
 
     path: str
     config: str | None = None
@@ -37,8 +37,8 @@ class DataPath:
 
     @classmethod
     def of(cls, text: str) -> "DataPath":
-        """Parse a path of data; if a file or folder has exactly this name, the name is used as it
-        is."""
+        """Parse the location of data. If a file or folder has exactly the name `text`, the whole
+        text is the path. `ValueError` if the weight is 0."""
         if os.path.exists(text):
             return cls(text)
         path, weight = text, 1.0
@@ -59,9 +59,9 @@ class DataPath:
 
 @dataclass(frozen=True)
 class Source:
-    """Tables of records, by the names that error messages use. An item is a row, or a line of JSON
-    as bytes, skipped if blank. `weights` holds the tables' weights other than 1: how often each
-    record is used."""
+    """A source of records: tables, by the names that error messages use. An item of a table is a
+    row, or a line of JSON as bytes; blank lines are skipped. `weights` maps the name of a table to
+    how often each of its records is used, by default 1."""
 
     tables: Mapping[str, Iterable[Any]]
     weights: Mapping[str, float] = field(default_factory=dict)
@@ -69,9 +69,10 @@ class Source:
 
 @dataclass(frozen=True)
 class JsonFile:
-    """A JSON file, optionally compressed by gzip: one object per line, or one array of objects.
-    Iteration yields lines as bytes, or the items of the array; `FieldError` for an array that is
-    not JSON. With `begin` and `end`, in bytes, it is a part of a file of lines."""
+    """A JSON file, optionally compressed by gzip. It holds one object per line, or one array of
+    objects. Iteration yields the lines as bytes, or the items of the array; `FieldError` if the
+    array is not JSON. With `begin` and `end`, which count bytes, only this part of a file of lines
+    is read."""
 
     path: str
     begin: int = 0
@@ -92,8 +93,8 @@ class JsonFile:
                 yield line
 
     def parts(self, size: int) -> Iterator[tuple["JsonFile", int]]:
-        """Divide a file of plain lines into parts of about `size` bytes; yield each part with the
-        number of its first line, counted from 1. Any other file is a single part."""
+        """Divide a file of plain lines into parts of about `size` bytes. Yield each part with the
+        number of its first line, counted from 1. A file of another kind is a single part."""
         if self._kind() != "lines":
             yield self, 1
             return
@@ -111,7 +112,7 @@ class JsonFile:
             yield JsonFile(self.path, begin, position), first
 
     def _kind(self) -> str:
-        """Return the kind of the file: compressed, an array, or lines."""
+        """Return the kind of the file: "gzip", "array" or "lines"."""
         with open(self.path, "rb") as file:
             if file.read(len(_GZIP)) == _GZIP:
                 return "gzip"
@@ -119,8 +120,8 @@ class JsonFile:
 
 
 def _begins_array(file: Any) -> bool:
-    """Return whether the first non-blank character of a file begins an array; then go back to the
-    beginning of the file."""
+    """Return whether the first non-blank character of a file is the bracket that begins an array.
+    Reading then starts at the beginning of the file again."""
     file.seek(0)
     first = b""
     for line in file:
@@ -132,13 +133,14 @@ def _begins_array(file: Any) -> bool:
 
 
 def json_lines(paths: Sequence[str]) -> Source:
-    """Make a source from JSON files."""
+    """Make a source whose tables are the JSON files at `paths`."""
     return Source({path: JsonFile(path) for path in paths})
 
 
 def open_source(paths: Sequence[str], split: str = "train") -> Source:
-    """Open data as a source: files of JSON, parquet or CSV, and the `split` of datasets. A dataset
-    is a folder that `datasets` saved or can load, or an id on the Hub (see `DataPath`).
+    """Open data as a source. Each path (see `DataPath`) is a JSON, parquet or CSV file, or a
+    dataset, of which `split` is read: a folder that `datasets` saved or can load, or an id on the
+    Hub.
 
     Raises:
         RecordError: if a path is missing or cannot be read.
@@ -168,11 +170,11 @@ def open_source(paths: Sequence[str], split: str = "train") -> Source:
 
 
 def source_of(dataset: Any, name: str) -> Source | None:
-    """Make the source of a dataset: a `datasets.Dataset`, a list of records or another map-style
-    dataset of mappings, a path that `open_source` takes, or a source. Error messages call the
-    dataset `name`.
+    """Return a dataset as a source. The dataset is a `datasets.Dataset`, a list of records or
+    another map-style dataset of mappings, a path that `open_source` accepts, or already a source.
+    `name` is its name in error messages.
 
-    Returns None if the first item is not a mapping. `ValueError` if the dataset has no length,
+    Return None if the first item is not a mapping. `ValueError` if the dataset has no length,
     `RecordError` if a path cannot be read.
     """
     if isinstance(dataset, str | os.PathLike):
@@ -192,8 +194,8 @@ def source_of(dataset: Any, name: str) -> Source | None:
 
 @dataclass(frozen=True)
 class TableRows:
-    """The rows of a `datasets.Dataset` without nulls. A table fills missing fields of a row with
-    null, also in the arguments of a tool call, and templates would print them."""
+    """The rows of a `datasets.Dataset`, without nulls. A table fills missing fields of a row with
+    null, even in the arguments of a tool call, and templates would print these nulls."""
 
     table: Any
 
@@ -205,18 +207,18 @@ class TableRows:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Drop nulls in objects, at any depth."""
+    """Return a value in which objects have no null fields, at any depth."""
     if isinstance(value, Mapping):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 class Problems:
-    """The malformed records of a source. Without `skip`, the first 20 are raised together; with it,
-    all are counted, and a warning names the first 20.
+    """A collector of the malformed records of a source. Without `skip`, the first 20 are raised as
+    one error. With `skip`, all are counted, and a warning names the first 20.
 
     Attributes:
-        texts: The error of each malformed record, with its place.
+        texts: For each malformed record, a text that describes its error and where it is.
         count: Number of records that were read.
     """
 
@@ -226,15 +228,15 @@ class Problems:
         self.count = 0
 
     def add(self, text: str) -> None:
-        """Record a malformed record; raise `RecordError` at the twentieth, unless malformed records
-        are skipped."""
+        """Add the text of a malformed record. At the twentieth, raise `RecordError`, unless
+        malformed records are skipped."""
         self.texts.append(text)
         if len(self.texts) == _MAX_PROBLEMS and not self.skip:
             raise RecordError(self.texts, incomplete=True)
 
     def report(self) -> None:
-        """Raise `RecordError` if there are malformed records or, with `skip`, if all records are
-        malformed; otherwise warn about the skipped ones."""
+        """Raise `RecordError` if there are malformed records; with `skip`, only if all records are
+        malformed, and otherwise warn about those that were skipped."""
         count = len(self.texts)
         if not count:
             return
@@ -249,8 +251,14 @@ class Problems:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of reading a record: the record's number, the result or the error, which
-    `problem` describes with its place, and how often the record is used."""
+    """The outcome of reading one record.
+
+    Attributes:
+        number: The number of the record in its table; 0 for an error of the whole table.
+        parsed: The result, or the `FieldError` that was raised.
+        copies: How often the record is used.
+        problem: A text that describes the error and where it is; empty without an error.
+    """
 
     number: int
     parsed: Any
@@ -261,8 +269,9 @@ class Outcome:
 def outcomes(
     name: str, rows: Iterable[Any], first: int, weight: float, read: Callable[[Any], Any]
 ) -> Iterator[Outcome]:
-    """Read the rows of a table whose first row has the number `first`. Errors of single records are
-    outcomes; an error of the whole file is an outcome with number 0."""
+    """Read the rows of a table with the function `read`, and yield the outcome of each. `first` is
+    the number of the first row, and `weight` is how often each row is used. An error in one record
+    is the outcome of that record. An error of the whole file is an outcome with number 0."""
     try:
         for number, row in enumerate(rows, start=first):
             if isinstance(row, bytes) and not row.strip():
@@ -287,15 +296,16 @@ def outcomes(
 def checked(
     source: Source, read: Callable[[Any], Any], skip: bool = False
 ) -> Iterator[tuple[int, Any]]:
-    """Read the records of a source. For each line or record, yield its number, counted from 1, and
-    the result of `read`, as often as the weight of its table requires.
+    """Read the records of a source. For each record, yield its number in its table, counted from 1,
+    and the result of `read`, as often as the table's weight requires.
 
-    `read` raises `FieldError` for a malformed record. After the first malformed record nothing is
-    yielded: the rest is read only to collect further errors, and all are raised together. With
-    `skip` malformed records are left out, counted and named in a warning.
+    `read` must raise `FieldError` for a malformed record. After the first malformed record nothing
+    more is yielded: the remaining records are read only to collect further errors, which are raised
+    together. With `skip`, malformed records are left out, and a warning counts and names them.
 
     Raises:
-        RecordError: if some record is malformed, or a table has none; with `skip` if all are.
+        RecordError: if a record is malformed, or a table has no records; with `skip`, only if no
+            record is well-formed.
     """
     problems = Problems(skip)
     for name, rows in source.tables.items():
@@ -316,7 +326,9 @@ def checked(
 
 
 def _load(place: DataPath, split: str, reader: str | None) -> "TableRows":
-    """Load a dataset, or a file with the `reader` of `datasets` for its kind."""
+    """Load the dataset or file at `place`. `reader` is the name of the reader in `datasets` for a
+    file of this kind, None for a dataset. `RecordError` if it cannot be read, `ImportError` if
+    `datasets` is not installed."""
     path = Path(place.path)
     try:
         datasets = import_module("datasets")

@@ -1,6 +1,6 @@
 """Synthetic, verifiable problems for small diffusion language models.
 
-Three families, each a pure function of ``(family, split, index)``:
+There are three families. A problem is a pure function of its family, split, index and seed.
 
 * ``math``: a word problem with small numbers, answered by a chain of short equations and a final
   ``#### number``.
@@ -9,11 +9,11 @@ Three families, each a pure function of ``(family, split, index)``:
 * ``source``: a stretch of real Python source of the interpreter's standard library, to be
   continued. It has no right answer.
 
-The answers contain free choices that must agree with each other (the order of operands, names of
-one to three tokens that recur, loop or comprehension): a decoder that reveals several positions at
-once without checking gets them wrong.
+The answers contain free choices that must agree with each other: the order of operands, names of
+one to three words that recur, a loop or a comprehension. A decoder that reveals several positions
+at once, without checking that they agree, gets the answers wrong.
 
-The hash of a problem's prompt decides its split, so no prompt can occur in two splits; the splits
+The hash of a problem's prompt decides its split, so no prompt can occur in two splits. The splits
 also draw from disjoint seeds. `mrp tasks` writes problems as JSON lines.
 """
 
@@ -46,12 +46,14 @@ _SPLIT_RANGES: dict[Split, range] = {
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem: the user's `prompt` (for ``source`` the text to continue), and one of its right
-    answers.
+    """A synthetic problem.
 
     Attributes:
-        number: ``math``: the number that must follow ``####``.
-        cases: ``code``: ``(argument, result)`` pairs that the function must reproduce.
+        family: The family of the problem.
+        prompt: The user's prompt; in ``source``, the text to continue.
+        answer: One of the right answers; in ``source``, the real continuation.
+        number: In ``math``, the number that must follow ``####``.
+        cases: In ``code``, pairs ``(argument, result)`` that the function must reproduce.
     """
 
     family: Family
@@ -138,8 +140,9 @@ _EQUATION = re.compile(r"([a-z_]+) = (\d{1,9}) ([-+*]) (\d{1,9}) = (\d{1,9})")
 
 
 def _judge_math(problem: Problem, text: str) -> bool:
-    """Return whether the final number is right, every equation is true and continues from the
-    result before it, and all are about the unknown that the opening names."""
+    """Return whether a text solves a problem. Its final number must be right; every equation must
+    be true, and use the result of the equation before it; and all equations must be about the same
+    unknown, which the first line names."""
     lines = text.strip().split("\n")
     if len(lines) < 3 or lines[-1] != f"#### {problem.number}":
         return False
@@ -165,8 +168,8 @@ def _judge_math(problem: Problem, text: str) -> bool:
 
 @dataclass(frozen=True)
 class _Phrase:
-    """A fragment of a specification: its words, its Python code (``{x}`` stands for the variable),
-    and the function that it computes."""
+    """A fragment of a specification: its words, the ways to write it in Python (``{x}`` stands for
+    the variable), and the function that it computes."""
 
     words: str
     python: tuple[str, ...]
@@ -325,8 +328,8 @@ _SOURCE_ANSWER_CHARS = 240
 
 @cache
 def source_modules(split: Split) -> tuple[str, ...]:
-    """Read the texts of the standard library's top-level modules that belong to a split (by hash of
-    the module's name)."""
+    """Return the texts of those top-level modules of the standard library that belong to a split.
+    The hash of a module's name decides its split; small modules are left out."""
     folder = Path(sysconfig.get_path("stdlib"))
     return tuple(
         path.read_text(encoding="utf-8")
@@ -345,7 +348,7 @@ def _source(rng: random.Random, split: Split) -> Problem:
 
 
 def belongs(text: str, split: Split) -> bool:
-    """Return whether a text or a name belongs to a split, by its hash."""
+    """Return whether a text or a name belongs to a split, which its hash decides."""
     return (
         int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") % 100
         in _SPLIT_RANGES[split]
@@ -369,8 +372,8 @@ def make_problem(family: Family, split: Split, index: int, seed: int = 0) -> Pro
 
 
 def problems(family: Family, split: Split, count: int, seed: int = 0) -> list[Problem]:
-    """List the first ``count`` problems of a split with different prompts; `ValueError` if it has
-    fewer."""
+    """List the first ``count`` problems of a split that have different prompts; `ValueError` if the
+    split has fewer."""
     by_prompt: dict[str, Problem] = {}
     index = 0
     while len(by_prompt) < count:
@@ -386,12 +389,12 @@ def problems(family: Family, split: Split, count: int, seed: int = 0) -> list[Pr
 
 
 def judge(problems: Sequence[Problem], texts: Sequence[str]) -> list[bool | None]:
-    """Judge one text, without special tokens, for each problem; functions run in a process of their
-    own (`run_functions`).
+    """Judge one text, without special tokens, for each problem. Functions are run in processes of
+    their own (`run_functions`).
 
     ``math``: True if the chain of equations is true and ends in the right number. ``code``: True if
-    the text is one function, allowed by the sandbox, that reproduces every hidden case. ``source``:
-    None, since real text has no right continuation.
+    the text is one function, allowed by the sandbox, that gives the right result in every hidden
+    case. ``source``: None, since real text has no right continuation.
     """
     programs = []
     for problem, text in zip(problems, texts, strict=True):
@@ -410,8 +413,8 @@ def judge(problems: Sequence[Problem], texts: Sequence[str]) -> list[bool | None
 
 
 def training_lines(family: Family, split: Split, count: int, seed: int = 0) -> Iterator[str]:
-    """Yield problems as JSON records to train on: chats, or for `source` a prompt and its
-    completion."""
+    """Yield problems as JSON lines to train on. Each line is a chat or, for `source`, a prompt and
+    its completion."""
     for problem in problems(family, split, count, seed):
         if family == "source":
             yield json.dumps({"prompt": problem.prompt, "completion": problem.answer})

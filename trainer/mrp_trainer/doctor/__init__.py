@@ -1,2 +1,2 @@
-"""The command `mrp doctor`: checks whether results on this machine are right, and timings of a
-round."""
+"""The command `mrp doctor`, which checks that results on this machine are correct, and times
+rounds."""

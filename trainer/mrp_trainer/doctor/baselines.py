@@ -1,5 +1,6 @@
 """Baselines for the time of a round: the same step in plain transformers, without this package's
-decoding. A step is a forward of one block after a prefix, and the pick of its likeliest tokens."""
+decoding. A step is a forward of one block after a prefix, and the choice of the likeliest token at
+each position."""
 
 import statistics
 from collections.abc import Callable, Iterator
@@ -20,8 +21,9 @@ Step = Callable[[], Tensor]
 
 
 def baseline_steps(model: MRPForCausalLM, rows: int, prefix: int) -> dict[str, Step]:
-    """Make the step of each baseline, by name. A step returns the likeliest tokens [rows, block] of
-    a block of masks after a prefix of random ids.
+    """Return a dict from the name of each baseline to its step, a function that returns the
+    likeliest tokens, int64 [rows, block], of a block of masks. The block follows a prefix of random
+    ids, whose length is `prefix` rounded down to whole blocks (at least one).
 
     The step with a `StaticCache` is compiled by `torch.compile(mode="reduce-overhead")` when it is
     first called.
@@ -74,8 +76,8 @@ def baseline_steps(model: MRPForCausalLM, rows: int, prefix: int) -> dict[str, S
 def time_baselines(
     model: MRPForCausalLM, rows: int, prefix: int, compiled: bool
 ) -> Iterator[tuple[str, float]]:
-    """Yield the name of each baseline and the median seconds of its step, including the transfer of
-    the tokens to the host; the compiled baseline only on request."""
+    """Yield the name of each baseline and the median time of its step in seconds, including the
+    transfer of the tokens to the host. The compiled baseline is included only if `compiled`."""
     for name, step in baseline_steps(model, rows, prefix).items():
         if not compiled and name.endswith("compiled"):
             continue

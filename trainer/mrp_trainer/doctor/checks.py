@@ -1,5 +1,5 @@
-"""Checks that weights are finite, that kernels agree with their PyTorch twins, and that texts which
-must be equal are equal."""
+"""Checks that weights are finite, that kernels agree with their PyTorch twins, and that texts are
+equal where they must be."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -49,9 +49,14 @@ PUBLISHED = {"1.7B": (2048, 6144, 28, 16), "4B": (2560, 9728, 36, 32), "8B": (40
 
 @dataclass(frozen=True)
 class Check:
-    """The result of a check: `ok` is None if it could not run, `difference` is the largest
-    deviation from the right values, and `note` has details, or the reason why the check did not run
-    or failed."""
+    """The result of a check.
+
+    Attributes:
+        name: The name of the check.
+        ok: Whether the check passed; None if it could not run.
+        difference: The largest deviation from the correct values, if it was measured.
+        note: Details, or the reason why the check did not run or failed.
+    """
 
     name: str
     ok: bool | None
@@ -77,8 +82,8 @@ def checked(name: str, check: Callable[[], Check]) -> Check:
 
 @torch.no_grad()
 def random_model(config: MRPConfig, dtype: torch.dtype, device: torch.device) -> MRPForCausalLM:
-    """Make a model with random matrices and norms of one. It has no eos token, so it decodes every
-    text to its limit."""
+    """Make a model whose matrices are random and whose norms have weights of 1. It has no eos
+    token, so it decodes every text to its limit."""
     with torch.device("meta"):
         model = MRPForCausalLM(config)
     model = model.to(dtype).to_empty(device=device).eval()
@@ -95,8 +100,8 @@ def random_model(config: MRPConfig, dtype: torch.dtype, device: torch.device) ->
 
 
 def published_config(size: str) -> MRPConfig:
-    """Make the config of a published size, such as 4B, with a head of three layers; `ValueError`
-    for an unknown size."""
+    """Make the config of a model of a published size, such as 4B, with a head of three layers;
+    `ValueError` for an unknown size."""
     if (shape := PUBLISHED.get(size.upper())) is None:
         raise ValueError(f"--random {size}: choose one of {', '.join(PUBLISHED)}")
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -119,8 +124,9 @@ def published_config(size: str) -> MRPConfig:
 def inputs_of(
     model: MRPForCausalLM, tokenizer: PreTrainedTokenizerBase | None, rows: int, length: int
 ) -> dict[str, Tensor]:
-    """Make inputs of `generate`, [rows, tokens] long: `QUESTIONS` in turn, or `length` random
-    tokens without a tokenizer."""
+    """Make the inputs `input_ids` and `attention_mask` of `generate`, int64 [rows, tokens] each.
+    The rows contain the `QUESTIONS` in turn or, if `tokenizer` is None, `length` random tokens
+    each."""
     if tokenizer is None:
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(
@@ -143,7 +149,8 @@ def inputs_of(
 
 
 def decode(model: MRPForCausalLM, inputs: dict[str, Tensor], **options: Any) -> Any:
-    """Decode greedily; return the output without its cache, to free memory."""
+    """Decode `inputs` greedily with further `options` of `generate`; return the output without its
+    cache, to free memory."""
     arguments: dict[str, Any] = {"max_new_tokens": TOKENS, "do_sample": False, **inputs, **options}
     out: Any = model.generate(**arguments, return_dict_in_generate=True)
     out.past_key_values = None
@@ -151,12 +158,13 @@ def decode(model: MRPForCausalLM, inputs: dict[str, Tensor], **options: Any) -> 
 
 
 def drafters(model: MRPForCausalLM) -> tuple[str, ...]:
-    """List the modes that draft with this model, the best first."""
+    """List the drafting modes that this model can use, the best first."""
     return ("mrp_spec", "self_spec") if model.config.has_head else ("self_spec",)
 
 
 def check_weights(model: MRPForCausalLM) -> Iterator[Check]:
-    """Check that the weights of the backbone, and of the head if any, are finite."""
+    """Check that the weights of the backbone are finite, and those of the head if the model has
+    one."""
     for component in ("backbone", *["head"] * model.config.has_head):
         weights = {}
         for name, weight in model.named_parameters():
@@ -171,7 +179,7 @@ def check_weights(model: MRPForCausalLM) -> Iterator[Check]:
 
 def check_noise(device: torch.device) -> Iterator[Check]:
     """Compare the noise that a device makes for sampling with the noise that the host makes for
-    drafts: keys must be equal to the bit, noise up to rounding."""
+    drafts. The keys must be equal to the bit; the noise must be equal up to rounding."""
     seeds = (0, 1, (1 << 31) + 1, (1 << 62) - 1)
     table = [(seed, 9999 * index, index + 1) for index, seed in enumerate(seeds)]
 
@@ -193,8 +201,8 @@ def check_noise(device: torch.device) -> Iterator[Check]:
 
 
 def check_kernels(model: MRPForCausalLM) -> Iterator[Check]:
-    """Compare each kernel with its PyTorch twin on sample arguments that have the model's
-    widths."""
+    """Compare each kernel with its PyTorch twin on sample arguments that have the sizes of the
+    model."""
     weight = model.lm_head.weight.detach()
     template = weight if weight.dtype in KERNEL_DTYPES else weight.float()
     if unusable(template.device, template.dtype, interpreted=True) is not None:
@@ -218,8 +226,8 @@ def check_kernels(model: MRPForCausalLM) -> Iterator[Check]:
 
 
 def check_drafts(model: MRPForCausalLM, inputs: dict[str, Tensor], states: int) -> Iterator[Check]:
-    """Compare the texts of each drafting mode with those of its target without drafts; `states` is
-    K."""
+    """Compare the texts that each drafting mode decodes with the texts that its target decodes
+    without drafts. `states` is the option `num_draft_states`."""
     plain: dict[str, Any] = {}
     if model.device.type == "cpu":
         plain = {"graphs": False, "kernels": False}
@@ -240,11 +248,12 @@ def check_drafts(model: MRPForCausalLM, inputs: dict[str, Tensor], states: int) 
 def check_fast_paths(
     model: MRPForCausalLM, inputs: dict[str, Tensor], states: int
 ) -> Iterator[Check]:
-    """Compare texts decoded with CUDA graphs, and with kernels, to texts decoded without them;
-    report fallbacks to PyTorch.
+    """Compare texts decoded with CUDA graphs to texts decoded without graphs, and texts decoded
+    with kernels to texts decoded without kernels. A check also fails if decoding fell back to
+    PyTorch.
 
     Texts decoded with kernels are compared on a GPU only; for interpreted kernels, `check_kernels`
-    compares single results.
+    compares single results. `states` is the option `num_draft_states`.
     """
     mode: dict[str, Any] = {"decoding": drafters(model)[0], "num_draft_states": states}
 
@@ -273,8 +282,9 @@ def check_fast_paths(
 
 
 def compare_texts(name: str, output: Any, expected: Any, dtype: torch.dtype) -> Check:
-    """Compare two outputs whose texts should be equal; they may differ only after a near-tie, which
-    rounding decides."""
+    """Compare two outputs whose texts should be equal: two texts may differ only from a near-tie
+    on, which rounding decides. `name` is the name of the check, and `dtype` is the dtype of the
+    model."""
     row_gaps = gaps(output, expected)
     differing = [gap for gap in row_gaps if gap is not None]
     if not differing:
@@ -288,14 +298,14 @@ def compare_texts(name: str, output: Any, expected: Any, dtype: torch.dtype) -> 
 
 
 def gaps(output: Any, expected: Any) -> list[float | None]:
-    """Measure for each row the difference of log-probabilities at the point where the texts of two
-    `generate` outputs diverge; None if the texts are equal.
+    """Measure, for each row, how much the log-probabilities of two `generate` outputs differ at the
+    point where their texts diverge; None for a row whose texts are equal.
 
     Kernels round sums differently from PyTorch, so a near-tie can fall either way, and all later
-    tokens may differ. So the gap is measured at the first step whose reveals differ, between the
-    mean log-probabilities of the tokens that each text reveals in this step. Before it both texts
-    are equal, so the means are close if both are right; the gap is infinite if only one text goes
-    on.
+    tokens may differ. So the gap is measured at the first step in which the reveals differ: it is
+    the difference between the mean log-probabilities of the tokens that the two texts reveal in
+    this step. Before this step the texts are equal, so the means are close if both texts are
+    correct. The gap is infinite if only one of the texts reveals tokens in this step.
     """
     row_gaps: list[float | None] = []
     for row in range(len(output.sequences)):
@@ -317,7 +327,8 @@ def gaps(output: Any, expected: Any) -> list[float | None]:
 
 
 def _mean_logprob(reveals: dict[int, tuple[int, int, float]], step: int) -> float:
-    """Average the log-probabilities of the reveals of a step; infinity if it has none."""
+    """Return the mean log-probability of the tokens that a step reveals; infinity if it reveals
+    none. `reveals` is a result of `_revealed`."""
     logprobs = [logprob for reveal_step, _, logprob in reveals.values() if reveal_step == step]
     return sum(logprobs) / len(logprobs) if logprobs else math.inf
 

@@ -24,8 +24,8 @@ from modeling_mrp.rules.draft import mix_bits, noise_key
 
 
 def pseudo_random(*shape: int, template: Tensor, seed: int = 0) -> Tensor:
-    """Make pseudo-random numbers of a given shape by hashing, with mean 0 and variance 1, on the
-    device and in the dtype of `template`."""
+    """Make a tensor of pseudo-random numbers with mean 0 and variance 1, on the device and in the
+    dtype of `template`. The numbers are hashes of their indices, and differ for each `seed`."""
     numbers = mix_bits(
         torch.arange(seed << 24, (seed << 24) + math.prod(shape), device=template.device)
     )
@@ -39,17 +39,18 @@ def _norm(width: int, template: Tensor, seed: int = 0) -> Qwen3RMSNorm:
 
 
 def _tokens(width: int, template: Tensor, seed: int = 0) -> Tensor:
-    """Make states [2, 3, width] of a large token, a usual one, and one whose mean square is near
-    the epsilon of a norm."""
+    """Make inputs [2, 3, width] for norms. Each row has three tokens: one with large values, one
+    with usual values, and one whose mean square is near a norm's epsilon."""
     return pseudo_random(2, 3, width, template=template, seed=seed) * torch.tensor(
         [9.0, 1.0, 1e-3], device=template.device
     )[:, None].to(template)
 
 
 def _pick_samples(vocab: int, template: Tensor) -> Iterator[tuple[Any, ...]]:
-    """Yield arguments for `PICK`, on the device of `template`: logits with a few likely tokens per
-    row (tied in one row), picked greedily, greedily with a least logit that only the likeliest
-    token reaches, and by sampling."""
+    """Yield three sets of arguments for `PICK`, on the device of `template`. All have the same
+    logits: each row has a few likely tokens, and in one row these are tied. The first set picks
+    greedily. The second picks greedily with a minimum logit that only the likeliest token reaches.
+    The third samples."""
     rows = 12
     template = template.float()
     logits = pseudo_random(rows, vocab, template=template)
@@ -70,9 +71,9 @@ def _pick_samples(vocab: int, template: Tensor) -> Iterator[tuple[Any, ...]]:
 def _attention_samples(
     heads: int, kv_heads: int, dim: int, template: Tensor
 ) -> Iterator[tuple[Any, ...]]:
-    """Make a sample for `ROUND_ATTENTION`: three rows of two states, the second a child of the
-    first, after prefixes of 5, 152 and 299 slots, long enough to be split and merged; yield it
-    twice, as for two layers."""
+    """Make arguments for `ROUND_ATTENTION`, and yield them twice, as for two layers. There are
+    three rows of two states, the second a child of the first, after prefixes of 5, 152 and 299
+    slots, which are long enough to be split and merged."""
     block = 4
     used = 512
     parent = torch.arange(-1, 1, device=template.device).repeat(3, 1)
@@ -86,7 +87,7 @@ def _attention_samples(
 
 
 def _rotation_sample(heads: int, kv_heads: int, dim: int, template: Tensor) -> tuple[Any, ...]:
-    """Make a sample for `ROTATED`, whose output tensors for keys and values are filled with NaN."""
+    """Make arguments for `ROTATED`. The output tensors for keys and values are filled with NaN."""
     angles = 3 * pseudo_random(2, 3, dim // 2, template=template).repeat(1, 1, 2)
     target = template.new_full((2, 2, kv_heads, 3, dim), torch.nan)
     norms = _norm(dim, template), _norm(dim, template, 1)
@@ -100,8 +101,8 @@ def _rotation_sample(heads: int, kv_heads: int, dim: int, template: Tensor) -> t
 
 @torch.no_grad()
 def samples_of(config: Any, template: Tensor) -> dict[Kernel, list[tuple[Any, ...]]]:
-    """Make sample arguments for every kernel in the sizes of a config, with the device and dtype of
-    `template`."""
+    """Return a dict from every kernel to a list of sample arguments, which have the sizes in a
+    config and the device and dtype of `template`."""
     heads = config.num_attention_heads
     kv_heads = config.num_key_value_heads
     dim = config.head_dim
@@ -122,7 +123,8 @@ def samples_of(config: Any, template: Tensor) -> dict[Kernel, list[tuple[Any, ..
 
 @torch.no_grad()
 def run_both(kernel: Kernel, arguments: tuple[Any, ...]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Run a kernel and its PyTorch twin on the same arguments; yield pairs of their results."""
+    """Run a kernel and its PyTorch twin on the same arguments; yield pairs of the kernel's and the
+    twin's results."""
     returned = kernel.launch(*arguments)
     # kernel and twin may write to the same memory
     results = [

@@ -1,10 +1,10 @@
-"""Comparison of the log-odds that decoding computes at given states with those of a `Reference` at
-the same states.
+"""Comparison of the log-odds that decoding computes at given states with those that a `Reference`
+computes at the same states.
 
-Rows of several lengths go through the same four steps as in `generate`, but along a script: the
-revealed tokens and their order are drawn from a seed, so that both sides see the same states
-regardless of rounding. A second reference, in the model's own dtype, is the *control*: it shows the
-deviation that rounding alone causes.
+Rows of several lengths go through the same four steps as in `generate` (prefill, score, head,
+commit), but follow a script. In a script, the revealed tokens and their order are drawn from a
+seed, so that decoding and reference see the same states regardless of rounding. A second reference,
+in the model's own dtype, is the *control*: it shows the deviation that rounding alone causes.
 """
 
 import math
@@ -44,13 +44,14 @@ GROUPS = ("prompts", "rounds", "the head")
 
 @dataclass(frozen=True)
 class Comparison:
-    """Deviations of a state's scores from the reference, and those of the control, at its masked
-    columns.
+    """The deviation of one state's scores from the reference, and that of the control, at the
+    masked columns of the state.
 
     Attributes:
-        error, control: Root mean square, in nats, of two numbers per picked token: the deviation of
-            its log-odds from the reference, and by how much it lies below the likeliest token in
-            the reference.
+        error: Root mean square, in nats, of two numbers for each masked column: how far the
+            log-odds of the picked token deviate from the reference, and how far the picked token
+            lies below the likeliest token in the reference.
+        control: The same for the control's likeliest tokens.
         columns: Number of masked columns.
     """
 
@@ -61,15 +62,22 @@ class Comparison:
 
 @dataclass
 class Recorded:
-    """The scored states of one row, with the scores; for the head, also the index of the state that
-    it started from, among the row's scored states."""
+    """The scored states of one row in one group, with their scores.
+
+    Attributes:
+        states: The states.
+        scores: For each state, its scores.
+        sources: For each state that the head scored, the index of the state that the head started
+            from, among the row's recorded states of the group `rounds`; -1 in other groups.
+    """
 
     states: list[State] = field(default_factory=list)
     scores: list[Scores] = field(default_factory=list)
     sources: list[int] = field(default_factory=list)
 
     def columns(self) -> list[tuple[int, int, int, float]]:
-        """List the masked columns: the state's index, the column, its picked token and log-odds."""
+        """List the masked columns of all states, each as a tuple: the index of the state, the
+        column, the picked token, and this token's log-odds."""
         columns = []
         for index, (state, scores) in enumerate(zip(self.states, self.scores, strict=True)):
             for column in state.free:
@@ -78,20 +86,22 @@ class Recorded:
 
 
 class Script:
-    """The states of a row, by round, and the recorded scores.
+    """The states that a row goes through, round by round, and the scores that are recorded for
+    them.
 
     Args:
         prompt: Ids of the prompt.
-        model: The model, whose config has block size and special ids.
+        model: The model. Its config has the block size and special ids.
         index: Index of the row.
         generator: Draws tokens and the order in which they are revealed.
 
     Attributes:
-        row: The row; its text is the prompt, then masks until a block is committed.
-        text: The clean text, in whole blocks.
-        rounds: By round, its nodes.
-        clean: By round, the index of the clean node that is committed after it, or None.
-        recorded: By group, the scored states and their scores.
+        row: The row. Its text is the prompt, then masks until a block is committed.
+        text: The complete text without masks, in whole blocks.
+        rounds: For each round, its nodes.
+        clean: For each round, the index of the clean node that is committed after the round, or
+            None.
+        recorded: For each group, the scored states and their scores.
     """
 
     def __init__(
@@ -119,9 +129,10 @@ class Script:
         self._add([Node(following, -1, None)], None)
 
     def _rounds_of_block(self, state: State, generator: random.Random) -> State:
-        """Add two rounds for a block. The first has states of one path, and one state beside the
-        path. The second has the rest of the path and the first states of the next block, which
-        attend to the clean one. Return the state that comes next."""
+        """Add two rounds for the block of `state`. The first round has three states of one path,
+        and one state beside the path. The second round has the last of these three, the clean state
+        at the end of the path, and the first two states of the next block, which attend to the
+        clean state. Return the last of these two, at which the next block's rounds begin."""
         order = list(state.free)
         generator.shuffle(order)
         half = max(1, len(order) // 2)
@@ -150,7 +161,7 @@ class Script:
         return self.row.successor(state, columns, self.text[state.start :][: self.row.block_size])
 
     def record(self, group: str, state: State, scores: Scores, source: int = -1) -> None:
-        """Record the scores of a state."""
+        """Record the scores of a state in a group; `source` is an item of `Recorded.sources`."""
         recorded = self.recorded[group]
         recorded.states.append(state)
         recorded.scores.append(scores)
@@ -158,8 +169,8 @@ class Script:
 
 
 def scripts_of(model: MRPForCausalLM, length: int, seed: int) -> list[Script]:
-    """Make scripts for prompts of random ids: a prompt of one block, one of two blocks and a part
-    of the next, and one of about `length` tokens."""
+    """Make three scripts for prompts of random ids: a prompt of one block, a prompt of two and a
+    half blocks, and a prompt of about `length` tokens."""
     generator = random.Random(seed)
     block = model.config.block_size
     ids = _ids_of(model.config)
@@ -179,10 +190,11 @@ def _ids_of(config: Any) -> list[int]:
 
 
 def check_log_odds(model: MRPForCausalLM, length: int) -> Iterator[Check]:
-    """Compare the log-odds that decoding computes with those of a reference, for the states of
-    prompts, of rounds and of the head; `length` is the length of the longest prompt.
+    """Compare the log-odds that decoding computes with those of a reference, in three groups:
+    states after prompts, states of rounds, and states that the head scores. `length` is the
+    approximate length of the longest prompt.
 
-    On a GPU, compare also without recordings, and without kernels.
+    On a GPU, repeat the comparison without CUDA graphs, and with neither graphs nor kernels.
     """
     settings: dict[str, tuple[bool | None, bool | None]] = {"": (None, None)}
     if model.device.type == "cuda":
@@ -213,7 +225,8 @@ def _run(
     graphs: bool | None,
     comparisons: dict[str, list[Comparison]],
 ) -> Check:
-    """Run scripts, and write their comparisons to `comparisons`."""
+    """Run scripts, and add their comparisons to `comparisons` by group; `kernels` and `graphs` are
+    as in `generate`. The check that is returned has always passed."""
     recorded = graphs is None and obstacle(model) is None
     for seed in range(REPLAYED if recorded else 1):
         scripts = scripts_of(model, length, seed)
@@ -224,7 +237,8 @@ def _run(
 
 
 def _unreadable(model: MRPForCausalLM) -> str | None:
-    """Explain why weights cannot be used by the reference's formulas; None if they can."""
+    """Explain why the reference's formulas cannot use the model's weights; return None if they
+    can."""
     for name, module in model.named_modules():
         if name.endswith(("_proj", "lm_head")) and type(module) is not nn.Linear:
             return f"{name} is a {type(module).__name__}, whose weights are not plain numbers"
@@ -233,7 +247,7 @@ def _unreadable(model: MRPForCausalLM) -> str | None:
 
 def judge(name: str, comparisons: Sequence[Comparison], rounding: float) -> Check:
     """Judge the comparisons of a group: errors must be about as large as those of the control.
-    `rounding` is the mean error of the control over all groups, in nats."""
+    `rounding` is the root mean square error of the control over all groups, in nats."""
     error = _pooled(comparisons, "error")
     control = max(_pooled(comparisons, "control"), rounding, 1e-12)
     worst = 0.0
@@ -249,7 +263,8 @@ def judge(name: str, comparisons: Sequence[Comparison], rounding: float) -> Chec
 
 
 def _pooled(comparisons: Sequence[Comparison], name: str) -> float:
-    """Pool the `error` or `control` of comparisons over all their columns."""
+    """Return the root mean square of the field `name` (`error` or `control`) of comparisons, over
+    all their columns."""
     columns, squares = 0, 0.0
     for state in comparisons:
         columns += state.columns
@@ -286,7 +301,8 @@ def play(
 
 
 def _play_round(networks: Networks, scripts: Sequence[Script], index: int) -> None:
-    """Score a round of each row, run the head over its states, and commit its clean blocks."""
+    """Run the round `index` of each script: score its states, run the head over them, and commit
+    its clean block, if any."""
     rows = [script.row for script in scripts]
     drafts = [script.rounds[index] for script in scripts]
     scores = networks.score(rows, drafts)
@@ -328,8 +344,8 @@ def _play_round(networks: Networks, scripts: Sequence[Script], index: int) -> No
 
 @torch.inference_mode()
 def compare(model: MRPForCausalLM, scripts: Sequence[Script]) -> dict[str, list[Comparison]]:
-    """Compare recorded scores with those of the reference; return the comparisons by group. States
-    without masks are left out."""
+    """Compare the recorded scores with those of the reference; return a dict from each group to its
+    comparisons. States without masks are left out."""
     dtype = torch.float32 if model.dtype.itemsize == 2 else torch.float64
     reference = Reference(model, dtype)
     control = Reference(model, model.dtype, rounds_norms=True)
@@ -364,7 +380,8 @@ def compare(model: MRPForCausalLM, scripts: Sequence[Script]) -> dict[str, list[
 
 
 def _hidden_states(reference: Reference, script: Script) -> dict[str, Tensor]:
-    """Compute, by group, the hidden states [states, block, hidden_size] at the recorded states."""
+    """Compute a reference's hidden states at the recorded states of a script; return a dict from
+    each group to a tensor [states, block, hidden_size]."""
     prompts, rounds, head = (_keys_of(script.recorded[group].states) for group in GROUPS)
     hidden = reference.backbone(script.text, [*prompts, *rounds])
     first, scored = hidden.states.split([len(prompts), len(rounds)])
@@ -382,9 +399,18 @@ def _keys_of(states: Sequence[State]) -> list[Key]:
 def _deviations(
     expected: Tensor, rounded: Tensor, tokens: Sequence[int], odds: Sequence[float]
 ) -> tuple[Tensor, Tensor]:
-    """Compute how far the picks at n columns deviate from the log-odds [n, vocab] of the reference,
-    and how far the control's do, [n, 2] each. The two numbers are the deviation of the picked
-    token's log-odds, and by how much that token lies below the likeliest one in the reference."""
+    """Compute how far picks at n columns deviate from the reference, and how far the control's
+    likeliest tokens do; return two tensors [n, 2].
+
+    The two numbers for each column are the deviation of the token's log-odds from the reference,
+    and how far the token lies below the likeliest token in the reference.
+
+    Args:
+        expected: Log-odds of the reference, [n, vocab].
+        rounded: Log-odds of the control, [n, vocab].
+        tokens: The picked tokens.
+        odds: The log-odds of the picked tokens.
+    """
     best, likeliest = rounded.max(1)
     values = torch.tensor(odds, dtype=torch.float64, device=expected.device)
     results = []

@@ -51,7 +51,8 @@ CUDA_BATCHES, CUDA_PREFIXES = [1, 4, 16], [512, 4096]
 
 @dataclass(frozen=True)
 class Baseline:
-    """The seconds of a step in plain transformers, for `rows` rows after `prefix` tokens."""
+    """The time of a step of plain transformers, in seconds, for `rows` rows after `prefix` tokens
+    each."""
 
     name: str
     rows: int
@@ -61,9 +62,18 @@ class Baseline:
 
 @dataclass
 class Report:
-    """The findings of `mrp doctor`: versions, device and model; checks; times of replayed rounds,
-    of baselines, and of calls of `generate` for each batch and K; and for each batch the K with the
-    most tokens per second (`proposed`), empty for random weights."""
+    """The findings of `mrp doctor`.
+
+    Attributes:
+        machine: Maps labels to the versions of packages, and to descriptions of device and model.
+        checks: The results of checks.
+        replays: Times of replayed rounds.
+        baselines: Times of the baselines' steps.
+        rounds: Times of rounds in calls of `generate`, for each number of rows and of states.
+        proposed: For each number of rows, the K (`num_draft_states`) with the most tokens per
+            second; empty for random weights.
+        costs: The measured costs of forwards; None if they were not measured.
+    """
 
     machine: dict[str, str]
     checks: list[Check] = field(default_factory=list)
@@ -125,8 +135,8 @@ class Report:
         return f"{_wrapped(note)}\n\n```json\n{{\n{table}\n}}\n```"
 
     def _check_table(self) -> list[str]:
-        """Format the checks as a table. A note that does not fit beside its check is printed below
-        the table, once for all checks that have it."""
+        """Format the checks as a table, followed by notes. A note that does not fit beside its
+        check is printed below the table, once for all checks that have the same note."""
         rows, below = [], dict[str, list[str]]()
         for check in self.checks:
             row = [
@@ -204,7 +214,7 @@ def _wrapped(text: str) -> str:
 
 
 def machine_of(device: torch.device) -> dict[str, str]:
-    """Collect the versions of packages, and the device's name."""
+    """Return a dict from labels to the versions of packages and the device's name."""
     machine = {
         "mrp": __version__,
         "python, torch, transformers": f"{platform.python_version()}, {torch.__version__}, "
@@ -305,7 +315,7 @@ def _time_parts(
     batches: Sequence[int],
     prefixes: Sequence[int],
 ) -> None:
-    """Measure the device's rates, and time replayed rounds and baselines; write the results to the
+    """Measure the device's rates, and time replayed rounds and baselines; add the results to the
     report."""
     rates: Device = measure_device(model.device, model.dtype)
     bandwidth = rates.bandwidth * model.dtype.itemsize / BYTES

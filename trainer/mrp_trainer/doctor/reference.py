@@ -1,9 +1,9 @@
-"""Backbone and head computed from their weights by formula, in a chosen dtype: the reference with
-which `mrp doctor` compares a model.
+"""Backbone and head computed from their weights by formula, in a chosen dtype. This is the
+reference with which `mrp doctor` compares a model.
 
-No module, kernel, cache or mask of the model takes part, except a feed-forward network that is not
-the usual gated one (experts), which is called as it is. The computation goes layer by layer, so
-that only one layer's weights at a time are held in a wider dtype.
+No module, kernel, cache or mask of the model takes part, with one exception: a feed-forward network
+of another kind than the usual gated one (experts) is called as it is. The computation goes layer by
+layer, so that only one layer's weights at a time are held in a wider dtype.
 """
 
 import copy
@@ -21,8 +21,12 @@ from modeling_mrp.rules.state import Key
 
 @dataclass(frozen=True)
 class Hidden:
-    """Final hidden states of a clean text, [tokens, hidden_size], and of states of its blocks,
-    [states, block_size, hidden_size]."""
+    """Hidden states of a clean text, and of states of its blocks.
+
+    Attributes:
+        text: Hidden states of the text's tokens, [tokens, hidden_size].
+        states: Hidden states of the states, [states, block_size, hidden_size].
+    """
 
     text: Tensor
     states: Tensor
@@ -30,13 +34,14 @@ class Hidden:
 
 @dataclass(frozen=True)
 class Reference:
-    """Reference of a model in a dtype.
+    """The reference computation for a model, in a dtype.
 
     Attributes:
         model: The model whose weights are read.
         dtype: The dtype of all products and sums.
-        rounds_norms: Whether norms round as transformers' modules do, to float32 and then to
-            `dtype`, as in a control that shows the effect of rounding on the model.
+        rounds_norms: Whether norms round as the modules of transformers do, which compute in
+            float32 and then convert to `dtype`. This is set for a control, which shows the effect
+            of rounding on the model.
     """
 
     model: MRPForCausalLM
@@ -45,14 +50,15 @@ class Reference:
 
     @property
     def device(self) -> torch.device:
-        """Return the device of the computation: the model's, or the CPU where that lacks
+        """Return the device of the computation: the model's device, or the CPU if that device lacks
         float64."""
         device: torch.device = self.model.device
         return torch.device("cpu") if device.type == "mps" else device
 
     def backbone(self, text: Sequence[int], states: Sequence[Key]) -> Hidden:
         """Compute the hidden states h_A for the tokens of a clean text of whole blocks, and for
-        states. A state sees the text before its block and itself."""
+        states of its blocks. A state's tokens attend to the text before its block, and to the state
+        itself."""
         backbone: Any = self.model.model
         layers = list(backbone.layers)[: self.model.config.num_hidden_layers]
         hidden = self._network(layers, backbone.norm, self._embed(text, states), states)
@@ -69,8 +75,12 @@ class Reference:
     ) -> Tensor:
         """Compute h_A + h_C at states, [states, block_size, hidden_size].
 
-        `hidden` has the hidden states h_A of the clean text; `sources`, [states, block_size,
-        hidden_size], has h_A of the states that the head starts from.
+        Args:
+            text: The ids of the clean text.
+            hidden: Its field `text` has the hidden states h_A of the clean text.
+            states: The keys of the states.
+            sources: For each state, the hidden states h_A of the state that the head starts from,
+                [states, block_size, hidden_size].
         """
         head: Any = self.model.mrp_head
         embedded = self._embed(text, states)
@@ -83,8 +93,8 @@ class Reference:
         return sources + output.states
 
     def log_odds(self, hidden: Tensor) -> Tensor:
-        """Compute the log-odds of all tokens, [n, vocab], from hidden states [n, hidden_size]; the
-        mask has none (-inf)."""
+        """Compute the log-odds of all tokens, [n, vocab], from hidden states [n, hidden_size];
+        those of the mask are -inf."""
         weight = self.model.lm_head.weight.detach().to(self.device)
         if self.dtype.itemsize == 2 and self.device.type == "cpu":
             logits = F.linear(hidden, weight.to(self.dtype)).float()
@@ -151,7 +161,8 @@ class Reference:
         return Hidden(self._norm(norm, text), self._norm(norm, drafted))
 
     def _feed_forward(self, layer: Any, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Add the feed-forward network of a layer to its inputs."""
+        """Apply the second norm and the feed-forward network of a layer to each input, and add the
+        input to the result."""
         mlp = layer.mlp
         normed = [self._norm(layer.post_attention_layernorm, hidden) for hidden in inputs]
         if not hasattr(mlp, "gate_proj"):
@@ -174,7 +185,8 @@ class Reference:
         return sums
 
     def _norm(self, norm: Any, hidden: Tensor) -> Tensor:
-        """Divide by the root of the mean square, and multiply by the norm's weight."""
+        """Divide `hidden` by its root mean square over the last dimension, and multiply it by the
+        norm's weight."""
         weight = self._cast(norm.weight)
         if not self.rounds_norms:
             scale = (hidden.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon).rsqrt()
@@ -184,8 +196,9 @@ class Reference:
         return weight * (wide * scale).to(self.dtype)
 
     def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute cos and sin of the rotary angles, [..., rotated / 2] each; angles are float32, as
-        the models define them."""
+        """Compute the cosines and the sines of the rotary angles at positions, [..., rotated / 2]
+        each, where `rotated` is the number of a head's components that are rotated. Angles are
+        float32, as the models define them."""
         rotary: Any = self.model.model.rotary_emb
         angles = positions[..., None].float() * rotary.inv_freq.to(self.device).float()
         scale = getattr(rotary, "attention_scaling", 1.0)
@@ -194,7 +207,8 @@ class Reference:
     def _project(
         self, attention: Any, normed: Tensor, rotary: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute rotated queries and keys, and values, [..., tokens, heads, head_dim] each."""
+        """Compute queries and keys, both rotated, and values; each is [..., tokens, heads,
+        head_dim]."""
         cos, sin = (part[..., None, :] for part in rotary)
         results = []
         for letter in "qkv":
@@ -217,7 +231,8 @@ class Reference:
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None = None
     ) -> Tensor:
-        """Attend, softmax(q k / sqrt(head_dim)) v; return [queries, heads * head_dim]."""
+        """Compute attention, softmax(q k / sqrt(head_dim)) v, to all keys or, with the mask
+        `visible`, to those that it allows; return [queries, heads * head_dim]."""
         group = query.shape[1] // key.shape[1]
         key = key.repeat_interleave(group, 1)
         value = value.repeat_interleave(group, 1)

@@ -1,8 +1,8 @@
-"""Times of the parts of a round, measured by pure replays at one width, beside the least time that
-the device's measured memory bandwidth and product rate allow.
+"""Times of the parts of a round, beside the least time that the device's measured memory bandwidth
+and rate of matrix products allow.
 
-No text is decoded: the same states are scored repeatedly after a prefix of random ids, so that
-acceptance, drafting or an ending row do not change the work.
+The times are measured without decoding a text: the same states are scored repeatedly after a prefix
+of random ids, so that acceptance, drafting and the end of a row do not change the work.
 """
 
 import statistics
@@ -53,8 +53,8 @@ class Part:
         name: One of `PARTS`.
         wall: Median time by the clock, including the wait for the device.
         busy: Total time of the device's kernels; None where it is unknown.
-        floor: The least time that its bytes and products take on the device; None if it is not
-            predicted.
+        floor: The least time that the device needs for the part's memory traffic and products; None
+            if it is not predicted.
     """
 
     name: str
@@ -65,8 +65,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Replayed:
-    """The times of the parts of a round with `rows` rows of `states` states, after `prefix` tokens
-    each."""
+    """The times of the parts of a round. The round has `rows` rows, each with `states` states after
+    `prefix` tokens."""
 
     rows: int
     prefix: int
@@ -80,7 +80,8 @@ class Replayed:
 
     @property
     def busy(self) -> float | None:
-        """Sum the seconds in which the device's kernels ran; None where these are unknown."""
+        """Sum the seconds in which kernels of the parts ran on the device; None if these are
+        unknown for a part."""
         total = 0.0
         for part in self.parts:
             if part.busy is None:
@@ -90,14 +91,14 @@ class Replayed:
 
     @property
     def floor(self) -> float:
-        """Sum the least seconds of the parts."""
+        """Sum the least seconds of the parts; a part without a predicted floor counts as 0."""
         return sum(part.floor or 0.0 for part in self.parts)
 
 
 def measure_device(device: torch.device, dtype: torch.dtype) -> Device:
-    """Measure a device's memory bandwidth with a large copy, and its rate of large products in a
-    dtype. The bandwidth is scaled so that a number of `dtype` counts as many bytes as in
-    `roofline`."""
+    """Measure a device's memory bandwidth with a large copy, and its FLOPs per second with a
+    product of large matrices, both in `dtype`. The bandwidth is scaled so that a number of this
+    dtype takes as many bytes as `roofline` assumes."""
     kind = "cuda" if device.type != "cpu" else "cpu"
     source = torch.zeros(COPIED[kind], dtype=dtype, device=device)
     target = torch.empty_like(source)
@@ -112,7 +113,8 @@ def measure_device(device: torch.device, dtype: torch.dtype) -> Device:
 
 
 def _seconds(device: torch.device, call: Callable[[], Any], count: int) -> list[float]:
-    """Time a call `count` times by the clock, including the wait for the device."""
+    """Call a function `count` times; return the seconds that each call takes by the clock,
+    including the wait for the device."""
     seconds = []
     for _ in range(count):
         start = now(device)
@@ -124,8 +126,9 @@ def _seconds(device: torch.device, call: Callable[[], Any], count: int) -> list[
 def floors_of(
     shape: Shape, device: Device, rows: int, states: int, prefix: int, masks: int
 ) -> dict[str, float]:
-    """Compute the least seconds of the parts of a round with `masks` picked positions, by name. The
-    head reads one state less than is scored."""
+    """Return a dict from the name of each part of a round to its least time in seconds. `masks` is
+    the number of positions at which tokens are picked. The head reads one state per row less than
+    the backbone scores."""
     floors = {
         "forward": sum(map(device.seconds, backbone_forward(shape, rows, states, prefix))),
         "pick": device.seconds(vocabulary_step(shape, masks)),
@@ -140,8 +143,8 @@ def floors_of(
 def replay_rounds(
     model: MRPForCausalLM, device: Device, rows: int, prefix: int, widths: Sequence[int]
 ) -> Iterator[Replayed]:
-    """Time the parts of rounds with each number of states in `widths`; `device` has the rates from
-    which floors are computed."""
+    """Time the parts of a round for each number of states per row in `widths`. `device` has the
+    rates from which floors are computed."""
     config = model.config
     block = config.block_size
     shape = Shape.of("model", config)
@@ -183,7 +186,8 @@ def _parts(
     drafts: Sequence[Sequence[Node]],
     floors: dict[str, float],
 ) -> list[Part]:
-    """Time each part of a round of the same states."""
+    """Time each part of a round that scores the same states, `drafts`, repeatedly. `floors` maps
+    names of parts to their least seconds."""
     score = partial(networks.score, rows, drafts)
     scores = score()
     owners = []
@@ -219,8 +223,8 @@ def _parts(
 
 
 def _nodes_of(row: Row, count: int) -> list[Node]:
-    """Make nodes of the row's next block, each with one more token revealed, starting again from
-    the first when the block is nearly full."""
+    """Make `count` nodes of the row's next block. Each has one more token revealed than the node
+    before. When only one mask is left, the next node starts again with one revealed token."""
     nodes = [Node(row.state, -1, None)]
     for index in range(1, count):
         column = index % row.block_size
@@ -231,8 +235,9 @@ def _nodes_of(row: Row, count: int) -> list[Node]:
 
 
 def _time(device: torch.device, call: Callable[[], Any]) -> tuple[float, float | None]:
-    """Time a call by the clock (a median, including the wait for the device), and the device's
-    kernels in one call with torch's profiler."""
+    """Return the median seconds that a call takes by the clock, including the wait for the device,
+    and the total seconds of the device's kernels in one call. The latter are measured with torch's
+    profiler, and None where they are unknown."""
     for _ in range(WARM_UPS):
         call()
     wall = statistics.median(_seconds(device, call, CALLS))

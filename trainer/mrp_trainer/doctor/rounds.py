@@ -1,5 +1,5 @@
-"""Timings of rounds for each batch and number of states K, and the K with the most tokens per
-second."""
+"""Timings of rounds for each number of rows and each K (the number of states per row and round),
+and the choice of the K that gives the most tokens per second."""
 
 import statistics
 import time
@@ -33,9 +33,16 @@ RECORDINGS = 5
 
 @dataclass(frozen=True)
 class Timed:
-    """Timings of rounds with `batch` rows of `states` states each (1: the target without drafts),
-    as medians over repetitions: seconds of a round, token rates of a whole call including its
-    prompts, and the seconds of a round in which the host decides."""
+    """Timings of rounds with `batch` rows of `states` states each, as medians over repetitions.
+
+    Attributes:
+        batch: Number of rows.
+        states: Number of states per row; 1 means the target without drafts.
+        seconds: Time of a round.
+        tokens_per_forward: Tokens per backbone forward, in a whole call with its prompts.
+        tokens_per_second: Tokens per second, in a whole call with its prompts.
+        host_seconds: The part of a round's time that the host takes for its decisions.
+    """
 
     batch: int
     states: int
@@ -48,9 +55,10 @@ class Timed:
 def time_rounds(
     model: MRPForCausalLM, inputs: dict[str, Tensor], state_counts: Sequence[int], repetitions: int
 ) -> Iterator[Timed]:
-    """Time rounds with each of `state_counts` on a batch, in turns. The time of a round is the
-    difference in seconds of two calls over their difference in rounds, so that prompts cancel out.
-    Drafts are for the checkpoint's target, or for `static`."""
+    """Time rounds on the batch `inputs` for each number of states in `state_counts`, in turns. The
+    time of a round is the difference in seconds between a long and a short call, divided by their
+    difference in rounds, so that the time of the prompts cancels out. Drafts are made for the
+    target in the model's generation config, or else for `static`."""
     target = model.generation_config.target or "static"
     measured: dict[int, list[tuple[float, ...]]] = {states: [] for states in state_counts}
     for repetition in range(-WARM_UPS if model.device.type != "cpu" else 0, repetitions):
@@ -100,14 +108,15 @@ def _round_count(out: Any) -> int:
 
 
 def proposed(timed: Sequence[Timed]) -> dict[int, int]:
-    """Return for each number of rows the K with the most tokens per second."""
+    """Return, for each number of rows, the K (the number of states per row and round,
+    `num_draft_states`) that gives the most tokens per second."""
     by_speed = sorted(timed, key=lambda timing: (timing.batch, timing.tokens_per_second))
     return {timing.batch: timing.states for timing in by_speed}
 
 
 class _Stopwatch:
-    """Networks whose verbs are timed; the remaining time of a call, beside `seconds`, is the
-    host's."""
+    """A wrapper of networks that adds the time spent in their methods to `seconds`. The rest of a
+    call's time is the host's."""
 
     def __init__(self, networks: Networks) -> None:
         self.networks = networks
@@ -131,7 +140,7 @@ class _Stopwatch:
 def call_of(
     model: MRPForCausalLM, inputs: dict[str, Tensor], **options: Any
 ) -> Iterator[tuple[Mode, Networks, list[Row]]]:
-    """Set up a call of `generate` with `options`; return its mode, networks and rows."""
+    """Set up a call of `generate` with `options`; yield its mode, networks and rows."""
     options = {"max_new_tokens": TOKENS, "eos_token_id": None, **options}
     config, _ = resolved(model, None, options)
     prompts = []
@@ -161,8 +170,8 @@ def call_of(
 
 @torch.inference_mode()
 def time_host(model: MRPForCausalLM, inputs: dict[str, Tensor], **options: Any) -> float:
-    """Time the host's decisions in a round of `generate`, in seconds: drafts, acceptance and the
-    writing of reveals. `options` are those of `generate`."""
+    """Return the seconds per round that the host takes for its decisions in `generate`: drafts,
+    acceptance and the writing of reveals. `options` are those of `generate`."""
     with call_of(model, inputs, **options) as (mode, networks, rows):
         watch = _Stopwatch(networks)
         amount = draft_amount(mode, networks.picker, model.config, None)
@@ -180,14 +189,14 @@ def measure_costs(
     state_counts: Sequence[int] = (1, 2, 3, 4, 6, 8, 16, 32),
     repetitions: int = 5,
 ) -> RoundCosts:
-    """Measure the costs of forwards by their number of states, for `round_costs`: in milliseconds,
-    the least of several runs, after the forward is recorded. Rows of the first prompt have up to 8
-    states each.
+    """Measure the costs of forwards by their number of states, for the option `round_costs`. A cost
+    is the least time of several runs in milliseconds, after the forward is recorded. Each row of
+    the batch has the first prompt and up to 8 states.
 
     Args:
         model: The model.
         inputs: `input_ids` [batch, length] and `attention_mask`; only the first row is used.
-        state_counts: The numbers of states, up to 8 or multiples of 8.
+        state_counts: The numbers of states, each of them at most 8 or a multiple of 8.
         repetitions: Number of timed forwards for each number of states.
     """
     mode: dict[str, Any] = {"decoding": drafters(model)[0], "target": "static"}
@@ -215,12 +224,12 @@ def measure_costs(
 
 
 def _score(networks: Networks, rows: Sequence[Row], width: int) -> None:
-    """Score the state of each row `width` times."""
+    """Score `width` copies of each row's state in one forward."""
     networks.score(rows, [[Node(row.state, -1, None)] * width for row in rows])
 
 
 def _read(networks: Networks, rows: Sequence[Row], scores: Sequence[Scores], width: int) -> None:
-    """Run the head over the state of each row `width` times, and pick."""
+    """Run the head over `width` copies of each row's state in one pass, and pick tokens."""
     asked: list[list[tuple[State, Hidden]]] = []
     states: list[tuple[Row, State]] = []
     candidates: list[Hidden | None] = []
@@ -236,7 +245,8 @@ def _read(networks: Networks, rows: Sequence[Row], scores: Sequence[Scores], wid
 def _least_milliseconds(
     forward: Callable[[], None], device: torch.device, repetitions: int
 ) -> float:
-    """Return the least time of a forward in milliseconds, after forwards that may record it."""
+    """Return the least time of a forward in milliseconds. Untimed forwards come first, so that it
+    may be recorded."""
     times = []
     for repetition in range(-RECORDINGS, repetitions):
         start = now(device)
@@ -247,7 +257,8 @@ def _least_milliseconds(
 
 
 def _rising(values: Sequence[float]) -> tuple[float, ...]:
-    """Round values, and raise each to at least the previous one: more states never cost less."""
+    """Round values, and raise each of them to at least the previous one, as more states never cost
+    less."""
     rising: list[float] = []
     for value in values:
         rising.append(round(max([value, *rising[-1:]]), 3))

@@ -2,9 +2,12 @@
 
 In a round the backbone scores a row's current state and drafted states. Its reveals lead from the
 current state through one draft after another; draft k is accepted if the reveals pass through k
-drafts. Acceptance at depth k is a share of the rounds in which k - 1 drafts were accepted and a
-k-th was on offer: a scored state (of this round, or refused in the previous one) that lies k
-denoising steps after the current state and keeps every token of the (k - 1)-th accepted draft.
+drafts. Drafts that the previous round scored but refused can be accepted, too.
+
+Acceptance at depth k is a share of the rounds in which at least k - 1 drafts were accepted and a
+k-th was on offer. A k-th draft was on offer if it was accepted, or if the round scored a draft that
+could follow the (k - 1)-th accepted draft (for k = 1, the current state). A draft can follow a
+state if it keeps every token revealed there, and reveals more.
 """
 
 from collections.abc import Sequence
@@ -20,11 +23,11 @@ USUAL_STATES = 4
 
 
 def acceptance_by_depth(decoded: Decoded) -> list[tuple[int, Interval]]:
-    """List for each depth k the number of rounds with a k-th draft on offer, and the share of these
-    that accepted it.
+    """Return, for each depth k, the number of rounds in which a k-th draft was on offer, and the
+    share of these rounds in which it was accepted, with an interval.
 
-    Depths without a draft on offer are left out, so modes without drafts have none. Intervals are
-    over problems.
+    Depths at which no draft was on offer are left out, so modes without drafts have none. Intervals
+    are those of a bootstrap over problems.
     """
     rates = []
     for offered, accepted in zip(
@@ -37,8 +40,8 @@ def acceptance_by_depth(decoded: Decoded) -> list[tuple[int, Interval]]:
 
 
 def mean_accepted_length(decoded: Decoded) -> Interval | None:
-    """Compute the mean denoising steps of a row per round: one, plus its accepted drafts; None
-    without rounds."""
+    """Compute the mean number of denoising steps per round of a row, which is one plus the number
+    of accepted drafts; None without rounds."""
     steps = [
         rounds + accepted for rounds, accepted in zip(decoded.rounds, decoded.accepted, strict=True)
     ]
@@ -56,14 +59,14 @@ def measure_acceptance(
     """Decode a few prompts (lists of ids) greedily in mode `mrp_spec`, and measure the acceptance
     of the drafts.
 
-    It can be called while training: gradients are off, and no random number is drawn. `options` are
-    options of `generate`. By default `num_draft_states` is that of the model's generation config,
-    or 4 if that is `auto`.
+    This can be called during training: gradients are off, and no random number is drawn. `options`
+    are options of `generate`. By default `num_draft_states` is that of the model's generation
+    config, or 4 if it is `auto` there.
 
     Returns:
-        `mean_accepted_length` (denoising steps per round, 1 where no draft is right),
-            `tokens_per_forward` and `first_draft_acceptance` (of the rounds with a draft, the share
-            in which the first was right; 0 if there were none).
+        A dict with `mean_accepted_length` (denoising steps per round; 1 if no draft was accepted),
+            `tokens_per_forward`, and `first_draft_acceptance` (the share of the rounds with a draft
+            on offer in which the first draft was accepted; 0 if there were no such rounds).
 
     Raises:
         ValueError: without a prompt or a head, or for options that `generate` refuses.

@@ -1,8 +1,8 @@
-"""Accuracy and cost of decoding modes on problems, with 95 % intervals: `mrp evaluate`.
+"""The command `mrp evaluate`: accuracy and cost of decoding modes on problems, with 95 % intervals.
 
-Intervals are fields NAME_95, [low, high]: Wilson's intervals for shares of problems, those of a
-bootstrap over problems for everything else (`intervals`). The counts by depth of a draft are
-defined in `acceptance`.
+The interval of a field NAME is the field NAME_95, [low, high]. It is Wilson's interval if the value
+is a share of problems, and otherwise that of a bootstrap over problems (see `intervals`). The
+counts of drafts by depth are defined in `acceptance`.
 """
 
 import sys
@@ -29,10 +29,14 @@ _VERDICTS = {None: "not judged", True: "right", False: "wrong"}
 
 
 def evaluate(options: EvaluateOptions) -> None:
-    """Evaluate a model; print a table row or a JSON line per problem set and setting. Everything
-    else is checked before the weights are read: `ValueError` for malformed files, prompts that
-    leave no room for an answer, refused options or a damaged checkpoint, `OSError` for a missing
-    one."""
+    """Evaluate a model; print a table row or a JSON line for each problem set and setting. Files,
+    prompts, options and the checkpoint's config are checked before the weights are read.
+
+    Raises:
+        ValueError: for malformed files, prompts that leave no room for an answer, options that
+            `generate` refuses, or a damaged checkpoint.
+        OSError: if the checkpoint does not exist.
+    """
     config = load_config(options.model, options.revision)
     options = options.of_checkpoint(
         load_generation_fields(options.model, options.revision), config.has_head
@@ -78,8 +82,8 @@ def report(
     results: ResultsFile | None,
 ) -> None:
     """Measure every setting on every problem set, print the results, and append them to `results`.
-    Results that are already in the file are not measured again; tables show them, JSON output does
-    not."""
+    Measurements whose results are already in this file are not repeated; a table shows these
+    earlier results, JSON output does not."""
     settings = options.settings()
     with printing(options.json) as (print_line, print_text):
         for problem_set in sets:
@@ -145,8 +149,8 @@ def _question(options: EvaluateOptions, model: Any, problem_set: ProblemSet) -> 
 
 
 def measurements(decoded: Decoded, first: Decoded) -> dict[str, Any]:
-    """Compute the fields of a result line: accuracy, cost and acceptance of a mode, and the share
-    of texts equal to `first`."""
+    """Compute the fields of a result line: accuracy, cost and acceptance of the mode in `decoded`,
+    and the share of its texts that are equal to those of `first`."""
     line: dict[str, Any] = {
         "accuracy": None if decoded.accuracy is None else round(decoded.accuracy, 1)
     }

@@ -1,10 +1,11 @@
 """The cost of decoding: tokens per *unit*. A unit is the cost of one backbone forward, and a head
 pass costs a share of it.
 
-A head pass is charged by the parameters that it reads, rows of `lm_head` included, as a share of a
-backbone forward's, at a published shape: 27, 18 and 16 % at 1.7B, 4B and 8B, and 9, 8 and 8 % if it
-picks among a shortlist of 16 tokens per position. A forward is taken to cost the same for any
-number of states, as it does at small batches on a GPU.
+This share is the number of parameters that a head pass reads, divided by the number that a backbone
+forward reads; both include rows of `lm_head`. It is computed for a published model size: 27, 18 and
+16 % at 1.7B, 4B and 8B, and 9, 8 and 8 % if the head picks among a shortlist of 16 tokens per
+position. A forward is taken to cost the same for any number of states, as it does at small batches
+on a GPU.
 """
 
 from collections.abc import Mapping
@@ -17,17 +18,18 @@ HEAD_SHARES = {name: shape.head_share() for name, shape in PUBLISHED.items()}
 
 
 def charged_as(hidden_size: int | None) -> str:
-    """Choose the published shape at which a model's head passes are charged: the one with this
-    `hidden_size`, or else 4B."""
+    """Return the published model size at which a model's head passes are charged: the size with
+    this `hidden_size`, or 4B if there is none."""
     return next(
         (name for name, shape in PUBLISHED.items() if shape.hidden_size == hidden_size), CHARGED
     )
 
 
 def head_share(line: Mapping[str, Any], shape: str = CHARGED) -> float:
-    """Compute the cost of the head pass in a result line, as a share of a forward. Its picks read
-    all rows of `lm_head`, or with `draft_shortlist` only the rows in the shortlists of K - 1
-    states."""
+    """Compute the cost of a head pass as a share of a backbone forward, at the published size
+    `shape`. The picks of a head pass read all rows of `lm_head`. If the result line has a
+    `draft_shortlist`, they read only the rows in the shortlists of K - 1 states, where K is its
+    `num_draft_states`."""
     if not (listed := line.get("draft_shortlist")):
         return HEAD_SHARES[shape]
     published = PUBLISHED[shape]
@@ -37,8 +39,8 @@ def head_share(line: Mapping[str, Any], shape: str = CHARGED) -> float:
 
 
 def units_per_forward(line: Mapping[str, Any], shape: str = CHARGED) -> float | None:
-    """Compute the cost, in units, of a forward and its head passes in a result line; None if head
-    passes were not counted."""
+    """Compute the cost of a backbone forward and its head passes in units, for a result line; None
+    if the line has no count of head passes."""
     passes = line.get("head_per_token")
     if passes is None:
         return None
@@ -46,11 +48,12 @@ def units_per_forward(line: Mapping[str, Any], shape: str = CHARGED) -> float | 
 
 
 def charged(line: Mapping[str, Any], shape: str = CHARGED) -> dict[str, Any]:
-    """Return a result line with `tokens_per_unit`: tokens per forward, divided by the cost of a
-    forward with its head passes.
+    """Return a copy of a result line with the field `tokens_per_unit`: its tokens per forward,
+    divided by the cost in units of a forward with its head passes; None if head passes were not
+    counted.
 
-    The interval of tokens per forward is divided by the same number of units, as head passes per
-    forward hardly vary.
+    The interval of tokens per forward is divided by the same number of units, as the number of head
+    passes per forward hardly varies.
     """
     units = units_per_forward(line, shape)
     speed = line["tokens_per_forward"]
@@ -62,8 +65,8 @@ def charged(line: Mapping[str, Any], shape: str = CHARGED) -> dict[str, Any]:
 
 
 def break_even(drafted: Mapping[str, Any], baseline: Mapping[str, Any]) -> float:
-    """Compute the largest cost of a head pass, as a share of a forward, at which the mode `drafted`
-    is no slower than the mode `baseline`, which has no head; below 0 if it is slower at any
-    cost."""
+    """Compute the largest cost of a head pass, as a share of a backbone forward, at which the mode
+    of the result line `drafted` is no slower than that of `baseline`, which has no head. The cost
+    is below 0 if `drafted` is slower even with free head passes."""
     saved = 1 / baseline["tokens_per_forward"] - 1 / drafted["tokens_per_forward"]
     return float(saved / drafted["head_per_token"])

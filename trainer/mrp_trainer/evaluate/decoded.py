@@ -20,21 +20,22 @@ Judge = Callable[[list[str]], list[bool | None]]
 
 @dataclass
 class Decoded:
-    """The results of one mode on a list of problems. Lists have an item per problem;
+    """The results of one mode on a list of problems. Lists have one item for each problem;
     `MRPGenerateStats` defines the counts.
 
     Attributes:
         texts: The decoded answers.
         ids: The generated ids, without padding.
-        verdicts: Whether the judge accepts each text; None where there is no right answer.
-        seconds: Wall clock of decoding.
-        forwards: Forwards of all batches by role, and the counts `drafted`, `accepted` and
-            `revoked` (reveals masked again).
-        rounds: Backbone forwards that were rounds (all but the prompt's).
-        offered_at_depth: [problems, depths] int, the rounds with k - 1 accepted drafts and a k-th
-            on offer.
-        accepted_at_depth: [problems, depths] int, the rounds among these that accepted the k-th
-            draft.
+        verdicts: For each text, whether the judge accepts it; None if the problem has no known
+            answer.
+        seconds: Wall-clock time of decoding.
+        forwards: For each role, the number of forwards of all batches; also the counts `drafted`,
+            `accepted` and `revoked` (reveals masked again).
+        rounds: Number of backbone forwards that were rounds (all but the prompt's).
+        offered_at_depth: int64 [problems, depths]. At depth k: the number of rounds in which at
+            least k - 1 drafts were accepted and a k-th was on offer.
+        accepted_at_depth: int64 [problems, depths]. Of those rounds, the number in which the k-th
+            draft was accepted.
     """
 
     texts: list[str]
@@ -71,8 +72,8 @@ class Decoded:
 
     @property
     def accuracy(self) -> float | None:
-        """Compute the share of problems solved, in percent of those with a right answer; None if
-        there are none."""
+        """Compute the percentage of problems that were solved, among those with a known answer;
+        None if there are none."""
         return 100 * sum(self.judged) / len(self.judged) if self.judged else None
 
     def equal(self, reference: "Decoded") -> int:
@@ -81,8 +82,8 @@ class Decoded:
 
 
 def pad_left(rows: Sequence[Sequence[int]], pad_token_id: int) -> dict[str, Tensor]:
-    """Pad prompts on the left to the longest; return `input_ids` and `attention_mask`, [rows,
-    length] long."""
+    """Pad prompts on the left to the length of the longest; return `input_ids` and
+    `attention_mask`, int64 [rows, length] each."""
     width = max(map(len, rows))
     input_ids = []
     attention_mask = []
@@ -103,8 +104,8 @@ def decode_problems(
     batch_size: int = 32,
     **options: Any,
 ) -> Decoded:
-    """Decode problems of one family and judge the answers; other arguments and errors are those of
-    `decode_prompts`."""
+    """Decode problems of one family and judge the answers. The other arguments and errors are those
+    of `decode_prompts`."""
     prompts = [encode(problem, tokenizer)[0] for problem in problems]
     limit = NEW_TOKENS[problems[0].family]
     return decode_prompts(
@@ -121,8 +122,8 @@ def decode_prompts(
     batch_size: int = 32,
     **options: Any,
 ) -> Decoded:
-    """Decode prompts, given as ids, in a batch of `batch_size` rows; each prompt joins as another
-    text ends. Without `judge_texts`, no text is judged.
+    """Decode prompts, given as ids, in a batch of up to `batch_size` rows. Whenever a text ends,
+    the next prompt takes its place in the batch. Without `judge_texts`, no text is judged.
 
     Raises:
         ValueError: without a prompt, and for options that `generate` refuses.
@@ -176,7 +177,8 @@ def decode_prompts(
 
 
 def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Choose the id for padding; any id serves, as padding is masked."""
+    """Return the id to pad with: that of the tokenizer for padding, or else for eos, or else 0. Any
+    id would do, as padding is masked."""
     return next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
 
 

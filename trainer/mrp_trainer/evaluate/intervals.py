@@ -24,13 +24,13 @@ class Interval:
     high: float
 
     def rounded(self, digits: int = 3, times: int = 1) -> list[float]:
-        """Return [low, high], multiplied by `times` and rounded."""
+        """Return [low, high], multiplied by `times` and rounded to `digits` digits."""
         return [round(times * self.low, digits), round(times * self.high, digits)]
 
 
 def wilson(correct: int, count: int, level: float = 0.95) -> Interval:
-    """Return the share `correct` / `count` with Wilson's score interval; `ValueError` if `count` is
-    0, or less than `correct`."""
+    """Return the share `correct` / `count` with Wilson's score interval. `ValueError` if `count` is
+    0, or if `correct` is not between 0 and `count`."""
     if not 0 <= correct <= count or count == 0:
         raise ValueError(
             f"{correct} of {count}: a share needs at least one problem, and no more right than "
@@ -49,8 +49,8 @@ def resampled_sums(columns: np.ndarray, resamples: int, seed: int) -> np.ndarray
     """Sum per-problem counts over problems drawn with replacement.
 
     Args:
-        columns: [problems, counts].
-        resamples: The number of resamples, each with as many problems as the list.
+        columns: Counts [problems, counts].
+        resamples: The number of resamples. Each draws as many problems as there are.
         seed: Seed of the draws; the same seed and number of problems give the same draws.
 
     Returns:
@@ -64,7 +64,8 @@ def resampled_sums(columns: np.ndarray, resamples: int, seed: int) -> np.ndarray
 
 
 def percentiles(value: float, resampled: np.ndarray, level: float = 0.95) -> Interval:
-    """Return a value and the percentile interval of its resamples, [resamples]."""
+    """Return `value` together with its percentile interval at `level`. `resampled`, float
+    [resamples], has the same statistic computed on each resample."""
     low, high = np.quantile(resampled, [(1 - level) / 2, (1 + level) / 2])
     return Interval(value, float(low), float(high))
 
@@ -76,11 +77,11 @@ def ratio_of_sums(
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> Interval | None:
-    """Divide the sum of `numerators` by the sum of `denominators`, both counted by problem; None if
-    the latter sum is 0.
+    """Divide the sum of `numerators` by the sum of `denominators`. Both have one number for each
+    problem. Return None if the sum of `denominators` is 0.
 
-    The interval is that of a bootstrap over problems; resamples with a denominator of 0 do not
-    count.
+    The interval is that of a bootstrap over problems. Resamples in which the denominators sum to 0
+    do not count.
     """
     if sum(denominators) == 0:
         return None

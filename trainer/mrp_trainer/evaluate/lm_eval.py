@@ -1,5 +1,6 @@
-"""The model `mrp` of lm-eval: log-likelihood tasks use `score`, texts are decoded in a batch that a
-text joins as soon as another one ends, and everything else is as in lm-eval's own model `hf`.
+"""The model `mrp` for lm-eval. Log-likelihood tasks use the model's method `score`. Texts are
+decoded in a batch that a waiting text joins as soon as another one ends. Everything else is as in
+lm-eval's own model `hf`.
 
 ``python -m mrp_trainer.evaluate.lm_eval run --model mrp --model_args
 pretrained=FOLDER,trust_remote_code=True --tasks TASK`` is lm-eval's own command line. In Python,
@@ -34,13 +35,14 @@ Encoded = tuple[tuple[str, str] | None, list[int], list[int]]
 
 @register_model("mrp")
 class MRPLM(HFLM):
-    """lm-eval's `HFLM` with the log-likelihoods of decoding from left to right, one token per step.
-    It decodes texts in a batch in which each text stays only until its own end."""
+    """lm-eval's `HFLM`, with two differences. Log-likelihoods are those of decoding from left to
+    right, one token per step. Texts are decoded in a batch, which each text leaves at its own
+    end."""
 
     @property
     def max_length(self) -> int:
-        """Return one less than the most tokens of a text: lm-eval adds one, as autoregressive
-        models do not read the last token."""
+        """Return the maximum number of tokens in a text, minus one. lm-eval adds one to it, because
+        autoregressive models do not read the last token."""
         length: int = super().max_length
         return length - 1
 
@@ -49,18 +51,18 @@ class MRPLM(HFLM):
 
     @property
     def _rows(self) -> int:
-        """The number of texts that are decoded at the same time; for lm-eval's `auto` this class
-        chooses it."""
+        """The number of texts that are decoded at the same time: lm-eval's batch size, or `ROWS` if
+        this is `auto`."""
         return self.batch_size if isinstance(self.batch_size, int) else ROWS
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Decode the text of each request, the longest contexts first and `batch_size` at the same
-        time; cut each text before its first stop string. With `seed`, request i has the seed `seed
-        + i`.
+        """Decode a text for each request, and cut it before its first stop string. Requests with
+        the longest contexts are decoded first, and `batch_size` texts at the same time. If the
+        option `seed` is given, request i has the seed `seed + i`.
 
         Raises:
             ValueError: for options that `generate` refuses.
-            RuntimeError: if a text has no token to choose.
+            RuntimeError: if decoding a text fails, such as where it has no token to choose.
         """
         if self.mixed_precision_dtype is not None:  # autocast applies to one thread only
             return list(super().generate_until(requests, disable_tqdm))
@@ -92,8 +94,8 @@ class MRPLM(HFLM):
     def _options_of(
         self, request: tuple[str, dict[str, Any]], index: int
     ) -> tuple[list[int], list[str], dict[str, Any]]:
-        """Read a request as `hf` does: the ids of its context, its stop strings, and the arguments
-        of `generate`."""
+        """Read a request as lm-eval's `hf` does; return the ids of its context, its stop strings,
+        and the arguments of `generate`. `index` is the index of the request."""
         context, given = request
         options: dict[str, Any] = dict(normalize_gen_kwargs(given, self.max_gen_toks))
         eos = self.tok_decode(self.eot_token_id, skip_special_tokens=False)
@@ -118,7 +120,8 @@ class MRPLM(HFLM):
         return ids[0].tolist(), stops, options
 
     def _answer_of(self, ids: list[int], stops: list[str]) -> str:
-        """Decode a text up to its first stop string, without the part in which the model thinks."""
+        """Convert the ids of a text to an answer: its text up to the first stop string, without the
+        part in which the model thinks."""
         end = self.think_end_token
         if not isinstance(end, int):
             answer: str = postprocess_generated_text(self.tok_decode(ids), stops, end)
@@ -134,8 +137,8 @@ class MRPLM(HFLM):
         disable_tqdm: bool = False,
         override_bs: int | None = None,
     ) -> list[tuple[float, bool]]:
-        """Score the continuation of each context; return its log-probability, and whether greedy
-        decoding gives it."""
+        """Score the continuation of each request's context. For each request, return the
+        log-probability of the continuation, and whether greedy decoding would produce it."""
         rows = override_bs or self._rows
         texts = [[*context, *continuation] for _, context, continuation in requests]
         limit = self.max_length + 1

@@ -47,7 +47,7 @@ def _of(name: str) -> dict[str, Any]:
 
 @dataclass(kw_only=True)
 class ModelOptions:
-    """Options of the model and its device."""
+    """Options that select the model and its device; each field is a flag."""
 
     model: str = flag("Checkpoint: folder or Hub id.", EMBEDDED, panel=_MODEL, metavar="PATH")
     revision: str | None = flag(
@@ -77,11 +77,12 @@ class ModelOptions:
 
 @dataclass(kw_only=True)
 class GenerateOptions(ModelOptions):
-    """Options of `generate` without a flag of their own, given as assignments NAME=VALUE.
+    """Options that select the model, and further options of `generate`. The latter have no flag of
+    their own, and are assigned in `set` as NAME=VALUE.
 
     Raises:
-        ValueError: for an assignment without a name or value, a name that is given twice, or one
-            that has a flag.
+        ValueError: for an assignment without a name or value, or a name that is given twice, has a
+            flag of its own, or cannot be set here.
     """
 
     set: list[str] = flag("Any other option of generate.", [], panel=_HOW, metavar="NAME=VALUE")
@@ -90,7 +91,8 @@ class GenerateOptions(ModelOptions):
         self.extra()
 
     def extra(self) -> dict[str, Any]:
-        """Parse the assignments of `set`, whose values are YAML."""
+        """Parse the assignments of `set`, in which each VALUE is YAML; return a dict of options of
+        `generate`."""
         flags = {}
         for name, flag_name in _BY_FLAG.items():
             if hasattr(self, flag_name.replace("-", "_")):
@@ -131,12 +133,12 @@ class ModeOptions(GenerateOptions):
     def of_checkpoint(
         self, defaults: Mapping[str, Any], has_head: bool = True, states: int = 4
     ) -> Self:
-        """Fill in the values that no flag sets: targets and numbers of states from a checkpoint's
-        generation config (`defaults`), and modes.
+        """Return a copy with values for all options that no flag sets.
 
-        Modes are the targets without drafts, then the targets drafted without a head and, if the
-        checkpoint `has_head`, with the head. `states` replaces `auto`, whose counts would differ in
-        every run.
+        Targets and numbers of states come from a checkpoint's generation config (`defaults`). The
+        modes are each target without drafts, then `self_spec` (drafts without a head) and, if the
+        checkpoint `has_head`, `mrp_spec` (drafts with it). `states` is used in place of `auto`,
+        with which the number of states would differ in every run.
         """
         width = defaults.get("num_draft_states")
         if not isinstance(width, int):
@@ -149,8 +151,9 @@ class ModeOptions(GenerateOptions):
         return replace(self, decoding=decoding, target=targets, states=self.states or [width])
 
     def settings(self) -> list[dict[str, Any]]:
-        """List the settings, each a mapping of options of `generate`; the options assigned by `set`
-        stay together under the name `set`."""
+        """List the settings, one for each combination of a mode with values of its options. A
+        setting is a dict of options of `generate`, in which the options assigned by `set` stay
+        together under the name `set`."""
         if not (self.decoding and self.target and self.states):
             return self.of_checkpoint({}).settings()
         extra = self.extra()
@@ -204,7 +207,8 @@ class EvaluateOptions(ModeOptions):
 
 
 def generate_options(setting: Mapping[str, Any]) -> dict[str, Any]:
-    """Flatten a setting into keyword arguments of `generate`."""
+    """Convert a setting (an item of `ModeOptions.settings`) into keyword arguments of
+    `generate`."""
     options = dict(setting)
     extra = options.pop("set", {})
     return options | extra

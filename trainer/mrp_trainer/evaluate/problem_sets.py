@@ -1,7 +1,7 @@
 """Problem sets, each with its judge: problems of a synthetic family, or a file of prompts with
 answers.
 
-The file has JSON lines. A record has `prompt` (a text to be continued, or with a chat template a
+The file has JSON lines. A record has `prompt` (a text to be continued or, with a chat template, a
 user's turn) or `messages` (a chat, whose final assistant turn is left out), and may have `answer`.
 Other fields are ignored.
 """
@@ -34,9 +34,12 @@ class ProblemSet:
 
     Attributes:
         name: The field that identifies the set in a result line: {"family": ...} or {"file": ...}.
-        locations: The name of each problem in errors.
-        prompt_texts: The prompts as text; `prompts` are ids.
-        answers: The right answers; None where there is none.
+        locations: For each problem, its name in error messages.
+        prompt_texts: For each problem, the question as text.
+        prompts: For each problem, the ids of the whole prompt.
+        answers: For each problem, the correct answer; None where there is none.
+        judge: Judges a text for each problem; see `Decoded.verdicts`.
+        max_new_tokens: The maximum number of tokens in each decoded text.
     """
 
     name: dict[str, str]
@@ -58,7 +61,7 @@ class ProblemSet:
                 )
 
     def digest(self) -> str:
-        """Return a digest of prompts, answers and `max_new_tokens`."""
+        """Return a hexadecimal digest of the prompts, the answers and `max_new_tokens`."""
         return hashlib.sha256(
             json.dumps([self.prompts, self.answers, self.max_new_tokens]).encode()
         ).hexdigest()[:16]
@@ -71,7 +74,7 @@ def family_set(
     count: int | None = None,
     max_new_tokens: int | None = None,
 ) -> ProblemSet:
-    """Make a set of the first problems of a synthetic family, 500 unless `count` says otherwise."""
+    """Make a set of the first `count` problems of a synthetic family, by default 500."""
     family_problems = problems(family, split, FAMILY_COUNT if count is None else count)
     return ProblemSet(
         {"family": family},
@@ -92,14 +95,14 @@ def file_set(
     count: int | None = None,
     max_new_tokens: int | None = None,
 ) -> ProblemSet:
-    """Make a set of the first `count` records of a file, by default all records. `chat` renders
-    each `prompt` as a user's turn with the chat template.
+    """Make a set of the first `count` records of a file, by default all records. If `chat`, each
+    `prompt` is rendered as a user's turn with the chat template.
 
     Raises:
         OSError: if the file does not exist.
-        ValueError: for a file without a record, and for malformed records (also after `count`),
-            with file, line and field; if the tokenizer has no chat template where one is needed, or
-            a prompt has no token.
+        ValueError: for a file without a record; for a malformed record, even beyond the first
+            `count`, with the file, line and field; if the tokenizer has no chat template where one
+            is needed; if a prompt has no token.
     """
 
     def read(row: Any) -> tuple[Chat | Text, str | None]:
@@ -127,8 +130,8 @@ def file_set(
 def _judge_texts(
     judge: str, answers: Sequence[str | None], texts: Sequence[str]
 ) -> list[bool | None]:
-    """Judge texts by comparing them with answers, using a judge of `JUDGES`; None where there is no
-    answer."""
+    """Compare each text with the answer to its problem, using the judge with this name in `JUDGES`.
+    Return for each text whether it is correct; None where there is no answer."""
     verdicts: list[bool | None] = []
     for answer, text in zip(answers, texts, strict=True):
         verdicts.append(None if answer is None else JUDGES[judge](answer, text))
@@ -143,8 +146,8 @@ def _last_text(record: Chat | Text) -> str:
 
 
 def last_number(text: str) -> Decimal | None:
-    """Find the last number in a text, without thousands separators and currency; None if there is
-    none."""
+    """Return the last number in a text, ignoring thousands separators and dollar signs; None if
+    there is no number."""
     matches = _NUMBER.findall(text)
     if not matches:
         return None

@@ -51,8 +51,9 @@ def digests(model: nn.Module) -> dict[str, str | None]:
 
 @cache
 def deciding(package: Path = Path(modeling_mrp.__file__).parent) -> str:
-    """Return a hexadecimal digest of the code that determines all counts (`_DECIDING`). It covers
-    the syntax trees without docstrings, so that neither layout nor comments change it."""
+    """Return a hexadecimal digest of the code that determines all counts (`_DECIDING`). The digest
+    covers syntax trees without docstrings, so that it does not depend on layout, comments or
+    docstrings."""
     digest = hashlib.sha256()
     for pattern in _DECIDING:
         for path in sorted(package.glob(pattern)):
@@ -62,7 +63,7 @@ def deciding(package: Path = Path(modeling_mrp.__file__).parent) -> str:
 
 
 def _syntax(node: object) -> object:
-    """Return a syntax tree as nested lists, without docstrings and empty fields."""
+    """Return a syntax tree as nested lists, without docstrings or empty fields."""
     # `ast.dump` and `ast.unparse` are not the same in all versions of Python: a version may add
     # fields, which are empty here, or write f-strings with other quotes.
     if isinstance(node, ast.AST):
@@ -78,14 +79,15 @@ def _syntax(node: object) -> object:
 
 
 def _is_docstring(node: object) -> bool:
-    """Return whether a statement is only a string, such as a docstring."""
+    """Return whether a statement consists only of a string, as a docstring does."""
     text = node.value if isinstance(node, ast.Expr) else None
     return isinstance(text, ast.Constant) and isinstance(text.value, str)
 
 
 def commit() -> str | None:
-    """Return the checkout's commit, followed by "with changes" if code or weights differ from it;
-    None without a checkout."""
+    """Return the short hash of the checkout's commit; None without a checkout. The words "with
+    changes" follow the hash if files differ from the commit, other than results and Markdown
+    pages."""
     if not (ROOT / ".git").exists():
         return None
     git = ["git", "-C", str(ROOT)]
@@ -102,9 +104,9 @@ def commit() -> str | None:
 
 
 def header(benchmark: str, options: object, model: nn.Module | None = None) -> dict[str, Any]:
-    """Make the header, the first line of a command's output: the command (in the field `benchmark`,
-    which no other line has), versions, date, options (the attributes of `options`), and digests of
-    the measured weights, if any."""
+    """Make a header, the first line of a command's output. It has the command (in the field
+    `benchmark`, which no other line has), versions, the device, the date, the attributes of
+    `options`, and digests of the code and of the measured weights, if any."""
     option_values = {}
     for name, value in vars(options).items():
         if isinstance(value, str | Path):

@@ -1,8 +1,8 @@
-"""Files of results, one JSON line per measurement: written line by line, resumed after the last
-complete line, and read again.
+"""Files of results, with one JSON line for each measurement. They are written line by line, resumed
+after the last complete line, and read again.
 
-A line with a field `benchmark` is a header (`provenance`): it describes the software, options and
-weights with which the lines after it, up to the next header, were measured.
+A line with a field `benchmark` is a header (see `provenance`). It describes the software, options
+and weights with which the lines after it, up to the next header, were measured.
 """
 
 import json
@@ -18,8 +18,9 @@ _HEADER = '{"benchmark":'
 
 
 def mode_name(line: Mapping[str, Any]) -> str:
-    """Name the mode of a result line by the settings that vary: "mrp_spec of dynamic K=4 tau=0.9",
-    "static temperature=0.7"."""
+    """Return a name for the mode of a result line, made from those of its settings that vary, such
+    as "mrp_spec of dynamic K=4 tau=0.9" or "static temperature=0.7" (K is `num_draft_states`, tau
+    is `confidence_threshold`)."""
     name = str(line["decoding"])
     if "target" in line:
         name += f" of {line['target']}"
@@ -33,8 +34,8 @@ def mode_name(line: Mapping[str, Any]) -> str:
 
 
 def with_headers(lines: Iterable[Line]) -> Iterator[tuple[Line, Line]]:
-    """Pair each measurement with the last header before it; a measurement without one gets an empty
-    header."""
+    """Yield each measurement as a pair (header, measurement). The header is the last one before the
+    measurement, or an empty dict if there is none."""
     header: Line = {}
     for line in lines:
         if "benchmark" in line:
@@ -49,10 +50,11 @@ def other_weights(
     """Return the name of the first part (`backbone`, `deciding` code, `head`) whose digests in
     `header` and `weights` differ; None if no part differs.
 
-    A line without head passes (`head_per_token`) does not depend on the head. In a header,
-    `backbone` is None if no checkpoint was measured, and `head` is None if there was no head, or
-    several; a header without `backbone` counts as different. The code is compared only if both have
-    a digest of it, which old headers lack.
+    `line` is a measurement under this header. If it has no head passes (`head_per_token` is 0), it
+    does not depend on the head. In a header, `backbone` is None if no checkpoint was measured, and
+    `head` is None if there was no head, or several. A header without the field `backbone` counts as
+    different. The code is compared only if both `header` and `weights` have a digest of it, which
+    old headers lack.
     """
     if "backbone" not in header:
         return "backbone"
@@ -68,8 +70,8 @@ def other_weights(
 
 
 def check_clean(path: str | Path, header: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for a measurement in `benchmarks/results` that was made with uncommitted
-    code."""
+    """Raise `ValueError` if `path` is in `benchmarks/results`, and `header` says that the code had
+    uncommitted changes."""
     if Path(path).resolve().parent.parts[-2:] == (
         "benchmarks",
         "results",
@@ -84,10 +86,10 @@ class ResultsFile:
     """A file of results: lines that earlier runs of a command wrote, and lines that this run
     appends.
 
-    The file's folders are made if they are missing. An incomplete line (the process was killed, or
-    the disk was full) is removed when the file is opened again. Every line but headers has the
-    field `key`: a `ValueError` names the first line without this field, and the file is left as it
-    is.
+    The file's folders are made if they are missing. An incomplete line (left by a killed process or
+    a full disk) is removed when the file is opened again. Every line except a header must have the
+    field `key`. If a line lacks it, the file is left as it is, and a `ValueError` names the first
+    such line.
     """
 
     def __init__(self, path: str | Path, key: str) -> None:
@@ -118,14 +120,15 @@ class ResultsFile:
             replace_file(Path(os.path.realpath(self.path)), (complete + newline).encode())
 
     def begin(self, header: Line) -> None:
-        """Set the header of further lines: `find` returns only lines that match it, and the first
-        `add` writes it."""
+        """Set the header of the lines that this run adds. The first `add` writes this header. From
+        now on, `find` returns only lines that were measured with the same weights and code as in
+        the header."""
         check_clean(self.path, header)
         self.header = header
 
     def find(self, **fields: Any) -> Line | None:
-        """Find the last line with these fields (compared as JSON) measured with the header's
-        weights; None if there is none."""
+        """Return the last line that has these fields (compared as JSON) and was measured with the
+        weights and code of the header set by `begin`; None if there is none."""
         query = json.loads(json.dumps(fields))
         last = None
         for header, line in with_headers(self.lines):
@@ -136,7 +139,7 @@ class ResultsFile:
         return last
 
     def add(self, *lines: Line) -> None:
-        """Append lines to the file, after the header if it is new, and wait until they are on the
+        """Append lines to the file, after the header if this is new, and wait until they are on the
         disk."""
         newest = next((line for line in reversed(self.lines) if "benchmark" in line), None)
         if self.header is not None and json.loads(json.dumps(self.header)) != newest:
@@ -149,7 +152,7 @@ class ResultsFile:
 
 
 def _record(line: str) -> Line:
-    """Parse a line; anything but a JSON object becomes an empty dict."""
+    """Parse a line as a JSON object; return an empty dict if it is anything else."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):

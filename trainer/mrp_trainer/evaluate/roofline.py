@@ -1,5 +1,5 @@
-"""Bytes and FLOPs of the forwards of a round at a given shape, and the least time they take on a
-device.
+"""Bytes and FLOPs of the forwards of a round for a model of a given shape, and the least time that
+they take on a device.
 
 A group of kernels takes the time of its bytes or of its FLOPs, whichever is longer. Its bytes are
 weights (once per forward), embeddings of the tokens used, hidden states that enter and leave, and
@@ -20,8 +20,8 @@ WEIGHT_BYTES = {"bfloat16": 2.0, "int8": 1.0, "4-bit": 0.5 + 4 / 64}
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a model, named as in config.json; with experts, `intermediate_size` is that of
-    the head's layers."""
+    """The sizes of a model, named as in config.json. In a model with experts, `intermediate_size`
+    is that of the head's layers."""
 
     name: str
     hidden_size: int
@@ -39,7 +39,7 @@ class Shape:
 
     @classmethod
     def of(cls, name: str, config: Any) -> "Shape":
-        """Return the shape `name` with the sizes in a config."""
+        """Make a shape with this name and the sizes in a config."""
         sizes = {field.name: getattr(config, field.name, field.default) for field in fields(cls)}
         return cls(**{**sizes, "name": name, "head_layers": config.num_nextn_predict_layers})
 
@@ -59,23 +59,24 @@ class Shape:
         return self.layer_matrix + 2 * self.hidden_size + 2 * self.head_dim
 
     def with_experts(self, experts: float) -> float:
-        """Count the parameters that a backbone layer with `experts` experts has beyond a dense one;
-        0 for a dense model."""
+        """Count how many parameters a backbone layer with `experts` experts has more than a dense
+        one; 0 for a dense model."""
         if not self.num_experts:
             return 0
         expert = self.moe_intermediate_size * experts - self.intermediate_size
         return self.num_experts * self.hidden_size + 3 * self.hidden_size * expert
 
     def experts_read(self, tokens: float) -> float:
-        """Estimate how many experts a layer reads for `tokens` tokens that choose evenly and
-        independently. This is an upper bound: the tokens of a text choose alike and read fewer."""
+        """Estimate the number of experts that a layer reads for `tokens` tokens, if each token
+        chooses its experts evenly and independently; 0 for a dense model. This is an upper bound:
+        the tokens of a text choose similar experts, so that fewer are read."""
         if not self.num_experts:
             return 0
         return self.num_experts * (1 - (1 - self.num_experts_per_tok / self.num_experts) ** tokens)
 
     @property
     def backbone(self) -> int:
-        """Count the parameters of the backbone without embeddings and lm_head."""
+        """Count the parameters of the backbone without its embeddings and `lm_head`."""
         return (
             self.num_hidden_layers * (self.layer + int(self.with_experts(self.num_experts)))
             + self.hidden_size
@@ -97,25 +98,26 @@ class Shape:
         return self.vocab_size * self.hidden_size
 
     def weight_bytes(self, per_weight: float) -> int:
-        """Compute the bytes of a dense model and its head, with `per_weight` bytes for each number
-        of the layers' matrices; embedding, `lm_head` and norms are bf16."""
+        """Compute the bytes of a dense model with its head, if each number in matrices of the
+        layers and of the head's input projection takes `per_weight` bytes. The embedding, `lm_head`
+        and norms are bf16."""
         matrices = (self.num_hidden_layers + self.head_layers) * self.layer_matrix + self.eh_proj
         unquantized = self.backbone + self.head + 2 * self.vocabulary - matrices
         return int(matrices * per_weight + unquantized * BYTES)
 
     @property
     def cache_bytes(self) -> int:
-        """Compute the bytes of a token's bf16 keys, values and hidden state in the cache of
-        backbone and head."""
+        """Compute the bytes that one token takes in the cache of backbone and head: its keys and
+        values in all layers, and a hidden state, in bf16."""
         layers = self.num_hidden_layers + self.head_layers
         return (layers * 2 * self.num_key_value_heads * self.head_dim + self.hidden_size) * BYTES
 
     def head_share(self, rows: int = 0) -> float:
-        """Compute the cost of a head pass as a share of a backbone forward, by the parameters that
-        each reads.
+        """Compute the cost of a head pass as a share of a backbone forward: the ratio of the
+        numbers of parameters that they read.
 
-        The head's picks read `rows` rows of `lm_head`, or all rows if that is 0; the backbone's
-        picks read all.
+        The head's picks read `rows` rows of `lm_head`, or all rows if `rows` is 0. The backbone's
+        picks read all rows.
         """
         picked = (rows or self.vocab_size) * self.hidden_size
         return (self.head + picked) / (self.backbone - self.hidden_size + self.vocabulary)
@@ -140,20 +142,20 @@ class Device:
     achievable: float = 0.6
 
     def seconds(self, work: Work) -> float:
-        """Compute the least time of a group of kernels: that of its bytes or of its FLOPs,
-        whichever is longer."""
+        """Compute the least time of a group of kernels in seconds: the time for its bytes or for
+        its FLOPs, whichever is longer."""
         return max(work.bytes / self.bandwidth, work.flops / (self.peak * self.achievable))
 
 
 def decoder_layers(
     shape: Shape, layers: int, batch: int, states: float, prefix: int, sparse: bool = False
 ) -> tuple[Work, Work]:
-    """Compute the work of decoder layers on `batch` rows of `states` packed states; return that of
-    matrices, then of attention.
+    """Compute the work of `layers` decoder layers on `batch` rows, each with `states` packed states
+    after `prefix` tokens. Return the work of the matrices, then that of attention.
 
-    Packed attention computes all pairs of a query with its row's prefix and states, including
-    masked pairs. `sparse` layers read the experts that any token chooses, and compute for each
-    token only those that it chooses.
+    Packed attention computes all pairs of a query with a key of its row's prefix and states,
+    including masked pairs. If the layers are `sparse`, they read each expert that any token
+    chooses, and compute for each token only the experts that this token chooses.
     """
     tokens = batch * states * shape.block_size
     read: float = shape.layer
@@ -171,8 +173,8 @@ def decoder_layers(
 
 
 def backbone_forward(shape: Shape, batch: int, states: float, prefix: int) -> list[Work]:
-    """List the work of one backbone forward over `batch` x `states` blocks, without the vocabulary
-    step."""
+    """List the work of the groups of kernels in one backbone forward over `batch` x `states` blocks
+    after `prefix` tokens, without the vocabulary step."""
     tokens = batch * states * shape.block_size
     ends = Work((2 * tokens * shape.hidden_size + shape.hidden_size) * BYTES, 0)
     return [
@@ -182,8 +184,8 @@ def backbone_forward(shape: Shape, batch: int, states: float, prefix: int) -> li
 
 
 def head_forward(shape: Shape, batch: int, states: float, prefix: int) -> list[Work]:
-    """List the work of one head pass over `batch` x `states` blocks, without its vocabulary step,
-    but with embeddings."""
+    """List the work of the groups of kernels in one head pass over `batch` x `states` blocks after
+    `prefix` tokens, with embeddings, but without the vocabulary step."""
     tokens = batch * states * shape.block_size
     ends = Work(3 * (tokens + 1) * shape.hidden_size * BYTES, 0)
     projection = Work(shape.eh_proj * BYTES, 2 * shape.eh_proj * tokens)
@@ -191,8 +193,8 @@ def head_forward(shape: Shape, batch: int, states: float, prefix: int) -> list[W
 
 
 def vocabulary_step(shape: Shape, positions: float) -> Work:
-    """Compute the work of picking tokens at `positions` masked positions, from logits that never
-    leave the chip."""
+    """Compute the work of picking tokens at `positions` masked positions, if the logits never leave
+    the chip."""
     return Work(
         (shape.vocab_size + positions) * shape.hidden_size * BYTES, 2 * positions * shape.vocabulary
     )
@@ -200,9 +202,15 @@ def vocabulary_step(shape: Shape, positions: float) -> Work:
 
 @dataclass(frozen=True)
 class Counts:
-    """Counts of a decoding mode for each row: generated tokens and packed states per backbone
-    forward; head passes per round, which run one after the other, each with a vocabulary step; and
-    packed states per head pass."""
+    """Counts of a decoding mode for each row.
+
+    Attributes:
+        tokens_per_forward: Generated tokens per backbone forward.
+        states_per_forward: Packed states per backbone forward.
+        head_passes: Head passes per round, which run one after the other, each with a vocabulary
+            step.
+        states_per_head_pass: Packed states per head pass.
+    """
 
     tokens_per_forward: float
     states_per_forward: float
@@ -211,14 +219,14 @@ class Counts:
 
 
 def masks_per_state(block_size: int) -> float:
-    """Compute the mean number of masked positions, which need a pick, over a block's states from
-    all masks to none."""
+    """Compute the mean number of masked positions (positions that need a pick) in a state of a
+    block, over states from all positions masked to none."""
     return block_size / 2
 
 
 def round_seconds(shape: Shape, device: Device, counts: Counts, batch: int, prefix: int) -> float:
-    """Predict the seconds of a round after `prefix` tokens: the backbone and each pass of the head,
-    with their picks."""
+    """Predict the seconds of a round after `prefix` tokens: the time of the backbone forward and of
+    each head pass, including their picks."""
     masks = batch * masks_per_state(shape.block_size)
     backbone = backbone_forward(shape, batch, counts.states_per_forward, prefix)
     head = head_forward(shape, batch, counts.states_per_head_pass, prefix)

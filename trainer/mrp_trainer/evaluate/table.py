@@ -37,10 +37,10 @@ _CAPTION = (
 def printing(
     as_json: bool,
 ) -> Iterator[tuple[Callable[[Mapping[str, Any]], None], Callable[[str], None]]]:
-    """Yield two functions: one prints a measurement as a JSON line or as a row of a table, the
-    other a text above the table.
+    """Yield two functions. The first prints a measurement, as a JSON line if `as_json`, and
+    otherwise as a row of a table. The second prints a text, above the table if there is one.
 
-    The table fits a terminal of 80 columns, where it grows with every row; each problem set has a
+    The table fits a terminal of 80 columns, where it grows with every row. Each problem set has a
     heading.
     """
     if as_json:
@@ -80,8 +80,8 @@ def _problem_set_name(line: Mapping[str, Any]) -> str:
 
 
 def row_of(line: Mapping[str, Any]) -> list[str]:
-    """Format a measurement as cells: the mode, and values with their intervals in a second line;
-    "-" for missing values."""
+    """Format a measurement as the cells of a table row: the name of the mode, and values, each with
+    its interval in a second line. A missing value is "-"."""
     line = charged(line, line.get("charged_as", CHARGED))
     return [mode_name(line), *(_value(line, name, digits) for _, name, digits in _COLUMNS)]
 

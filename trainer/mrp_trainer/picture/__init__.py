@@ -1,5 +1,5 @@
-"""Pictures of decodes: facts from the output of `generate`, and a self-contained SVG of them.
-Nothing here imports torch."""
+"""Pictures of decoding runs: facts are read from the output of `generate`, and drawn as a
+self-contained SVG. Nothing here imports torch."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,13 +11,14 @@ from .svg import Picture, draw
 def show(
     outputs: Any, tokenizer: Any, *, prompt: str | None = None, row: int = 0, animated: bool = False
 ) -> Picture:
-    """Draw the output of `generate(..., return_dict_in_generate=True)`; notebooks show the picture,
-    and its `save` writes it.
+    """Draw the output of `generate(..., return_dict_in_generate=True)`. Notebooks display the
+    picture that is returned; its method `save` writes it to a file.
 
     Args:
-        outputs: An output, or a mapping of several by name, to be drawn side by side on one clock.
+        outputs: An output, or a mapping from names to several outputs. These are drawn side by
+            side, and share one clock.
         tokenizer: The model's tokenizer.
-        prompt: Text to show above the decodes.
+        prompt: A text to show above the decoded texts.
         row: Index of the row in the batch.
         animated: Whether the text appears forward by forward, in a loop.
 

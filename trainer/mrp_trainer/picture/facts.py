@@ -1,5 +1,5 @@
-"""Facts of one decode, from the output of `generate`: the forward that revealed each token, and the
-outcome of drafts."""
+"""Facts about how a text was decoded, from the output of `generate`: the forward that revealed each
+token, and the outcome of drafts."""
 
 import math
 from bisect import bisect_right
@@ -18,14 +18,16 @@ class Token:
     """A token of a text, with facts about its reveal.
 
     Attributes:
-        text: The decoded token; "" if a later token, which completes the character, shows its
-            bytes.
-        forward: The forward that revealed it, from 1; None for a token of the prompt.
+        text: The decoded token. A character that consists of several tokens is the text of the last
+            of them; the others have "".
+        forward: The number of the forward that revealed it, from 1 on; None for a token of the
+            prompt.
         step: The denoising step that revealed it; -1 for a token of the prompt.
-        drafted: Whether it was revealed at a drafted state; without drafts this would have taken
-            another forward.
+        drafted: Whether it was revealed at a drafted state. Without drafts, its reveal would have
+            taken another forward.
         probability: Its probability when it was revealed.
         taken_back: Number of reveals at its position that were masked again.
+        special: Whether it is a special token of the tokenizer.
     """
 
     text: str
@@ -56,12 +58,16 @@ class Forward:
 
 @dataclass(frozen=True)
 class Decode:
-    """The decode of one row: the tokens of its text, and the backbone's forwards in order.
+    """Facts about how one row was decoded.
 
     Attributes:
+        name: The name to show in a picture.
+        tokens: The tokens of its text.
+        forwards: The backbone's forwards in order.
+        head_forwards: Number of head passes in which the row took part.
         drafted: Number of drafted states that were submitted.
         accepted: Number of drafted states that were accepted.
-        blocks: Indices of the tokens at which a block begins, the first excepted.
+        blocks: Indices of the tokens at which a block begins, except the first block.
     """
 
     name: str
@@ -79,7 +85,7 @@ class Decode:
 
 
 def read_decode(output: Any, tokenizer: Any, name: str = "decode", row: int = 0) -> Decode:
-    """Read a row of an `MRPGenerateOutput` as a `Decode` with the given name; `ValueError` for
+    """Read a row of an `MRPGenerateOutput`; return a `Decode` with the given name. `ValueError` for
     other outputs and missing rows."""
     rounds = getattr(getattr(output, "stats", None), "rounds", None)
     if rounds is None:
@@ -124,16 +130,18 @@ def read_decode(output: Any, tokenizer: Any, name: str = "decode", row: int = 0)
 
 
 def _revealed_by(of_row: dict[str, list[int]], step: int) -> tuple[int, bool]:
-    """Return the forward that made a denoising step, and whether the step was made at a draft: all
-    steps of a forward except its first."""
+    """Return the number of the forward that made a denoising step, and whether the step was made at
+    a draft. All steps of a forward except its first are made at drafts. `of_row` has the row's
+    counts from `MRPGenerateStats.rounds`."""
     index = min(bisect_right(of_row["steps"], step), len(of_row["steps"]) - 1)
     first = of_row["steps"][index - 1] if index else 0
     return of_row["row_forwards"][index], step > first
 
 
 def _forwards(of_row: dict[str, list[int]], tokens: Sequence[Token]) -> tuple[Forward, ...]:
-    """List the forwards of a row; of a prefill in several forwards only the last one can have
-    revealed tokens."""
+    """List the forwards of a row, in which `tokens` were revealed. If the prefill took several
+    forwards, only the last of them can have revealed tokens. `of_row` has the row's counts from
+    `MRPGenerateStats.rounds`."""
     undrafted: Counter[int | None] = Counter()
     accepted: Counter[int | None] = Counter()
     for token in tokens:

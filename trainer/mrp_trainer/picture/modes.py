@@ -1,4 +1,4 @@
-"""The command `mrp show`: a picture of a decode in several modes, side by side."""
+"""The command `mrp show`: a picture of one prompt decoded in several modes, side by side."""
 
 from typing import Any
 
@@ -12,9 +12,9 @@ from .options import ShowOptions
 
 
 def show_model(options: ShowOptions) -> Picture:
-    """Decode a prompt in the modes of `options`, draw the decodes, and write the picture to
-    `options.output`. `ValueError` if checkpoint, tokenizer, prompt or options do not fit each
-    other, `OSError` if the checkpoint does not exist."""
+    """Decode a prompt in the modes of `options`, draw the texts, write the picture to
+    `options.output`, and return the picture. `ValueError` if checkpoint, tokenizer, prompt or
+    options do not fit each other, `OSError` if the checkpoint does not exist."""
     check_utf8(options.prompt)
     for setting in options.settings_to_draw({}):
         check_setting(setting, load_config(options.model, options.revision))

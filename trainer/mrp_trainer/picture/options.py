@@ -15,8 +15,8 @@ _WHAT, _HOW, _OUTPUT = "Prompt", "Decoding", "Picture"
 
 @dataclass(kw_only=True)
 class ShowOptions(ModeOptions):
-    """Options of `mrp show`; each field is a flag. `ValueError` for a file that is neither an .svg
-    nor a .png."""
+    """Options of `mrp show`; each field is a flag. `ValueError` for an output that is neither an
+    .svg nor a .png, or cannot be written, and for an animated .png."""
 
     decoding: list[str] = flag(
         "Modes, side by side.",
@@ -63,11 +63,12 @@ class ShowOptions(ModeOptions):
     def settings_to_draw(
         self, defaults: Mapping[str, Any], has_head: bool = True
     ) -> list[dict[str, Any]]:
-        """List the options of `generate` for each mode in the picture (see `settings`).
+        """List the options of `generate` for each mode in the picture (see `ModeOptions.settings`).
 
-        Values that no flag sets: targets and K are those of the config (`defaults`; K is 8 for
-        `auto`); modes are the targets without drafts and the targets drafted by `mrp_spec`, or by
-        `self_spec` without a head (`has_head`).
+        Values that no flag sets are filled in. Targets and K (`num_draft_states`) are those of the
+        checkpoint's generation config (`defaults`), but K is 8 for `auto`. The modes are each
+        target without drafts, and `mrp_spec` with each target, or `self_spec` if the checkpoint has
+        no head (`has_head`).
         """
         options = self.of_checkpoint(defaults, has_head, states=8)
         decoding = self.decoding or [*options.target, "mrp_spec" if has_head else "self_spec"]

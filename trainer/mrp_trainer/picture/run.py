@@ -1,4 +1,5 @@
-"""Pictures of training runs: loss, gap and acceptance over steps, from the log that a run keeps."""
+"""Pictures of training runs: loss, gap closed and tokens per forward over training steps, from the
+log that a run keeps."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,7 @@ _WIDTH, _HEIGHT = 400.0, 200.0  # size of a panel's plot
 
 @dataclass(frozen=True)
 class Curve:
-    """A curve of a panel: its name, its points in the plot, and its last value."""
+    """A curve of a panel: its name, its points (x, y) in the plot, and its last value."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -32,7 +33,8 @@ class Curve:
 
 @dataclass(frozen=True)
 class Panel:
-    """A plot of curves over steps, between the lowest and the highest value."""
+    """A plot of curves over training steps. Its height reaches from the lowest value (`low`) to the
+    highest (`high`)."""
 
     title: str
     curves: Sequence[Curve]
@@ -78,7 +80,9 @@ def _step_of(path: Path) -> int:
 def _panel(
     title: str, names: Mapping[str, str], history: Sequence[Mapping[str, Any]], steps: int
 ) -> Panel | None:
-    """Lay out the curves of a panel, from the lowest to the highest value; None without values."""
+    """Lay out the curves of a panel, with heights from the lowest to the highest value. `names`
+    maps keys of the log to the curves' names. Return None if the log has no values for these
+    keys."""
     series: dict[str, list[tuple[int, float]]] = {}
     for line in history:
         for key, name in names.items():

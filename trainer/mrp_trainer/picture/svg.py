@@ -1,5 +1,5 @@
-"""An SVG of decodes: tokens in their places, coloured by the forward that revealed them, and bars
-of tokens per forward.
+"""An SVG of decoded texts: their tokens in their places, coloured by the forward that revealed
+them, and bars of tokens per forward.
 
 The SVG is self-contained and runs no script; its animation is CSS. This module computes the layout,
 and `decode.svg.jinja` writes it.
@@ -37,15 +37,20 @@ _MAX_DURATION, _MIN_TICK = 12.0, 0.04  # the most seconds of all forwards, and t
 
 @dataclass(frozen=True)
 class Picture:
-    """An SVG picture of decodes, which notebooks show, with a title that summarises it."""
+    """An SVG picture of decoding or training runs. Notebooks display it; its title summarises its
+    content."""
 
     svg: str = field(repr=False)
     title: str
 
     def save(self, path: Path | str, overwrite: bool = False) -> Path:
-        """Write the picture to an .svg or a .png, and return the path. `ValueError` for other
-        names, and for an existing file, unless `overwrite` is set or the file is an unchanged .svg
-        of this package; `ImportError` for a .png without cairosvg."""
+        """Write the picture to an .svg or a .png, and return the path.
+
+        Raises:
+            ValueError: for a path with another ending, and for an existing file, unless `overwrite`
+                is set or the file is an unchanged .svg of this package.
+            ImportError: for a .png without cairosvg.
+        """
         path = Path(path)
         check_name(path)
         content = self._png() if path.suffix == ".png" else self.svg.encode()
@@ -77,12 +82,12 @@ def check_name(path: Path | str) -> None:
 def draw(
     decodes: Sequence[Decode], *, prompt: str | None = None, animated: bool = False
 ) -> Picture:
-    """Draw decodes side by side, two in a row, on one clock: the n-th forward has the same colour
-    in all of them.
+    """Draw decoded texts side by side, two in a row. They share one clock: the n-th forward has the
+    same colour in all of them.
 
-    The same decodes give the same picture. The prompt is shown above, shortened to three lines. If
-    `animated`, the texts appear forward by forward in a loop, but are shown complete if the viewer
-    prefers less motion. `ValueError` without decodes.
+    The same arguments always give the same picture. The prompt is shown above, shortened to three
+    lines. If `animated`, the texts appear forward by forward in a loop, but are shown complete if
+    the viewer prefers less motion. `ValueError` if `decodes` is empty.
     """
     if not decodes:
         raise ValueError("there are no decodes to draw: pass at least one")
@@ -137,15 +142,15 @@ def draw(
 
 
 def picture_of(template: str, title: str, **values: Any) -> Picture:
-    """Render a template of this folder as a picture, whose id is a hash of the rest of the
-    picture."""
+    """Render a template of this folder as a picture. The picture's id is a hash of everything else
+    in it."""
     svg = _template(template).render(name=_ID, title=title, **values)
     return Picture(svg.replace(_ID, _id_of(svg)), title)
 
 
 def _bars(decode: Decode) -> list[tuple[Forward, float, float, float]]:
-    """List the forwards of a decode, each with the heights of its bars: tokens revealed without a
-    draft, tokens of accepted drafts, and refused drafts."""
+    """List the forwards of a decoded text, each with the heights of its three bars: tokens revealed
+    without a draft, tokens of accepted drafts, and refused drafts."""
     bars = []
     for forward in decode.forwards:
         own = _height(forward.own)
@@ -154,13 +159,13 @@ def _bars(decode: Decode) -> list[tuple[Forward, float, float, float]]:
 
 
 def _id_of(svg: str) -> str:
-    """Make the id of a picture from its text with placeholders."""
+    """Make the id of a picture from its SVG, in which placeholders stand for the id."""
     return "mrp-" + hashlib.sha256(svg.encode()).hexdigest()[:10]
 
 
 def is_unchanged(content: bytes) -> bool:
-    """Return whether a file is an SVG that `draw` made and that nobody has changed since, judged by
-    its id."""
+    """Return whether the content of a file is an SVG that this module made and that nobody has
+    changed since, judged by its id."""
     text = content.decode("utf-8", "replace")
     match = re.search(r"mrp-[0-9a-f]{10}", text)
     return match is not None and _id_of(text.replace(match[0], _ID)) == match[0]
@@ -179,7 +184,8 @@ def _prompt(prompt: str, width: int) -> list[str]:
 
 @dataclass(frozen=True)
 class _TokenBox:
-    """The box of a token, or of the part of a token on one line, with its position in the text."""
+    """The box of a token, or of the part of a token that is on one line, with the position of the
+    box in the text."""
 
     token: Token
     text: str
@@ -196,14 +202,14 @@ class _TokenBox:
 
     @property
     def text_length(self) -> float | None:
-        """Return the width that the text is stretched to in any font; None for a single
-        character."""
+        """Return the width to which the text is stretched, whatever the font; None for a text of
+        one cell."""
         return cell_len(self.text) * _CHARACTER if cell_len(self.text) > 1 else None
 
 
 def _boxes(decode: Decode, width: float) -> tuple[list[_TokenBox], list[tuple[float, int]]]:
-    """Lay out a text's tokens with a break after each line end; return their boxes, and (x, line)
-    where each block begins."""
+    """Lay out the tokens of a text in lines up to `width`, with a break after each line end. Return
+    the boxes of the tokens, and a pair (x, line) for each place where a block begins."""
     boxes: list[_TokenBox] = []
     begins: list[tuple[float, int]] = []
     x = 0.0
@@ -275,8 +281,8 @@ def _visible_character(character: str) -> str:
 
 
 def colour(fraction: float) -> str:
-    """Return the colour of a forward by its position as a fraction of the longest decode: warm at
-    the first (0), cold at the last (1)."""
+    """Return the colour of a forward. `fraction` is the place of the forward between the first one
+    in the picture (0, a warm colour) and the last one (1, a cold colour)."""
     return "#" + "".join(
         f"{round(255 * channel):02x}"
         for channel in hls_to_rgb((38 - 183 * fraction) / 360 % 1, 0.56, 0.78)
@@ -284,7 +290,7 @@ def colour(fraction: float) -> str:
 
 
 def _short(value: object) -> object:
-    """Format a float in six digits; return any other value as it is."""
+    """Format a float with six significant digits; return any other value as it is."""
     return f"{value:.6g}" if isinstance(value, float) else value
 
 

@@ -1,5 +1,5 @@
-"""Publishing of checkpoints on the Hub: checks of their folders, model cards, and pushes of one
-commit each."""
+"""Publishing checkpoints on the Hub: checking their folders, rendering their model cards, and
+pushing each in one commit."""
 
 from .command import Publication, push
 

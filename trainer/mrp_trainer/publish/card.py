@@ -1,5 +1,5 @@
-"""The model card of a checkpoint: a template filled from the files of its folder, without any
-network access."""
+"""The model card of a checkpoint. It is a template that is filled from the files of the
+checkpoint's folder, without any network access."""
 
 import json
 import math
@@ -50,8 +50,8 @@ _METRICS = {
 
 
 def read_results(paths: Iterable[Path | str]) -> list[dict[str, Any]]:
-    """Read the measurements, without headers, in files that `mrp evaluate` wrote; `ValueError`
-    names a malformed line."""
+    """Read the measurements in files that `mrp evaluate` wrote; header lines are skipped.
+    `ValueError` for a line that lacks a needed field."""
     lines: list[dict[str, Any]] = []
     for path in map(Path, paths):
         for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
@@ -70,13 +70,14 @@ def read_results(paths: Iterable[Path | str]) -> list[dict[str, Any]]:
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Format a Markdown table of a heading and rows of cells."""
+    """Format a Markdown table from the cells of its heading and of its rows."""
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
 
 
 def results_table(lines: Sequence[Mapping[str, Any]], shape: str = CHARGED) -> str:
-    """Format a Markdown table of accuracy and cost: a row per mode, grouped by decoding, with the
-    families side by side. Head passes are charged as at the published `shape`."""
+    """Format a Markdown table of accuracy and cost. It has one row for each mode, grouped by
+    decoding, and columns for the families of problems side by side. Head passes are charged as at
+    the published `shape`."""
     families = list(dict.fromkeys(line["family"] for line in lines))
     decodings = list(dict.fromkeys(line["decoding"] for line in lines))
     modes: dict[str, dict[str, Mapping[str, Any]]] = {}
@@ -117,9 +118,9 @@ def eval_results(
     shape: str = CHARGED,
     benchmarks: Mapping[str, Benchmark] = MappingProxyType({}),
 ) -> list[EvalResult]:
-    """List the accuracy and cost of every measurement for the card's `model-index`; head passes are
-    charged as at `shape`. For problem sets in `benchmarks`, the type of the dataset is its id on
-    the Hub."""
+    """List the accuracy and cost of every measurement, as entries of the card's `model-index`. Head
+    passes are charged as at the published `shape`. If `benchmarks` has a problem set, the type of
+    its dataset is the dataset's id on the Hub."""
     results = []
     for line in lines:
         values = charged(line, shape)
@@ -142,7 +143,8 @@ def eval_results(
 
 
 def _facts(folder: Path, config: Mapping[str, Any]) -> str:
-    """Format a Markdown table of a checkpoint folder's model shape, parameters and weights."""
+    """Format a Markdown table of what a checkpoint folder holds: the shape of the model, the
+    numbers of parameters, and the dtypes and size of the weights."""
     tensors = tensors_in(folder)
     backbone = head = 0
     for name, tensor in tensors.items():
@@ -183,16 +185,17 @@ def render_card(
     Args:
         folder: A folder that `save_pretrained` wrote.
         kind: A key of `folder.KINDS`: "full", "head" or "adapter".
-        name: The repository id, or the folder as a user writes it; it is the title, and the name
-            that the examples load.
+        name: The repository id, or the folder as a user writes it. It gives the title, and the
+            examples load it.
         results: Measurements, as `read_results` returns them.
-        about: A Markdown file that describes the checkpoint: its metadata override the template's,
-            and its text opens the card.
+        about: A Markdown file that describes the checkpoint. Its metadata override those of the
+            template, and its text opens the card.
         extra_tags: Tags in addition to those that every card has.
         base: The base model of a head or an adapter, in place of the one that its config names.
         metadata: Further metadata, such as `license`, `language` and `datasets`, which override
             those of `about`.
-        benchmarks: By name, those problem sets of the results that are benchmarks on the Hub.
+        benchmarks: Maps the name of a problem set in the results to its benchmark, if it is a
+            benchmark on the Hub.
     """
     folder = Path(folder)
     config = json_of(folder / CONFIGS[kind])
@@ -262,13 +265,14 @@ def render_card(
 
 
 def is_users_card(text: str) -> bool:
-    """Return whether a user wrote or edited this card: it is neither a rendered card of this
-    package nor an empty form."""
+    """Return whether a user wrote or edited a card: the card was not rendered by this package, and
+    is not an empty form."""
     return _RENDERED.search(text) is None and FORM not in text
 
 
 def renamed(text: str, name: str) -> str:
-    """Replace the name in a card that this package rendered: in its title, and in its examples."""
+    """Replace the name in the title and the examples of a card that this package rendered; return
+    any other card unchanged."""
     if (match := _RENDERED.search(text)) is None:
         return text
     text = text.replace(match[0], match[0].replace(match[1], name)).replace(
@@ -281,8 +285,8 @@ def renamed(text: str, name: str) -> str:
 
 
 def _repository(name: str) -> str:
-    """Return a repository name that `custom_generate` accepts: the given name, or for a folder a
-    possible name for its repository."""
+    """Return a repository name that `custom_generate` accepts: `name` itself or, if `name` is a
+    folder, a name that its repository might have."""
     return name if is_hub_id(name) else f"org/{_title(name)}"
 
 

@@ -1,4 +1,4 @@
-"""The command `mrp heads`: a page of the heads on the Hub, made from their cards."""
+"""The command `mrp heads`, which makes a page about the heads on the Hub from their cards."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,10 +23,10 @@ class PublishedHead:
     """A head on the Hub.
 
     Attributes:
-        repo_id: The id of its repository.
-        backbone: The Hub id of its backbone; None if the card names none.
+        repo_id: The id of the head's repository.
+        backbone: The Hub id of the head's backbone; None if the card names none.
         license: The card's licence.
-        recipe: The settings of its training by name; empty if the card has none.
+        recipe: The settings with which the head was trained, by name; empty if the card has none.
         results: The card's measurements.
     """
 
@@ -37,8 +37,12 @@ class PublishedHead:
     results: Sequence[EvalResult] = ()
 
     def speeds(self) -> dict[str, dict[str, tuple[float, str]]]:
-        """Find, by problem set, the most tokens per unit of `mrp_spec` and `self_spec`, and the
-        mode with which they were measured."""
+        """Return the largest measured number of tokens per unit, with its mode, for each problem
+        set and decoding.
+
+        The result maps the name of a problem set to a dict, which maps a decoding, such as
+        `mrp_spec` or `self_spec`, to (tokens per unit, mode).
+        """
         best: dict[str, dict[str, tuple[float, str]]] = {}
         for result in self.results:
             if result.metric_type != "tokens_per_unit":
@@ -58,13 +62,13 @@ def published_heads(
     limit: int = 100,
     token: str | bool | None = None,
 ) -> list[PublishedHead]:
-    """Search the Hub for heads that this package published, the most downloaded first, and read
-    their cards.
+    """Search the Hub for heads that this package published, and read their cards. The most
+    downloaded heads come first.
 
     Args:
         author: Only heads of this user or organisation.
         backbone: Only heads of this backbone.
-        limit: The most heads to search for.
+        limit: The largest number of heads to search for.
         token: As in `huggingface_hub`.
 
     Raises:
@@ -84,7 +88,8 @@ def published_heads(
 
 
 def _head_of(repo_id: str, card_file: Path) -> PublishedHead:
-    """Read a head's card; a card whose metadata or recipe cannot be read counts as empty."""
+    """Read the card of a head. If its metadata or recipe cannot be read, the card is treated as
+    empty."""
     try:
         card = ModelCard.load(card_file, ignore_metadata_errors=True)
         recipe = settings_in(card.text)

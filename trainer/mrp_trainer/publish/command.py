@@ -1,5 +1,5 @@
 """The commands `mrp push`, which pushes a checkpoint's folder to the Hub in a single commit, and
-`mrp card`."""
+`mrp card`, which only renders the card of such a folder."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -28,9 +28,16 @@ _STALE = ["model*.safetensors*", "adapter_model*", "*_mrp.py", "custom_generate/
 
 @dataclass(frozen=True)
 class Publication:
-    """The result of a push or a dry run: the kind (of `KINDS`), the bytes of each file by path in
-    the repository, the files of the folder that are not published, the result of the trial, and the
-    commit, which is None after a dry run."""
+    """The result of a push or a dry run.
+
+    Attributes:
+        repo_id: The id of the repository.
+        kind: The kind of the checkpoint, a key of `KINDS`.
+        sizes: The number of bytes of each published file, by its path in the repository.
+        left_out: The files of the folder that are not published.
+        trial: A description of the trial of the files (see `try_out`).
+        commit: The commit; None after a dry run.
+    """
 
     repo_id: str
     kind: str
@@ -72,33 +79,36 @@ def push(
     dataset: Sequence[str] = (),
     benchmark: Sequence[str] = (),
 ) -> Publication:
-    """Push a saved checkpoint in one commit; the folder is only read. The remote code is the code
-    that this package generates.
+    """Push a saved checkpoint to the Hub in one commit. The folder is only read. The remote code is
+    the code that this package generates.
 
     Args:
         folder: A folder that `save_pretrained` wrote: a full model, a head (`head_only=True`) or a
             peft adapter.
-        repo_id: "org/name", or "name" for a repository of the user; a new repository is `private`.
-        base_model: Hub id of the base of a head or an adapter, if the folder names another base,
-            such as a local folder.
+        repo_id: "org/name", or "name" for a repository of the user.
+        base_model: Hub id of the base of a head or an adapter. It is needed if the folder names
+            another base, such as a local folder.
         base_revision: The base's commit, branch or tag.
+        private: Whether the repository is private, if it is new.
         revision: The branch, created if it does not exist; `main` by default.
         create_pr: Whether to open a pull request instead of changing `main`.
-        dry_run: Whether to only return the files that would be sent, after the same trial
-            (`try_out`) and without any connection.
-        new_card: Whether to render the card in any case. By default the folder's README.md is the
-            card if a person wrote it or no other argument changes it. Otherwise a card is rendered,
-            which does not replace one that a person wrote in the repository.
-        results: Result files for the rendered card (`read_results`).
-        about: A description of the checkpoint for the rendered card (`render_card`), which also has
-            `tags`.
-        license: Licence in the card's metadata; by default that of the base's card on the Hub,
-            which a dry run does not ask for.
+        commit_message: The message of the commit; by default it names the kind of the checkpoint.
+        token: As in `huggingface_hub`.
+        dry_run: Whether to return the files that would be sent, and send nothing. The files are
+            tried in the same way (`try_out`), and no connection is made.
+        new_card: Whether to render the card in any case. By default, the folder's README.md is the
+            card if a person wrote it, or if no other argument changes the card. Otherwise a card is
+            rendered; it does not replace a card in the repository that a person wrote.
+        results: Result files for the rendered card (see `read_results`).
+        about: A description of the checkpoint for the rendered card (see `render_card`).
+        tags: Further tags of the rendered card.
+        license: Licence in the card's metadata. By default it is the licence in the base's card on
+            the Hub, which a dry run does not look up.
         language: Languages in the card's metadata.
         dataset: Hub ids of the training data, in the card's metadata.
-        benchmark: Problem sets of the results that are benchmarks on the Hub, "NAME=DATASET:TASK"
-            each: their accuracy is also written to `.eval_results`, which the Hub shows beside the
-            benchmark.
+        benchmark: Problem sets of the results that are benchmarks on the Hub, each as a text
+            "NAME=DATASET:TASK". Their accuracy is also written to `.eval_results`, which the Hub
+            shows beside the benchmark.
 
     Raises:
         ValueError: if the folder, the card, the base or the id is not fit to be published, or the
@@ -192,8 +202,8 @@ def push(
 def card_metadata(
     license: str | None, language: Sequence[str], dataset: Sequence[str]
 ) -> dict[str, Any]:
-    """Collect the given metadata of a card; `ValueError` for training data that are not on the
-    Hub."""
+    """Return the metadata of a card that are given, by name; `ValueError` if a dataset is not an id
+    on the Hub."""
     for name in dataset:
         if not is_hub_id(name):
             raise ValueError(f"dataset is {name!r}: it must be the id of a dataset on the Hub")
@@ -202,8 +212,8 @@ def card_metadata(
 
 
 def _license_of(base: str, token: str | bool | None) -> dict[str, Any]:
-    """Look up the licence in the card of a base on the Hub; return nothing if there is none, or the
-    Hub cannot be reached."""
+    """Look up the licence in the card of a base on the Hub. Return the licence's fields of the
+    card; an empty dict if there are none, or if the Hub cannot be reached."""
     try:
         given = token if isinstance(token, str) else None
         fields = ModelCard.load(base, token=given).data.to_dict()
@@ -218,7 +228,8 @@ def _license_of(base: str, token: str | bool | None) -> dict[str, Any]:
 
 @contextmanager
 def network_errors(server: str, remedy: str) -> Iterator[None]:
-    """Turn connection errors that are not `OSError`s into an `OSError` with the remedy."""
+    """Turn a connection error that is not an `OSError` into an `OSError` that names the server and
+    the remedy."""
     try:
         yield
     except OSError:  # also for an error that the Hub answers
@@ -233,7 +244,7 @@ def _contents(
     checkpoint: Folder, base: str | None, revision: str | None
 ) -> dict[str, Path | bytes]:
     """Collect the files to send, by name: the folder's files, the remote code, and a config that
-    names the code and base."""
+    names the code and the base."""
     config = CONFIGS[checkpoint.kind]
     fields = json_of(checkpoint.path / config)
     if checkpoint.code:
@@ -255,8 +266,8 @@ def card(
     language: Sequence[str] = (),
     dataset: Sequence[str] = (),
 ) -> str:
-    """Render the card of a checkpoint's folder, as a push would; its examples load `name`, which is
-    the folder by default."""
+    """Render the card of a checkpoint's folder, as a push would. The card's examples load `name`,
+    by default the folder."""
     name = name or (f"./{folder}" if is_hub_id(folder) else folder)
     metadata = card_metadata(license, language, dataset)
     kind = read_folder(folder).kind

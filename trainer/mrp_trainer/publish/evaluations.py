@@ -1,4 +1,4 @@
-"""Results in the form that the Hub's benchmarks read: files `.eval_results/*.yaml` of a
+"""Results in the form that benchmarks on the Hub read: files `.eval_results/*.yaml` in a
 repository."""
 
 from collections.abc import Mapping, Sequence
@@ -17,15 +17,15 @@ EVALUATIONS = ".eval_results/mrp.yaml"
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A benchmark on the Hub: the id of its dataset, and the task in it."""
+    """A benchmark on the Hub: the id of a dataset, and the name of a task in it."""
 
     dataset: str
     task: str
 
     @classmethod
     def named(cls, texts: Sequence[str]) -> "dict[str, Benchmark]":
-        """Parse texts NAME=DATASET:TASK; return the benchmarks by the name of their problem set in
-        results. `ValueError` for a text of another form."""
+        """Parse texts of the form NAME=DATASET:TASK, where NAME is a problem set in the results.
+        Return a dict that maps NAME to its benchmark. `ValueError` for a text of another form."""
         benchmarks = {}
         for text in texts:
             name, _, benchmark = text.partition("=")
@@ -43,9 +43,9 @@ class Benchmark:
 def evaluation_entries(
     lines: Sequence[Mapping[str, Any]], benchmarks: Mapping[str, Benchmark]
 ) -> list[EvalResultEntry]:
-    """List the accuracy, in percent, of each measurement on a benchmark, with mode and cost as its
-    notes. Problem sets that are not on the Hub have no entry. `ValueError` for a benchmark without
-    a measurement."""
+    """Make an entry for each measurement on a benchmark. An entry holds the accuracy in percent,
+    and notes with the mode and the tokens per forward. Problem sets that are not in `benchmarks`
+    have no entry. `ValueError` if a benchmark has no measurement."""
     if missing := sorted(benchmarks.keys() - {line["family"] for line in lines}):
         raise ValueError(
             f"benchmark names {missing[0]}, and no result is of it: the results are of "
@@ -67,6 +67,6 @@ def evaluation_entries(
 
 
 def evaluations_file(entries: Sequence[EvalResultEntry]) -> bytes:
-    """Format entries as a file of `.eval_results`."""
+    """Format entries as the content of a file in `.eval_results`."""
     text: str = yaml.safe_dump(eval_result_entries_to_yaml(list(entries)), sort_keys=False)
     return text.encode()

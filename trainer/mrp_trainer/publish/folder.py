@@ -1,5 +1,5 @@
-"""Checkpoint folders to be published: their kind, checks, and which of their files are
-published."""
+"""Checkpoint folders to be published: their kind, checks of their content, and the choice of the
+files to publish."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,12 +34,13 @@ class Folder:
     """A checkpoint's folder that is fit to be published.
 
     Attributes:
-        kind: A key of `KINDS`.
+        path: The folder.
+        kind: The kind of the checkpoint, a key of `KINDS`.
         base: The model that a head or an adapter names as its base.
         files: The files to publish, by name.
-        code: The remote code to publish beside them, as this package generates it, whatever code
-            the folder holds.
-        left_out: The folder's other files.
+        code: The text of each file of remote code to publish, by name. This package generates it,
+            whatever code the folder holds.
+        left_out: The names of the folder's other files.
     """
 
     path: Path
@@ -54,8 +55,9 @@ def read_folder(path: Path | str) -> Folder:
     """Check a checkpoint's folder, and select the files to publish; nothing is changed.
 
     Raises:
-        ValueError: if it is not a folder, holds no checkpoint of this package, has weights that are
-            truncated or do not fit its config, or a tokenizer that does not load or fit.
+        ValueError: if `path` is not a folder, or holds no checkpoint of this package; if weights
+            are truncated or do not fit the config; or if the tokenizer does not load or does not
+            fit.
         OSError: if a shard is missing.
     """
     path = Path(path)
@@ -103,13 +105,15 @@ def _kind_of(path: Path) -> str:
 
 
 def tensors_in(path: Path) -> dict[str, StoredTensor]:
-    """List the tensors of a folder's weights, by name, from the headers of the weight files."""
+    """Return a description of each tensor of a folder's weights, by name. Only the headers of the
+    weight files are read."""
     adapter = path / "adapter_model.safetensors"
     return stored_tensors([adapter] if adapter.is_file() else weight_files(str(path)))
 
 
 def first_not_finite(tensors: Mapping[str, StoredTensor]) -> str | None:
-    """Return the name of the first tensor with NaN or infinity, or None; this reads all numbers."""
+    """Return the name of the first tensor that contains NaN or infinity, or None. All values are
+    read."""
     for file in sorted({tensor.file for tensor in tensors.values()}):
         with safe_open(file, framework="pt") as stored:
             for name in sorted(stored.keys()):
@@ -120,7 +124,7 @@ def first_not_finite(tensors: Mapping[str, StoredTensor]) -> str | None:
 
 
 def _checked_weights(path: Path, kind: str) -> set[str]:
-    """Compare the weights in a folder with its config; return the names of the weight files."""
+    """Check that the weights in a folder fit its config; return the names of the weight files."""
     tensors = tensors_in(path)
     names = {tensor.file.name for tensor in tensors.values()}
     if kind == "adapter":
@@ -135,8 +139,8 @@ def _checked_weights(path: Path, kind: str) -> set[str]:
 
 
 def _check_tokenizer(path: Path, kind: str) -> None:
-    """Load the tokenizer once, without code of a repository, and compare its size with the
-    model's."""
+    """Raise `ValueError` if a folder's tokenizer needs code from a repository, does not load, or
+    has more tokens than the model."""
     if (named := json_of(path / "tokenizer_config.json").get("auto_map")) is not None:
         raise ValueError(
             f"{path}/tokenizer_config.json takes code from {named!r}, and only the code of this "
@@ -151,5 +155,6 @@ def _check_tokenizer(path: Path, kind: str) -> None:
 
 
 def json_of(path: Path) -> dict[str, Any]:
-    """Read a JSON file, as an empty object if it is missing; `ValueError` if it holds no object."""
+    """Read the object in a JSON file; an empty dict if the file is missing. `ValueError` if the
+    file holds something else."""
     return json_object(path) if path.is_file() else {}

@@ -1,5 +1,5 @@
-"""The training recipe in a checkpoint's card, made from the settings that the run left in the
-folder."""
+"""The training recipe in a checkpoint's card. It is made from the settings that the training run
+wrote into the folder."""
 
 import os
 from pathlib import Path
@@ -17,11 +17,11 @@ _COMMANDS = {"mrp": "head", "block_diffusion": "backbone"}
 
 
 def recipe_of(folder: Path, base: str | None = None) -> str | None:
-    """Describe in Markdown the training run that wrote a folder; None without a run. `base` is the
-    Hub id of the model, which is named in place of a local folder.
+    """Describe in Markdown the training run that wrote a folder; None if no run did. If the run's
+    model was a local folder, its Hub id `base` is named instead.
 
-    Settings that do not change weights are left out, and so is everything about a machine or an
-    account. Paths are shortened to names.
+    Settings that do not change the weights are left out, and so is everything about a machine or an
+    account. Local paths are shortened to names.
     """
     if not (folder / RUN_FILE).is_file():
         return None
@@ -44,8 +44,8 @@ def recipe_of(folder: Path, base: str | None = None) -> str | None:
 
 
 def settings_in(card: str) -> dict[str, Any]:
-    """Read the settings of a run from a card in the form of `recipe_of`; empty if the card has
-    none."""
+    """Read the settings of a run from a card that contains the text of `recipe_of`; return an empty
+    dict if the card has none."""
     _, _, trained = card.partition("\nTrained by `mrp train ")
     text = trained.partition("```yaml\n")[2].partition("```")[0]
     settings = parse_yaml(text, "the recipe of the card") if text else None
@@ -53,8 +53,8 @@ def settings_in(card: str) -> dict[str, Any]:
 
 
 def model_of(folder: Path) -> str | None:
-    """Return the Hub id of the model that a folder's run trained; None without a run, or if that
-    model was a local folder."""
+    """Return the Hub id of the model that a folder's run trained; None if no run wrote the folder,
+    or if that model was a local folder."""
     if not (folder / RUN_FILE).is_file():
         return None
     model = read_yaml(folder / RUN_FILE).get("model")

@@ -1,5 +1,5 @@
-"""A trial of the files to publish: load them as their users will, in a fresh process, and decode a
-block."""
+"""A trial of the files to publish: they are loaded as their users will load them, in a fresh
+process, and a block is decoded."""
 
 import json
 import os
@@ -54,14 +54,14 @@ for mode in ({}, {"decoding": "static"}, drafted):
 def try_out(
     checkpoint: Folder, contents: Mapping[str, Path | bytes], tensors: Mapping[str, StoredTensor]
 ) -> str:
-    """Load the files to publish, and decode a block; return a description of the trial, or the
-    reason why none was possible.
+    """Load the files to publish in a fresh process, and decode a block. Return a description of the
+    trial, or the reason why there was none.
 
-    Nothing is downloaded: there is no trial of a head or an adapter whose backbone is neither a
-    folder nor in the cache.
+    Nothing is downloaded. So there is no trial of a head or an adapter if its backbone is neither a
+    local folder nor in the cache.
 
     Raises:
-        ValueError: if the files do not load or decode, or a tensor holds NaN or infinity.
+        ValueError: if the files do not load or decode, or a tensor contains NaN or infinity.
     """
     if (name := first_not_finite(tensors)) is not None:
         raise ValueError(

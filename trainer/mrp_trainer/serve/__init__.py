@@ -1,1 +1,1 @@
-"""A server for one model with OpenAI's API."""
+"""A server that offers one model through OpenAI's API."""

@@ -1,5 +1,5 @@
-"""Answers in OpenAI's form: ids are decoded to text as they arrive, stop strings are never shown,
-and log-probabilities, counts and the reason of the end are in the fields where clients expect
+"""Answers in OpenAI's form. Ids are decoded to text as they arrive, and stop strings are never
+shown. Log-probabilities, counts and the reason of the end are in the fields where clients expect
 them."""
 
 import asyncio
@@ -32,10 +32,10 @@ _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 
 class TextOfIds:
-    """Decodes ids one by one; text that was returned does not change with later ids.
+    """Decodes ids to text one by one. Text that was returned is not changed by later ids.
 
     Args:
-        decode: Decodes ids to text.
+        decode: A function that decodes ids to text.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
@@ -71,7 +71,7 @@ class Token:
     Attributes:
         id: The token's id.
         logprob: Its log-probability; None if there is none.
-        top: The likeliest ids at its position with their log-probabilities.
+        top: Maps the likeliest ids at its position to their log-probabilities.
         begin, end: The character positions in the answer at which its text begins and ends.
     """
 
@@ -83,14 +83,15 @@ class Token:
 
 
 class TextOfAnswer:
-    """One text of an answer while it is decoded; all methods but `tell` are called in the event
+    """One text of an answer while it is decoded. All methods except `tell` are called in the event
     loop.
 
     Args:
         name: The name of the text's request.
-        decode: Decodes ids to text.
+        decode: A function that decodes ids to text.
         stops: Stop strings, which end the text and are not part of it.
-        counted: Called with the last result of the request, in the decoding thread.
+        counted: A function that is called with the last result of the request, in the decoding
+            thread.
 
     Attributes:
         text: The text so far.
@@ -98,6 +99,7 @@ class TextOfAnswer:
         finish_reason: "stop" or "length" once the text is complete.
         stopped: Whether a stop string ended the text.
         error: The error that ended the text, if any.
+        counts: Counts of the request's forwards and drafts so far.
     """
 
     def __init__(
@@ -123,7 +125,7 @@ class TextOfAnswer:
         self._loop = asyncio.get_running_loop()
 
     def tell(self, output: RequestOutput) -> None:
-        """Receive a result, in the decoding thread."""
+        """Receive a result. This is called in the decoding thread."""
         if output.is_finished():
             self._counted(output)
         self._loop.call_soon_threadsafe(self._take, output)
@@ -160,7 +162,8 @@ class TextOfAnswer:
                 self.finish_reason = "length" if output.finish_reason == "length" else "stop"
 
     def _write(self, piece: str) -> None:
-        """Append a piece to the text, up to a stop string."""
+        """Append a piece to the text; if the text now contains a stop string, cut it there and end
+        it."""
         searched = max(0, len(self.text) - self._longest + 1)
         self.text += piece
         found = [self.text.find(stop, searched) for stop in self.stops if piece]
@@ -171,8 +174,8 @@ class TextOfAnswer:
 
     @property
     def certain(self) -> int:
-        """The number of characters that can be sent: all except those that may become a stop
-        string."""
+        """The number of characters that can be sent: all, except those at the end that may become a
+        stop string."""
         if not self.ended:
             for length in range(min(self._longest - 1, len(self.text)), 0, -1):
                 if any(stop.startswith(self.text[-length:]) for stop in self.stops):
@@ -189,16 +192,16 @@ class Job:
         prompts: The ids of each prompt.
         copies: Number of texts for each prompt.
         options: Options of `generate` for all texts.
-        limit: The most tokens of a text.
+        limit: The maximum number of new tokens in each text.
         seed: The seed of the first text, or None.
         penalties: The presence penalty and the frequency penalty.
         stops: Stop strings.
-        stream, usage: Whether the answer is streamed, and whether counts of tokens follow the
-            stream.
+        stream: Whether the answer is streamed.
+        usage: Whether counts of tokens follow the stream.
         logprobs: Whether the answer contains log-probabilities.
         top: Number of likeliest tokens that the answer contains for each position.
         echo: Whether the answer contains the prompt.
-        tools: The tools that may be called; or None.
+        tools: The tools that the model may call; None if there are none.
     """
 
     chat: bool
@@ -224,9 +227,10 @@ class Answer:
     Attributes:
         job: The checked request.
         model: The model's name as the client knows it.
-        decode: Decodes ids to text.
+        decode: A function that decodes ids to text.
         texts: The texts that are decoded for the answer; empty if only the prompt is requested.
-        echoed: By prompt, its text and tokens, if the answer contains the prompt.
+        echoed: For each prompt, its text and tokens; empty if the answer does not contain the
+            prompt.
     """
 
     job: Job
@@ -241,7 +245,7 @@ class Answer:
         self._created = int(time.time())
 
     def whole(self) -> dict[str, Any]:
-        """Write the complete answer once all texts have ended."""
+        """Return the complete answer as a JSON object, once all texts have ended."""
         choices = []
         for index in range(len(self.job.prompts) * self.job.copies):
             text, tokens = "", list[Token]()
@@ -259,7 +263,8 @@ class Answer:
         return self._enveloped(choices, usage=self._usage())
 
     def opening(self) -> list[dict[str, Any]]:
-        """Write the first parts of a stream: roles, and echoed prompts."""
+        """Return the first parts of a stream: the role of each text in a chat, or the echoed
+        prompts."""
         parts = []
         for index in range(len(self.job.prompts) * self.job.copies):
             if self.job.chat:
@@ -273,8 +278,9 @@ class Answer:
         return parts
 
     def part(self, index: int, begin: int) -> tuple[dict[str, Any] | None, int]:
-        """Write the new part of a text, from its character `begin` on. Return the part, or None if
-        there is nothing new, and the position at which the next part begins."""
+        """Make the next part of a stream: the characters of the text `index` from position `begin`
+        on. Return this part, or None if there is nothing new, and the position at which the next
+        part begins."""
         row = self.texts[index]
         end = row.certain
         if self.job.tools is not None:
@@ -286,7 +292,7 @@ class Answer:
         return self._enveloped([choice]), end
 
     def closing(self) -> dict[str, Any]:
-        """Write the token counts that follow a stream."""
+        """Return the part that ends a stream with counts of tokens."""
         return self._enveloped([], usage=self._usage())
 
     def _echoed_length(self, index: int) -> int:
@@ -322,7 +328,7 @@ class Answer:
         finish_reason: str | None,
         part: bool = False,
     ) -> Any:
-        """Write a text, or a part of it, as a choice."""
+        """Make a choice in OpenAI's form from a text or, in a stream, from a `part` of it."""
         calls: list[dict[str, Any]] = []
         if self.job.tools is not None and finish_reason is not None:
             text, calls = self.job.tools.split(text)
@@ -377,9 +383,10 @@ class Answer:
 
 
 def _shifted(row: TextOfAnswer, begin: int, end: int, offset: int) -> list[Token]:
-    """List the tokens whose text begins at or after the character `begin` and before `end`, with
-    positions shifted to a text with `offset` characters before this one. At the end of a text, this
-    includes tokens without text, such as an eos."""
+    """List the tokens whose text begins at or after the character `begin` of a text and before
+    `end`. The positions of the tokens are shifted by `offset`, the number of characters that
+    precede the text in the answer. At the end of a text, the list includes tokens without text,
+    such as an eos."""
     last = row.ended and not row.stopped and end == len(row.text)
     tokens = []
     for token in row.tokens:
@@ -389,8 +396,8 @@ def _shifted(row: TextOfAnswer, begin: int, end: int, offset: int) -> list[Token
 
 
 def meta_info(row: TextOfAnswer) -> dict[str, Any]:
-    """Collect the costs of a text, under SGLang's names for speculative decoding and under this
-    package's names."""
+    """Collect the costs of a text, both under SGLang's names for speculative decoding and under
+    this package's names."""
     counts = row.counts
     rounds = sum(counts.lengths)
     tokens = len(row.tokens)

@@ -1,5 +1,5 @@
-"""Counters of a server in Prometheus' text format, under the names that tools for vLLM and SGLang
-read, and under this package's names."""
+"""Counters of a server in Prometheus' text format. They have the names that tools for vLLM and
+SGLang read, and also this package's names."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ _COUNTED = ("forwards", "head_forwards", "drafted", "accepted", "revoked")
 
 
 class Metrics:
-    """Totals over all texts that have ended."""
+    """Totals over all texts that have ended, and the number of answers by HTTP status."""
 
     def __init__(self) -> None:
         self.answers: Counter[int] = Counter()  # number of answers by HTTP status
@@ -34,7 +34,8 @@ class Metrics:
             self.accepted[depth] += number
 
     def page(self, manager: Any) -> str:
-        """Write all counts, and the numbers of texts that `manager` decodes and that wait."""
+        """Return a page with all counts, the number of texts that `manager` is decoding, and the
+        number of texts that wait."""
         totals = self.totals
         lines: list[str] = []
 

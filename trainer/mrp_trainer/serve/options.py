@@ -44,7 +44,7 @@ class ServeOptions(GenerateOptions):
     )
 
     def setting(self) -> dict[str, Any]:
-        """Collect the given options of `generate`; the options assigned by `set` stay together
+        """Collect the options of `generate` that flags set. Those assigned by `set` stay together
         under the name `set`."""
         setting: dict[str, Any] = {}
         if self.decoding is not None:

@@ -1,11 +1,11 @@
-"""Requests in OpenAI's form: their fields, checked before any work is done, and the options of
-`generate` that they stand for.
+"""Requests in OpenAI's form. Their fields are checked before any work is done, and translated into
+options of `generate`.
 
 A field is supported, or it is ignored because its value has no effect, or it is refused. The
 pydantic models below (`ChatRequest`, `CompletionRequest`) list the supported fields; further fields
 must be options of `generate` (`SETTABLE`). A field of OpenAI's that this server does not support is
 refused unless its value has no effect (`_IDLE`). Only `options_of` translates fields into options,
-including those that bind the text to a language.
+including the fields that bind a text to a language.
 """
 
 import json
@@ -76,7 +76,7 @@ class _Strict(BaseModel):
 
 
 class Part(_Strict):
-    """A part of a message, which must be a text."""
+    """A part of a message. Only parts that are texts are supported."""
 
     type: Literal["text"]
     text: str
@@ -140,8 +140,8 @@ class ToolCall(_Strict):
     index: int | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """Convert the call to the form that chat templates take; `ValueError` for arguments that
-        are not a JSON object."""
+        """Convert the call to the form that chat templates take. `ValueError` if the arguments are
+        not a JSON object."""
         try:
             arguments = json.loads(self.function.arguments or "{}")
         except (ValueError, RecursionError) as error:
@@ -153,8 +153,9 @@ class ToolCall(_Strict):
 
 
 class Message(_Strict):
-    """A text message, with tool calls or the result of one. Fields that chat templates would
-    silently drop are refused."""
+    """A message of a chat. It has a text, and a message of the assistant may have tool calls
+    instead or in addition. The text of a tool's message is the result of a call. Fields that chat
+    templates would silently drop are refused."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[Part] | None = None
@@ -277,7 +278,7 @@ class ChatRequest(Request):
 
     @property
     def limit(self) -> int | None:
-        """The most tokens of each text."""
+        """The maximum number of new tokens in each text; None if the request sets none."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
@@ -295,12 +296,12 @@ class CompletionRequest(Request):
 
     @property
     def limit(self) -> int | None:
-        """The most tokens of each text."""
+        """The maximum number of new tokens in each text; None if the request sets none."""
         return self.max_tokens
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
-        """The list of prompts."""
+        """The prompts of the request, as a list even if there is only one."""
         prompt: Any = self.prompt
         single = isinstance(prompt, str) or isinstance(prompt[0], int)
         return [prompt] if single else prompt
@@ -339,8 +340,9 @@ def options_of(request: Request, vocab_size: int) -> dict[str, Any]:
 
 
 def _with_language(request: Request) -> dict[str, Any]:
-    """Return a request's further options together with the option that binds its text to a
-    language, under the name that `generate` uses."""
+    """Return the options of `generate` in a request's further fields, together with the option that
+    binds its text to a language. Of the latter, the names in OpenAI's API, vLLM and SGLang are
+    translated into the name that `generate` uses."""
     options: dict[str, Any] = {}
     fields = [*(request.model_extra or {}).items()]
     fields += response_options(request.response_format).items()
@@ -359,8 +361,8 @@ def _with_language(request: Request) -> dict[str, Any]:
 
 
 def _biases(given: Mapping[str, float], vocab_size: int) -> dict[tuple[int], float]:
-    """Translate `logit_bias` into `sequence_bias`: a dict, as transformers 5.17 takes no token 0 in
-    a list."""
+    """Translate `logit_bias` into `sequence_bias`. The result is a dict, since transformers 5.17
+    does not accept the token 0 in a list."""
     for token in given:
         if not (token.isascii() and token.isdecimal() and len(token) < 10) or (
             int(token) >= vocab_size
@@ -370,8 +372,8 @@ def _biases(given: Mapping[str, float], vocab_size: int) -> dict[tuple[int], flo
 
 
 def _from_json(text: str) -> dict[str, Any]:
-    """Convert the JSON of a generation config, which a request contains, into options of
-    `generate`."""
+    """Convert `generation_config`, a field of a request with the JSON of a generation config, into
+    options of `generate`."""
     try:
         fields = json.loads(text or "{}")
     except (ValueError, RecursionError) as error:

@@ -1,5 +1,5 @@
-"""The command `mrp serve`: one model behind OpenAI's API, which decodes concurrent requests
-together.
+"""The command `mrp serve`: it offers one model through OpenAI's API, and decodes concurrent
+requests together.
 
 FastAPI routes requests, pydantic checks them (`requests`), and one thread reads and tokenises them.
 The manager of `init_continuous_batching` decodes them in another thread. The event loop writes
@@ -69,7 +69,8 @@ _SHOWN = 1000  # the most characters of an error message
 
 
 class CountPenalty(LogitsProcessor):
-    """OpenAI's penalties for tokens that the text already contains to the left of a position.
+    """A logits processor with OpenAI's penalties for tokens that the text already contains to the
+    left of a position.
 
     Args:
         prompt: Number of tokens of the prompt, which do not count.
@@ -83,7 +84,8 @@ class CountPenalty(LogitsProcessor):
         self.frequency = frequency
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """See `LogitsProcessor`; the ids may contain masks, which are never chosen anyway."""
+        """Subtract the penalties from scores [rows, vocab], by the tokens in `input_ids` [rows,
+        length]. The ids may contain masks, which are never chosen anyway."""
         counts = torch.zeros_like(scores)
         text = input_ids[:, self.prompt :]
         counts.scatter_add_(1, text, torch.ones_like(text, dtype=counts.dtype))
@@ -95,11 +97,11 @@ class Service:
 
     Args:
         name: The model's name for clients.
-        model: An `MRPForCausalLM`; its generation config holds for all options that a request does
-            not set.
+        model: An `MRPForCausalLM`. Its generation config gives the options that a request does not
+            set.
         tokenizer: The tokenizer of the model.
         texts: Number of texts that are decoded at the same time.
-        waiting: The most texts that may wait for a free row.
+        waiting: The maximum number of texts that may wait for a free row.
     """
 
     def __init__(
@@ -144,7 +146,7 @@ class Service:
             self.manager.stop(hard_stop=True, timeout=_END_SECONDS)
 
     def check_room(self) -> None:
-        """Refuse a request if the queue is full, or the server is ending."""
+        """Raise `HTTPException` if the queue is full, or if the server is ending."""
         if self.ending:
             raise HTTPException(503, "the server is shutting down: ask again later")
         if self.manager.waiting + self.reading >= self.most_waiting:
@@ -155,7 +157,7 @@ class Service:
             )
 
     def check_model(self, name: str | None) -> None:
-        """Refuse a request for another model."""
+        """Raise `HTTPException` if a request is for another model."""
         if name not in (None, self.name):
             raise HTTPException(
                 404, f"the model {name!r} does not exist: this server has {self.name!r} alone"
@@ -256,7 +258,7 @@ class Service:
         )
 
     def _require_call(self, options: dict[str, Any], tools: Tools) -> None:
-        """Constrain the text to a tool call."""
+        """Set the option that constrains the text to a tool call."""
         if not options.keys().isdisjoint(CONSTRAINTS):
             raise ValueError("tool_choice requires a call, and the text is bound to a language too")
         options["regex"] = tools.pattern()
@@ -309,7 +311,8 @@ class Service:
         return self._checked(prompt)
 
     def _check_size(self, text: str, source: str) -> None:
-        """Refuse, before it is tokenised, a text with too many bytes for the model."""
+        """Refuse a text that has too many bytes for the model, before it is tokenised. `source` is
+        the name of its field in the error message."""
         check_utf8(text)
         positions = self.model.config.max_position_embeddings
         size = len(text.encode())
@@ -356,8 +359,8 @@ class Service:
             raise
 
     async def echoed(self, job: Job) -> list[tuple[str, list[Token]]]:
-        """Make the text and tokens of each prompt, with exact log-probabilities if they are
-        requested."""
+        """Return the text and the tokens of each prompt. The tokens have exact log-probabilities if
+        the request asks for them."""
         echoed = []
         for prompt in job.prompts:
             logprobs: list[float | None] = [None] * len(prompt)
@@ -377,8 +380,9 @@ class Service:
     def _score(
         self, prompt: list[int], top: int
     ) -> tuple[list[float | None], list[dict[int, float]]]:
-        """Score a prompt between two rounds; by convention its first token, which follows nothing,
-        has no log-probability."""
+        """Score a prompt between two rounds. For each token, return its log-probability, and a dict
+        from the `top` likeliest ids to their log-probabilities. By convention the first token,
+        which follows nothing, has no log-probability."""
         with self.manager.pause():
             ids = torch.tensor([prompt], device=self.model.device)
             output = self.model.score(ids, top_tokens=top)
@@ -392,7 +396,7 @@ class Service:
 
 
 async def whole(service: Service, answer: Answer) -> dict[str, Any]:
-    """Wait until all texts of an answer have ended."""
+    """Wait until all texts of an answer have ended; return the complete answer."""
     for text in answer.texts:
         while not text.ended:
             await text.grow()
@@ -435,7 +439,7 @@ async def parts(service: Service, answer: Answer) -> AsyncIterator[dict[str, Any
 
 
 def check_error(text: TextOfAnswer) -> None:
-    """Raise the error that ended a text, if one did."""
+    """Raise an `HTTPException` for the error that ended a text, if there is one."""
     if text.error is None:
         return
     if "has stopped" in text.error:
@@ -446,14 +450,14 @@ def check_error(text: TextOfAnswer) -> None:
 
 
 class Counted:
-    """An ASGI application that counts the answers of another one, by status."""
+    """An ASGI application that wraps another one, and counts its answers by HTTP status."""
 
     def __init__(self, app: Any, counts: Counter[int]) -> None:
         self.app = app
         self.counts = counts
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answer a request, and count it."""
+        """Pass a request on to the wrapped application, and count its answer."""
 
         async def counted(message: Any) -> None:
             if message["type"] == "http.response.start":
@@ -464,7 +468,8 @@ class Counted:
 
 
 class EventStream(StreamingResponse):
-    """A stream of server-sent events; if its client leaves, its texts are ended."""
+    """A response that streams an answer as server-sent events. If the client leaves, the texts of
+    the answer are ended."""
 
     def __init__(self, service: Service, answer: Answer) -> None:
         super().__init__(self.events(service, answer), media_type="text/event-stream")
@@ -485,7 +490,7 @@ class EventStream(StreamingResponse):
         return b"data: " + JSONResponse(content).body + b"\n\n"
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Send the stream."""
+        """Send the stream; then end the texts of the answer that are still being decoded."""
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -493,7 +498,8 @@ class EventStream(StreamingResponse):
 
 
 async def unless_left(request: Request, service: Service, answer: Answer) -> Response:
-    """Wait for an answer as long as its client stays; end its texts if the client leaves."""
+    """Wait for an answer as long as its client stays, and return it as a response. If the client
+    leaves, end the texts of the answer."""
 
     async def left() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -513,7 +519,8 @@ async def unless_left(request: Request, service: Service, answer: Answer) -> Res
 
 
 async def body_of(request: Request) -> bytes:
-    """Read the body of a request; refuse a body that is too long, or arrives too slowly."""
+    """Read the body of a request. Raise `HTTPException` if it is too long, or arrives too
+    slowly."""
     too_long = HTTPException(413, f"the body has more than {_BODY_BYTES} bytes: shorten it")
     declared = request.headers.get("content-length", "0")
     if declared.isdecimal() and int(declared) > _BODY_BYTES:
@@ -531,7 +538,7 @@ async def body_of(request: Request) -> bytes:
 
 
 def error_of(status: int, message: str, param: str | None = None) -> dict[str, Any]:
-    """Make an error object in OpenAI's form."""
+    """Make an error object in OpenAI's form. `param` is the name of the field with the error."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     if len(message) > _SHOWN:
         message = f"{message[: _SHOWN // 2]} ... {message[-_SHOWN // 2 :]}"
@@ -553,7 +560,7 @@ def described(error: ValidationError) -> tuple[str, str | None]:
 
 
 async def refused(_request: Request, error: Exception) -> JSONResponse:
-    """Make the response to an error, in OpenAI's form."""
+    """Make the response for an error, in OpenAI's form."""
     headers = None
     param = None
     message = str(error) or type(error).__name__
@@ -581,20 +588,20 @@ def application(
     max_batch_size: int = 16,
     max_queue_size: int = 64,
 ) -> FastAPI:
-    """Make the application that answers requests: OpenAI's `/v1/chat/completions`,
-    `/v1/completions` and `/v1/models`, `/health`, `/metrics`, and `/load_model`, which
+    """Make the application that answers requests. It serves OpenAI's `/v1/chat/completions`,
+    `/v1/completions` and `/v1/models`, as well as `/health`, `/metrics`, and `/load_model`, which
     `transformers chat` calls first.
 
     Args:
         name: The model's name for clients.
-        model: An `MRPForCausalLM`; its generation config holds for all options that a request does
-            not set.
+        model: An `MRPForCausalLM`. Its generation config gives the options that a request does not
+            set.
         tokenizer: The tokenizer of the model.
         loopback: Whether only requests to a loopback name are answered, which excludes requests
             from websites.
         api_key: The key that clients must send; None if they need none.
-        max_batch_size: The most texts that are decoded at the same time.
-        max_queue_size: The most texts that may wait for a free row.
+        max_batch_size: The maximum number of texts that are decoded at the same time.
+        max_queue_size: The maximum number of texts that may wait for a free row.
     """
     service = Service(name, model, tokenizer, max_batch_size, max_queue_size)
 
@@ -680,23 +687,25 @@ def application(
 
 
 class Server(uvicorn.Server):
-    """A server that, when it stops, ends texts instead of waiting for their answers, and stops
-    immediately at the second signal."""
+    """A server that ends texts when it stops, instead of waiting for their answers. At a second
+    signal, it stops immediately."""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """See `uvicorn.Server`."""
+        """Begin to stop at the first signal, as `uvicorn.Server.handle_exit` does; end the process
+        at the second."""
         if self.should_exit:
             os._exit(128 + sig)
         super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """See `uvicorn.Server`."""
+        """End all texts, then shut down as `uvicorn.Server.shutdown` does."""
         self.config.app.state.service.stop()
         await super().shutdown(sockets)
 
 
 def check_address(host: str, port: int) -> None:
-    """Raise `ValueError` for an address at which the server cannot listen, such as one in use."""
+    """Raise `ValueError` for an address at which the server cannot listen, such as one that is in
+    use."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         socket.create_server((host, port), family=family).close()
@@ -707,9 +716,14 @@ def check_address(host: str, port: int) -> None:
 
 
 def serve(options: ServeOptions) -> None:
-    """Serve requests until the process ends. Everything else is checked before the weights are
-    read: `ValueError` for options that `generate` refuses and for damaged files, `OSError` if the
-    checkpoint does not exist."""
+    """Serve requests until the process ends. The address, options and checkpoint's config are
+    checked before the weights are read.
+
+    Raises:
+        ValueError: for an address at which the server cannot listen, options that `generate`
+            refuses, or damaged files.
+        OSError: if the checkpoint does not exist.
+    """
     check_address(options.host, options.port)
     setting = options.setting()
     check_setting(setting, load_config(options.model, options.revision))

@@ -1,8 +1,8 @@
 """Tool calls. The chat template writes the declared tools into the prompt. If a call is required,
-it becomes the language of the text. Calls in a text are converted into OpenAI's form.
+the text is bound to the language of such calls. Calls in a text are converted into OpenAI's form.
 
-The form of calls is that of the templates of Qwen, and therefore of SDAR: JSON with `name` and
-`arguments` between two marks. A template of another form is refused.
+Calls must have the form that the templates of Qwen, and therefore of SDAR, give them: JSON with
+`name` and `arguments` between two marks. A template with another form is refused.
 """
 
 import json
@@ -25,9 +25,9 @@ class Tools:
 
     Attributes:
         declared: The tools as the request declares them.
-        required: The tools of which one must be called; empty if the model chooses whether to call
-            any.
-        several: Whether a text may contain several calls.
+        required: The tools from which the model must choose one to call; empty if it may also call
+            none.
+        several: Whether a text may contain more than one call.
     """
 
     declared: Sequence[Tool]
@@ -62,7 +62,7 @@ class Tools:
         return [tool.model_dump(exclude_none=True) for tool in self.declared]
 
     def pattern(self) -> str:
-        """Write the regex of a text that calls one of the required tools.
+        """Return a regex for a text that is a call of one of the required tools.
 
         Raises:
             ValueError: for parameters whose schema cannot be enforced.
@@ -76,8 +76,8 @@ class Tools:
         return "|".join(calls)
 
     def split(self, text: str) -> tuple[str, list[dict[str, Any]]]:
-        """Split a text into its content and its calls, in OpenAI's form; anything that is not a
-        call of a declared tool stays in the content."""
+        """Split a text into its content and its calls, and return the calls in OpenAI's form.
+        Anything that is not a call of a declared tool stays in the content."""
         names = {tool.name for tool in self.declared}
         content = ""
         calls: list[dict[str, Any]] = []
@@ -109,7 +109,8 @@ class Tools:
 
 
 def _call(body: str, names: set[str]) -> dict[str, Any] | None:
-    """Parse the JSON of a call; None if it is invalid."""
+    """Convert the JSON of a call into OpenAI's form; return None if it is invalid, or calls a tool
+    that is not among `names`."""
     try:
         fields = json.loads(body)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""The arguments of the trainer, checked when they are made."""
+"""The training arguments of `MRPTrainer`, checked when they are created."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,63 +28,72 @@ _WITHOUT_EFFECT = {
 
 
 def _option(default: Any, help: str, **declared: Any) -> Any:
-    """Declare a field with its help, and its range or choices."""
+    """Declare a dataclass field with its default and its help. `declared` holds its range (`min`,
+    `max`) or its choices (`one_of`)."""
     return field(default=default, metadata={"help": Help(help, **declared)})
 
 
 @dataclass
 class MRPTrainingArguments(TrainerFlags, TrainingArguments):
-    """`TrainingArguments` with the options of block diffusion and of the head; the defaults are
+    """`TrainingArguments` with the options of block diffusion and of the head. The defaults are
     those of `mrp train`.
 
     Attributes:
-        objective: `block_diffusion` trains the backbone, `mrp` trains the head on a frozen
-            backbone. Required.
-        learning_rate: AdamW's rate; by default 1e-3 for a head and 1e-4 for a backbone.
-        max_length: Tokens per row of records; longer samples are cut. By default rows fit the
-            records (`RecordRows`), and the trainer sets this to their length.
-        num_train_epochs: Passes over the data; by default 1, or as many as make 100 steps.
+        objective: What is trained: `block_diffusion` trains the backbone, `mrp` trains the head on
+            a frozen backbone. Required.
+        learning_rate: Learning rate of AdamW; by default 1e-3 for a head and 1e-4 for a backbone.
+        max_length: The largest number of tokens in a row of records; longer samples are cut. By
+            default the rows fit the records (see `RecordRows`), and the trainer stores their length
+            here.
+        num_train_epochs: Number of passes over the data; by default 1, or as many as are needed for
+            100 steps.
         per_device_eval_batch_size: By default `per_device_train_batch_size`.
-        last_turn_only: Whether only the last learned turn of each chat is learned.
-        skip_malformed: Whether malformed records are skipped, counted and named, instead of ending
-            the run.
-        packed: Whether a row of records holds several samples.
-        noisy_copies: Noisy copies of a sample in one pass: 1 (published), or 2 with complementary
-            masks.
-        inverse_level: Whether each masked token is weighed by 1 / t, where t is its noise level
-            (published).
-        noise_per: Whether each `block` or each `sample` (published) draws its noise level t.
-        unroll: K, the head steps unrolled in training; their losses are averaged (MRP, section 4).
-            The leave-one-out loss is added to that of the first step.
-        reveal_rule: `on_policy` reveals as decoding does; `random` reveals one true token of each
-            block (published).
-        eager_share: The share of blocks in which `on_policy` reveals everything above a random
-            threshold, as `dynamic` does.
-        order_weight: Weight of the divergence in the order of reveals (`order_kl`).
-        reread_weight: Weight of the leave-one-out loss (`HeadObjective`).
-        packed_attention: Attention of packed passes in training: `flex_attention`, `sdpa` or
-            `tiles`, matrix products over the unmasked columns. `auto` is flex attention on CUDA,
-            which never holds a mask of [length, length], tiles on a CPU in place of SDPA, and the
-            model's own attention elsewhere. Decoding is not affected.
-        muon_learning_rate: Rate at which Muon trains layer matrices, while AdamW trains all else at
-            `learning_rate`; None leaves everything to `optim`.
-        hub_strategy: With `push_to_hub`, `end` pushes the result and `every_save` each checkpoint's
-            model or head, too, as `mrp push` does.
-        dataset_num_proc: Processes that encode large data; by default all CPUs, up to 16.
-        eval_prompts: Prompts of the evaluation dataset that every evaluation decodes with
-            `mrp_spec` and, for comparison, with `self_spec`, to report accepted drafts and tokens
-            per forward; 0 for none.
-        eval_new_tokens: Limit of new tokens per prompt.
-        block_sizes: Block sizes to train for, divisors of the model's; each sample draws one at
-            each visit. The trained model decodes with any of them: set `model.config.block_size`.
-            None: the model's alone.
-        rows_per_step: Rows of a step over all processes and passes; sets
-            `gradient_accumulation_steps` to match `per_device_train_batch_size` and the number of
-            processes, so that a recipe's step is the same on any number of devices.
+        last_turn_only: Whether only one turn of each chat has a loss: the last of those that would
+            otherwise be learned.
+        skip_malformed: Whether malformed records are skipped; a warning counts and names them.
+            Otherwise malformed records end the run.
+        packed: Whether a row of records may hold several samples.
+        noisy_copies: Number of noisy copies of each sample in one pass: 1 (as published), or 2 with
+            complementary masks.
+        inverse_level: Whether the loss of each masked token is weighted by 1 / t, where t is its
+            noise level (as published).
+        noise_per: What draws a noise level t: each `block`, or each `sample` (as published).
+        unroll: K, the number of head steps unrolled in training; the losses of these steps are
+            averaged (MRP, section 4). The leave-one-out loss is added to the loss of the first
+            step.
+        reveal_rule: Rule of the reveals before each head step: `on_policy` reveals as decoding
+            does, `random` reveals one true token of each block (as published).
+        eager_share: Under `on_policy`, the share of blocks in which every token with a confidence
+            above a random threshold is revealed, as `dynamic` does.
+        order_weight: Weight of the loss on the order of reveals (`order_kl`).
+        reread_weight: Weight of the leave-one-out loss (see `HeadObjective.reread_weight`).
+        packed_attention: Attention implementation of packed passes in training: `flex_attention`,
+            `sdpa` or `tiles` (matrix products over the columns that are not masked). `auto`
+            selects, on CUDA, flex attention, which holds no mask of [length, length]; on a CPU,
+            tiles in place of SDPA; and elsewhere the model's own attention. Decoding is not
+            affected.
+        muon_learning_rate: Learning rate of Muon for the matrices of the layers; AdamW then trains
+            everything else at `learning_rate`. If None, the optimizer named by `optim` trains
+            everything.
+        hub_strategy: What is pushed with `push_to_hub`, as `mrp push` does: `end` pushes the
+            result; `every_save` also pushes the model or head of each checkpoint.
+        dataset_num_proc: Number of processes that encode large data; by default one per CPU, up to
+            16.
+        eval_prompts: Number of prompts of the evaluation dataset that are decoded in every
+            evaluation; 0 for none. They are decoded with `mrp_spec` and, for comparison, with
+            `self_spec`. Accepted drafts and tokens per forward are reported.
+        eval_new_tokens: The largest number of new tokens for each decoded prompt.
+        block_sizes: Block sizes to train for; each must divide the model's block size. Each sample
+            draws one of them at every visit. The trained model can decode with any of them: set
+            `model.config.block_size`. If None, only the model's block size is used.
+        rows_per_step: Number of rows in a step, over all processes and accumulation passes. It
+            determines `gradient_accumulation_steps`, given `per_device_train_batch_size` and the
+            number of processes, so that a recipe's step is the same on any number of devices.
 
     Raises:
-        ValueError: for values out of range, without effect or in conflict; for several GPUs in one
-            process; with DeepSpeed.
+        ValueError: if a value is missing, out of range or without effect, or conflicts with
+            another; if a tracker is not installed; if one process sees several GPUs; or if
+            DeepSpeed is used.
     """
 
     objective: str | None = _option(None, "What trains; required.", one_of=OBJECTIVES)
@@ -177,7 +186,7 @@ class MRPTrainingArguments(TrainerFlags, TrainingArguments):
             )
 
     def head_objective(self) -> HeadObjective:
-        """Return the objective of the head that these options describe."""
+        """Return the head's objective with the settings in these arguments."""
         return HeadObjective(
             Reveals(self.reveal_rule, self.eager_share),  # type: ignore[arg-type]  # checked above
             self.unroll,

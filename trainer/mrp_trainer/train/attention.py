@@ -20,10 +20,10 @@ _QUERIES = 128  # queries per tile
 
 @cache
 def compiled_flex_attention() -> Any:
-    """Compile flex attention for fixed shapes. Passes with and without gradients, in training and
-    evaluation, share one compiled function: each combination of shapes is one entry of the
-    compiler's cache, whose limit is 8. Beyond that limit attention would run uncompiled, with all
-    scores in memory."""
+    """Return flex attention, compiled for fixed shapes. Passes with and without gradients, in
+    training and in evaluation, share this one compiled function. Each combination of shapes is one
+    entry of the compiler's cache, which holds at most 8. Beyond that limit, attention would run
+    uncompiled, with all scores in memory."""
     return torch.compile(flex_attention, dynamic=False)
 
 
@@ -36,12 +36,11 @@ def flex_attention_of_one_type(
     scaling: float,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Run flex attention with queries and keys in the dtype of the values, and all of them
-    contiguous.
+    """Run flex attention on contiguous queries, keys and values, all in the dtype of the values.
 
-    Under autocast the float32 weights of q_norm and k_norm make queries and keys float32 beside
-    bfloat16 values; flex attention on CUDA has no backward pass for mixed dtypes. Different strides
-    would each be compiled.
+    Under autocast, the float32 weights of q_norm and k_norm make queries and keys float32, while
+    values are bfloat16. Flex attention on CUDA has no backward pass for such mixed dtypes. The
+    tensors are made contiguous because every other combination of strides would be compiled, too.
     """
     heads = query.shape[1]
     # grouped heads, which flex attention supports only for powers of two
@@ -58,19 +57,21 @@ def flex_attention_of_one_type(
 
 @dataclass(frozen=True)
 class Tiles:
-    """A mask cut into tiles: groups of queries, with only the columns that some of them see.
+    """A mask cut into tiles. A tile is a group of queries, with only those columns that at least
+    one of the queries sees.
 
     Attributes:
-        tiles: For each tile: the slice of its queries; the columns [n] that any query sees in any
-            row; and a mask [rows, 1, queries, n] bool that is True where a query does not see a
-            column.
+        tiles: For each tile: the slice of its queries; the columns, int64 [n], that at least one of
+            these queries sees in at least one row; and a mask, bool [rows, 1, queries, n], that is
+            True where a query does not see a column.
     """
 
     tiles: Sequence[tuple[slice, Tensor, Tensor]]
 
     @classmethod
     def of(cls, mask: Tensor) -> "Tiles":
-        """Cut a dense mask [rows, 1, queries, columns] bool into tiles."""
+        """Cut a dense mask, bool [rows, 1, queries, columns] and True where a query sees a column,
+        into tiles."""
         tiles = []
         for begin in range(0, mask.shape[2], _QUERIES):
             visible = mask[:, :, begin : begin + _QUERIES]
@@ -88,8 +89,8 @@ def tiled_attention(
     scaling: float,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend by matrix products over each tile's columns; on CPUs fused attention would compute
-    masked columns, too."""
+    """Compute attention tile by tile, by matrix products over the columns of each tile. On CPUs,
+    fused attention would compute masked columns, too."""
     outputs = []
     heads = query.shape[1] // key.shape[1]
     for queries, columns, hidden in attention_mask.tiles:
@@ -105,9 +106,9 @@ AttentionInterface.register(TILES, tiled_attention)
 
 
 def training_attention(model: MRPForCausalLM, choice: str, device: torch.device) -> str:
-    """Return the name of the attention for packed passes under a `choice` of `packed_attention`.
-    `auto` is flex attention on CUDA, tiles in place of SDPA on a CPU if there is no dropout, and
-    the model's own attention elsewhere."""
+    """Return the name of the attention implementation for packed passes, where `choice` is a value
+    of `packed_attention`. `auto` selects flex attention on CUDA; tiles on a CPU, if the model uses
+    SDPA without dropout; and otherwise the model's own attention."""
     if choice == "auto":
         choice = model.config._attn_implementation
         if device.type == "cuda":
@@ -123,7 +124,7 @@ def training_attention(model: MRPForCausalLM, choice: str, device: torch.device)
 
 @contextmanager
 def attention_implementation(model: MRPForCausalLM, implementation: str) -> Iterator[None]:
-    """Set a model's attention implementation while the context is open."""
+    """Give a model another attention implementation while the context is open."""
     previous = model.config._attn_implementation
     if implementation != previous:
         model.set_attn_implementation(implementation)

@@ -1,8 +1,9 @@
-"""Checkpoints of training runs: finding the last complete one, logging at each, and saving sharded
-models.
+"""Checkpoints of training runs: finding the last complete one, logging at each save, saving at
+Ctrl-C, and saving sharded models.
 
-The Trainer writes a checkpoint's `trainer_state.json` last: a checkpoint is incomplete if that file
-cannot be read. It is damaged if another file is missing or cannot be read.
+The Trainer writes `trainer_state.json` as the last file of a checkpoint. If that file cannot be
+read, the checkpoint is incomplete. If another file is missing or cannot be read, the checkpoint is
+damaged.
 """
 
 import json
@@ -28,8 +29,8 @@ log = logging.getLogger(__name__)
 
 
 class LogAtSaves(TrainerCallback):
-    """A callback that also logs at each checkpoint, so that a resumed run averages over the same
-    steps as an uninterrupted one."""
+    """A callback that also logs at each save of a checkpoint, so that a resumed run averages over
+    the same steps as an uninterrupted one."""
 
     def on_step_end(  # noqa: D102 - the class says it
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -41,9 +42,9 @@ class LogAtSaves(TrainerCallback):
 
 
 class StopAtInterrupt(TrainerCallback):
-    """A callback that, at the first Ctrl-C, saves a checkpoint at the end of the step and ends
-    training. It listens for Ctrl-C while it is open as a context; a second Ctrl-C ends the process
-    at once."""
+    """A callback that, at the first Ctrl-C, saves a checkpoint at the end of the current step and
+    ends training. A second Ctrl-C ends the process at once. The callback is also a context manager,
+    and handles Ctrl-C only while its context is open."""
 
     def __init__(self) -> None:
         self.interrupted = False
@@ -72,8 +73,8 @@ class StopAtInterrupt(TrainerCallback):
 
 @contextmanager
 def under_own_class(model: Any) -> Iterator[None]:
-    """Restore a model's own class while the context is open. FSDP2 replaces the class when it
-    shards the model, and saving writes the name and the file of the class as remote code."""
+    """Restore a model's own class while the context is open. FSDP2 replaces the class of a model
+    that it shards, but saving writes the class's name and its source file as remote code."""
     sharded = type(model)
     own_class: Any = next(kind for kind in sharded.__mro__ if not issubclass(kind, FSDPModule))
     model.__class__ = own_class
@@ -84,8 +85,8 @@ def under_own_class(model: Any) -> Iterator[None]:
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """List a run's folders `checkpoint-N`, complete or not, by step; ignore other names that begin
-    with `checkpoint-`."""
+    """List the folders `checkpoint-N` of a run, complete or not, in order of increasing N. Other
+    names that begin with `checkpoint-` are ignored."""
     folders = []
     for path in folder.glob("checkpoint-*"):
         if re.fullmatch(r"checkpoint-\d+", path.name) and path.is_dir():
@@ -94,12 +95,12 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def last_whole_checkpoint(folder: Path, with_states: bool = True) -> Path | None:
-    """Find the newest complete checkpoint in a run's folder that is not damaged; None if no
-    checkpoint is complete.
+    """Return the newest checkpoint in a run's folder that is complete and not damaged. Return None
+    if no checkpoint is complete.
 
-    Damaged ones are skipped with a warning; `ValueError` if all complete ones are damaged.
-    `with_states` says that checkpoints hold the states of optimizer, scheduler and random
-    generators in files of their own.
+    Damaged checkpoints are skipped with a warning; `ValueError` if all complete checkpoints are
+    damaged. With `with_states`, each checkpoint must hold the files of its model and of the states
+    of optimizer, scheduler and random generators; it is damaged if one of them is missing.
     """
     damaged = ""
     for path in reversed(checkpoints_in(folder)):
@@ -118,8 +119,8 @@ def last_whole_checkpoint(folder: Path, with_states: bool = True) -> Path | None
 
 
 def make_room(folder: OwnFolder, limit: int, protected: set[str]) -> None:
-    """Remove the oldest checkpoints in a run's listing until at most `limit` are left, except those
-    whose names are in `protected`."""
+    """Remove the oldest of the checkpoints that a run has listed as its own, until at most `limit`
+    are left. Checkpoints whose names are in `protected` are never removed."""
     names = set(folder.names())
     listed = [path.name for path in checkpoints_in(folder.path) if path.name in names]
     removable = [name for name in listed if name not in protected]
@@ -127,8 +128,9 @@ def make_room(folder: OwnFolder, limit: int, protected: set[str]) -> None:
 
 
 def damage_of(checkpoint: Path, with_states: bool = True) -> str | None:
-    """Describe which file of a checkpoint is missing or cannot be read; None if the checkpoint is
-    complete. Nothing is unpickled."""
+    """Describe the first file of a checkpoint that is missing or cannot be read; return None if
+    there is no such file. `with_states` has the same meaning as for `last_whole_checkpoint`.
+    Nothing is unpickled."""
     files = sorted(path for path in checkpoint.iterdir() if path.is_file())
     needed = [
         ("config.json", "adapter_config.json"),
@@ -164,7 +166,7 @@ def damage_of(checkpoint: Path, with_states: bool = True) -> str | None:
 
 
 def step_of(checkpoint: Path) -> int | None:
-    """Read the global step of a checkpoint; None if it is incomplete."""
+    """Read the global step of a checkpoint; return None if the checkpoint is incomplete."""
     try:
         return int(json.loads((checkpoint / "trainer_state.json").read_text())["global_step"])
     except (OSError, ValueError, KeyError, TypeError):

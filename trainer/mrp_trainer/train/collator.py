@@ -1,4 +1,5 @@
-"""Noise and packing: from samples to the batch of one training pass [x_t | x_0]."""
+"""Noise and packing: samples become the batch of one training pass [x_t | x_0], where x_t are noisy
+copies and x_0 is the clean text."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,38 +16,41 @@ from .packed import CLEAN_VIEW, NO_VIEW, PackedBatch
 
 @dataclass(frozen=True)
 class DiffusionCollator:
-    """A collator that adds noise to samples and packs them as [x_t^1 | ... | x_t^n | x_0].
+    """A collator that adds noise to samples and packs them as [x_t^1 | ... | x_t^copies | x_0]:
+    first the noisy copies of each sample, then the clean text.
 
     A row holds one sample, or several that do not see each other. Only blocks with response tokens
-    are repeated as noisy copies. Each block of each sample draws its noise level t ~ U(0, 1] (or
-    each sample one for all its blocks, as published); with two copies the second masks exactly what
-    the first reveals (at level 1 - t), so that every response token is learned once a pass.
-    Positions after the end of the text are always masked, as in decoding, with the target `BLANK`.
-    Positions between the end of an earlier turn and the end of its block are masked, too, but have
-    no loss.
+    are repeated as noisy copies. Each block of each sample draws its own noise level t ~ U(0, 1],
+    or each sample draws one level for all its blocks (as published). With two copies, the second
+    copy masks exactly those response tokens that the first one reveals (its level is 1 - t), so
+    that every response token is learned once per pass. Positions after the end of the text are
+    always masked, as in decoding, and have the target `BLANK`. Positions between the end of an
+    earlier turn and the end of its block are masked, too, but have no loss.
 
-    A copy of a sample with `reveal_step` shows each block as decoding left it after the last step
-    with at most n tokens revealed, where n is uniform from 0 to all but one; tokens after the end
-    of the text do not count. Two copies have values of n that are half the range apart.
+    A sample with `reveal_step` is masked in the order of its decoding instead. A noisy copy shows
+    each block as it was after the last decoding step with at most m tokens revealed, where m is
+    uniform from 0 to the block's number of tokens minus one; tokens after the end of the text do
+    not count. With two copies, their values of m are half the range apart.
+
+    A call returns the fields of a `PackedBatch` by name, with all columns in whole blocks. It
+    raises `ValueError` for a row that is wider than `widths`, and for samples with `reveal_step` if
+    `inverse_level` is set. Creating a collator raises `ValueError` if one of `block_sizes` does not
+    divide `block_size`.
 
     Args:
-        block_size: Tokens per block.
-        mask_token_id, pad_token_id: Ids of the mask token, and of the token that pads rows to the
-            longest.
-        copies: Noisy copies per sample, 1 or 2.
-        inverse_level: Whether masked tokens have the loss weight 1 / t as published (halved with
-            two copies), instead of 1.
-        noise_per: Whether each `block` or each `sample` draws its level.
-        seed: Decides the noise, together with a sample's index.
-        block_sizes: Divisors of `block_size`; each sample draws one as its block size. If empty,
-            all have `block_size`.
-        widths: Numbers of columns of the noisy copies and of the clean tokens to which all batches
-            are padded, for attention that is compiled for fixed shapes; None: the widths of the
-            batch's longest row.
-
-    Returns the fields of a `PackedBatch`, all columns in whole blocks. `ValueError` if one of
-    `block_sizes` does not divide `block_size`, for a row that is wider than `widths`, and for
-    samples with `reveal_step` if `inverse_level` is set.
+        block_size: Number of tokens per block.
+        mask_token_id, pad_token_id: Ids of the mask token, and of the token that pads all rows to
+            the same length.
+        copies: Number of noisy copies per sample, 1 or 2.
+        inverse_level: Whether a masked token has the loss weight 1 / t, where t is its noise level,
+            as published (halved with two copies). Otherwise its weight is 1.
+        noise_per: Whether each `block` or each `sample` draws a noise level.
+        seed: Seed of the noise; the noise depends on it and on the index of the sample.
+        block_sizes: Divisors of `block_size`; each sample draws its block size from them. If empty,
+            all samples have `block_size`.
+        widths: The number of columns of the noisy copies and the number of columns of the clean
+            text to which all batches are padded, as attention that is compiled for fixed shapes
+            needs it. If None, a batch has the widths of its widest row.
     """
 
     block_size: int
@@ -112,7 +116,8 @@ class DiffusionCollator:
         return vars(PackedBatch(**tensors, response_tokens=torch.tensor(response_tokens)))
 
     def _noisy_and_clean(self, sample: Sample) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """Make the columns of a sample's noisy copies, and the columns of its clean text."""
+        """Return the columns of each noisy copy of a sample, and the columns of its clean text.
+        Columns are arrays or scalars by name of a field of `PackedBatch`."""
         random = np.random.Generator(np.random.Philox(key=[self.seed + (1 << 32), sample.index]))
         size = int(random.choice(self.block_sizes)) if self.block_sizes else self.block_size
         blocks = sample.response_blocks(size)
@@ -163,8 +168,14 @@ class DiffusionCollator:
     def _masked_by_decoding(
         self, sample: Sample, positions: np.ndarray, size: int, share: np.ndarray
     ) -> np.ndarray:
-        """Mask the tokens that were revealed in or after the step that exceeds a `share` of their
-        block's tokens; return [tokens] bool."""
+        """Mask the tokens of a sample as decoding left them; return bool [tokens], True where a
+        token is masked.
+
+        In each block, let m be the number of response tokens before the end of the text, sorted by
+        the step that revealed them. The tokens from index floor(share * m) on are masked, and so
+        are all others of the same step as the first of these. `share`, [tokens], has the same value
+        for all tokens of a block.
+        """
         assert sample.reveal_step is not None
         masked = np.zeros(len(positions), dtype=bool)
         end = _text_length(sample)
@@ -178,8 +189,9 @@ class DiffusionCollator:
 
 
 def widths_of(rows: Any, block: int, copies: int) -> tuple[int, int]:
-    """Compute the numbers of columns of the noisy copies and of the clean tokens for the widest
-    row, in blocks of `block` tokens."""
+    """Return the number of columns of the noisy copies and the number of columns of the clean text
+    that suffice for every row. `block` is the number of tokens per block, `copies` the number of
+    noisy copies."""
     if isinstance(rows, RecordRows):
         blocks, tokens = rows.widest()
         return copies * blocks * block, tokens
@@ -193,11 +205,11 @@ def widths_of(rows: Any, block: int, copies: int) -> tuple[int, int]:
 
 
 def _column_count(segments: Sequence[dict[str, Any]]) -> int:
-    """Count the columns of segments that stand side by side."""
+    """Return the total number of columns of segments that stand side by side."""
     return sum(len(segment["input_ids"]) for segment in segments)
 
 
 def _text_length(sample: Sample) -> int:
-    """Return the number of a sample's tokens before its padding; of a shortened text, the number of
-    all tokens."""
+    """Return the number of a sample's tokens before its padding. The sample of a shortened text has
+    no padding; return the number of all its tokens."""
     return len(sample.ids) if sample.length is None else sample.length

@@ -20,8 +20,8 @@ _TEMPLATE = Path(__file__).with_name("data_card_template.md")
 def write_data_card(
     options: DecodeOptions, decoded_by: Mapping[str, Any], lines: Sequence[str]
 ) -> None:
-    """Write the card of the lines that a call of `mrp decode` wrote; it names no folder of this
-    machine."""
+    """Write the card for the lines that a call of `mrp decode` wrote. The card names no folder of
+    this machine."""
     sources = [DataPath.of(path).path for path in options.data]
     on_hub = [path for path in sources if is_hub_id(path) and not Path(path).exists()]
     model = str(decoded_by["model"])

@@ -1,12 +1,12 @@
-"""The command `mrp decode`: texts that a model decodes itself, with the order of their reveals, as
-training data for its head.
+"""The command `mrp decode`, which makes training data for a head: texts that a model decodes
+itself, with the order of their reveals.
 
 Random masks show a head states that decoding does not reach. Decoding reveals the most confident
-positions first, so that the positions that are still masked are those that the backbone cannot know
-yet; and the text is the backbone's own. The command decodes the prompts of a user's records with
-`static`, or another target, and writes lines that `mrp train` reads (see
-`mrp_trainer.data.records`). A server returns only text (`endpoint.py`), so that the lines are
-chats.
+positions first, so the positions that are still masked are those that the backbone cannot know yet;
+and the text is the backbone's own. The command decodes the prompts of a user's records with the
+target `static`, or with another target, and writes lines that `mrp train` reads (see
+`mrp_trainer.data.records`). A server returns only text (`endpoint.py`), so its lines are chats
+without reveals.
 """
 
 import json
@@ -43,11 +43,12 @@ _PATIENCE = timedelta(days=30)
 
 
 class TextMaker(Protocol):
-    """A maker of texts for prompts: a model here, or a server.
+    """The interface of a class that makes a text for each prompt: with a model on this machine
+    (`ModelDecoder`), or by a server (`EndpointDecoder`).
 
     Attributes:
-        decoded_by: The origin of the texts, written into their lines.
-        fingerprint: Everything that determines the texts, other than the prompts.
+        decoded_by: The origin of the texts, which is written into each line.
+        fingerprint: Everything that determines the texts, except the prompts.
     """
 
     decoded_by: dict[str, Any]
@@ -55,35 +56,36 @@ class TextMaker(Protocol):
 
     @property
     def prompts(self) -> Sequence[Any]:
-        """The prompts in a form that JSON can hold."""
+        """Return the prompts in a form that JSON can represent."""
         ...
 
     def batches(self, begins: Sequence[int], count: int) -> Iterator[tuple[int, list[str]]]:
-        """Make the JSON lines for batches of `count` prompts (the last batch may have fewer). For
-        each prompt index in `begins`, yield the index with the lines of the batch that begins
-        there, in any order."""
+        """Make the JSON lines for batches of `count` prompts each; the last batch may have fewer.
+        `begins` holds the index of the first prompt of each batch to make. For each of these
+        batches, in any order, yield this index and the batch's lines."""
         ...
 
     def note(self, lines: Sequence[str]) -> str:
-        """Return a remark about the written lines for the user; empty if there is none."""
+        """Return a remark for the user about the written lines, or an empty text."""
         ...
 
 
 def decode(options: DecodeOptions) -> str | None:
-    """Decode the prompts of records, and write texts and reveal steps as JSON lines.
+    """Decode the prompts of records, and write the texts and their reveal steps as JSON lines.
 
-    An interrupted call, repeated with the same options, decodes only the missing batches. Several
-    processes (`torchrun`, `accelerate launch`) share the batches and write the same file as one
-    process: each batch is first a file of its own, `OUTPUT.part/KEY-BEGIN.jsonl`, and the main
-    process joins them.
+    If a call was interrupted, a call with the same options decodes only the missing batches.
+    Several processes (`torchrun`, `accelerate launch`) share the batches, and write the same file
+    as one process would. Each batch is first written to a file of its own,
+    `OUTPUT.part/KEY-BEGIN.jsonl`, where KEY is a digest of prompts and options, and BEGIN is the
+    index of the batch's first prompt. At the end the main process joins these files.
 
     Returns:
-        A message about the written file; None in all processes but the main one.
+        A message about the written file; None in every process but the main one.
 
     Raises:
         RecordError: if a record is malformed, a prompt is too long, or there are no records.
-        ValueError: if the output exists, the tokenizer belongs to another model, `max_new_tokens`
-            is less than a block, or `generate` refuses an option.
+        ValueError: if the output or its card exists already, the tokenizer belongs to another
+            model, `max_new_tokens` is less than a block, or `generate` refuses an option.
         OSError: if the checkpoint does not exist, or a server cannot be reached or refuses a
             request.
     """
@@ -137,16 +139,16 @@ def decode(options: DecodeOptions) -> str | None:
 
 
 def _check_free(path: Path) -> None:
-    """Raise `ValueError` if an output exists, or cannot be written."""
+    """Raise `ValueError` if the file `path` exists already or cannot be written."""
     check_output(path)
     if path.exists():
         raise ValueError(f"{path} is there already: name another file, or remove it")
 
 
 class ModelDecoder:
-    """A model that decodes on `device`; see `TextMaker`. A prompt starts as soon as another text
-    ends, also one of another batch. Sampled texts have the seeds s, s + 1 and so on by prompt,
-    where s is the option `seed`, by default 0."""
+    """A `TextMaker` that decodes prompts with a model on `device`. As soon as a text ends, the next
+    prompt starts, even if it belongs to another batch. If texts are sampled, prompt i has the seed
+    s + i, where s is the option `seed` (by default 0) and i is counted from 0."""
 
     def __init__(self, options: DecodeOptions, source: Source, device: str) -> None:
         tokenizer = tokenizer_of(options)
@@ -184,7 +186,8 @@ class ModelDecoder:
         self.fingerprint = {**self.decoded_by, "model": None}
 
     def prompt(self, row: Any) -> list[int]:
-        """Encode a record's prompt; `FieldError` if it is malformed or too long."""
+        """Encode the prompt of a record as ids; `FieldError` if the record is malformed or the
+        prompt is too long."""
         ids = self.encoder.prompt(row)
         if len(ids) > self.longest:
             fitting = f"{self.longest} leave room for the new ones: shorten it, or ask for fewer"
@@ -192,7 +195,8 @@ class ModelDecoder:
         return ids
 
     def batches(self, begins: Sequence[int], count: int) -> Iterator[tuple[int, list[str]]]:
-        """See `TextMaker`; `ValueError` if a text cannot be decoded."""
+        """Decode batches of prompts, as `TextMaker.batches` requires; `ValueError` if a text cannot
+        be decoded."""
         limits = ContinuousBatchingConfig(max_requests_per_batch=count)
         manager = self.model.init_continuous_batching(continuous_batching_config=limits)
         indices: list[int] = []
@@ -220,7 +224,8 @@ class ModelDecoder:
     def _results(
         self, manager: ContinuousBatchingManager, indices: Sequence[int], waiting: int
     ) -> Iterator[RequestOutput]:
-        """Submit prompts, of which at most `waiting` wait; yield results as they arrive."""
+        """Submit the prompts with the given `indices`, and yield results in the order in which they
+        arrive. A prompt is submitted when fewer than `waiting` prompts wait in the manager."""
         asked = ended = 0
         while ended < len(indices):
             while asked < len(indices) and manager.waiting < waiting:
@@ -237,7 +242,7 @@ class ModelDecoder:
             yield output
 
     def _line(self, output: RequestOutput) -> str:
-        """Write a text as a line of training data."""
+        """Format a decoded text as a JSON line of training data."""
         line = {
             "ids": output.prompt_ids + output.generated_tokens,
             "response_start": len(output.prompt_ids),
@@ -246,7 +251,7 @@ class ModelDecoder:
         return json.dumps({**line, "decoded_by": self.decoded_by})
 
     def note(self, lines: Sequence[str]) -> str:
-        """See `TextMaker`."""
+        """Return a remark about texts that have no end, as `TextMaker.note` requires."""
         cut = sum(json.loads(line)["ids"][-1] not in self.encoder.end_token_ids for line in lines)
         return (
             f", {cut} of them without an end (of these training takes whole blocks)" if cut else ""

@@ -1,4 +1,4 @@
-"""Texts from a server with OpenAI's API, as chats to train on."""
+"""Texts that a server with OpenAI's API writes, as chats to train on."""
 
 import json
 import os
@@ -19,11 +19,12 @@ _FIELDS = ("temperature", "top_p", "seed", "stop", "frequency_penalty", "presenc
 
 
 class EndpointDecoder:
-    """A server that answers several chats at the same time; see `TextMaker` in `decode.py`.
+    """A `TextMaker` (see `decode.py`) whose texts come from a server that answers several chats at
+    the same time.
 
-    The target is sent as the field `decoding`, which `mrp serve` reads. Answers without a
-    temperature are greedy. An answer that was cut at `max_new_tokens` has no end to learn, and is
-    left out.
+    The target is sent in the field `decoding`, which `mrp serve` reads. If the options have no
+    temperature, answers are greedy. An answer that was cut at `max_new_tokens` has no end to learn,
+    and is left out.
     """
 
     def __init__(self, options: DecodeOptions, source: Source) -> None:
@@ -49,13 +50,13 @@ class EndpointDecoder:
         self.fingerprint = {**self.decoded_by, "endpoint": self.endpoint}
 
     def batches(self, begins: Sequence[int], count: int) -> Iterator[tuple[int, list[str]]]:
-        """See `TextMaker`."""
+        """Request the answers to batches of chats, as `TextMaker.batches` requires."""
         for begin in begins:
             yield begin, self._lines(self.chats[begin : begin + count], count)
 
     def _lines(self, chats: Sequence[Chat], count: int) -> list[str]:
-        """Request the answers to chats, `count` at the same time; return the lines of those that
-        were not cut."""
+        """Request the answers to chats, `count` at the same time. Return the JSON lines of those
+        answers that were not cut."""
         with (
             network_errors(f"the server at {self.endpoint}", "repeat the command"),
             ThreadPoolExecutor(count) as threads,
@@ -64,13 +65,13 @@ class EndpointDecoder:
         return [json.dumps(record) for record in records if record is not None]
 
     def note(self, lines: Sequence[str]) -> str:
-        """See `TextMaker`."""
+        """Return a remark about answers that were cut, as `TextMaker.note` requires."""
         cut = len(self.chats) - len(lines)
         return f"; {cut} that max_new_tokens cut are left out" if cut else ""
 
     def _record(self, chat: Chat) -> dict[str, Any] | None:
-        """Request the answer to a chat; return the record of chat and answer, or None if the answer
-        was cut."""
+        """Request the answer to a chat. Return a record that holds the chat and the answer, or None
+        if the answer was cut."""
         extra_body = dict(self.extra_body)
         if chat.variables:
             extra_body["chat_template_kwargs"] = dict(chat.variables)
@@ -100,7 +101,7 @@ class EndpointDecoder:
 
 
 def _chat(row: Any) -> Chat:
-    """Parse a record's prompt; `FieldError` if the prompt is not a chat."""
+    """Parse the prompt of a record; `FieldError` if the prompt is not a chat."""
     record = parse_prompt(row)
     if not isinstance(record, Chat):
         raise FieldError("prompt", "a text, and an endpoint answers chats: give 'messages'")

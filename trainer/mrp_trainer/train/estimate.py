@@ -1,8 +1,8 @@
 """Estimates of the FLOPs and the activation memory of a training step, made on the meta device.
 
-The passes of a step run there over full rows, so that nothing is computed or allocated: torch
-counts the products, and the tensors saved for the backward pass. Attention saves no scores there,
-as compiled attention on CUDA does not.
+The passes of a step run on the meta device over full rows, so nothing is computed or allocated.
+Torch counts the matrix products and the tensors that are saved for the backward pass. Attention
+saves no scores there, like compiled attention on CUDA.
 """
 
 from collections.abc import Callable
@@ -31,14 +31,17 @@ _OF_A_CHUNK = 10
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """The memory and FLOPs of one row of a training step.
+    """The estimated memory and FLOPs of one row in a training step.
 
     Attributes:
-        columns: Numbers of columns of the noisy copies, and of the clean tokens.
+        columns: The number of columns of the noisy copies, and the number of columns of the clean
+            text.
         saved: Bytes kept for the backward pass.
-        transient: Bytes of the clean tokens' keys and values, and of the widest layer.
-        logits: Bytes of a chunk of the vocabulary loss, for any number of rows.
-        flops: FLOPs of all passes, with their backward passes.
+        transient: Bytes needed only during a pass: the keys and values of the clean text, and the
+            activations of the widest layer.
+        logits: Bytes of one chunk of the loss over the vocabulary, which are the same for any
+            number of rows.
+        flops: FLOPs of all passes, including their backward passes.
     """
 
     columns: tuple[int, int]
@@ -49,7 +52,8 @@ class StepEstimate:
 
 
 class _Attention(torch.autograd.Function):
-    """An attention for tensors of the meta device that saves the same tensors as a fused one."""
+    """A stand-in for attention on the meta device. It computes nothing, but saves the same tensors
+    for the backward pass as fused attention."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -72,8 +76,8 @@ def _counted_attention(
 
 
 def estimate_step(model: Any, arguments: MRPTrainingArguments, dtype: torch.dtype) -> StepEstimate:
-    """Estimate the memory and FLOPs of one row of `max_length` tokens, all of which are learned.
-    The model is on the meta device, and passes are in `dtype`."""
+    """Estimate the memory and FLOPs of a training step for one row of `max_length` tokens, all of
+    which are learned. The model is on the meta device, and its passes are in `dtype`."""
     config = model.config
     block = config.block_size
     length = arguments.max_length
@@ -104,8 +108,8 @@ def estimate_step(model: Any, arguments: MRPTrainingArguments, dtype: torch.dtyp
 
 
 def _saved_by(run: Callable[[], Tensor], model: Any) -> int:
-    """Run a pass and its backward pass; return the bytes that are saved for it, without weights,
-    counting shared memory once."""
+    """Run a pass and its backward pass. Return the number of bytes that the pass saves for the
+    backward pass, without weights; memory that tensors share counts once."""
     weights = {StorageWeakRef(weight.untyped_storage()) for weight in model.parameters()}
     saved: dict[StorageWeakRef, Tensor] = {}
 
@@ -128,8 +132,8 @@ def _backbone(model: Any, columns: int, cache: CleanCache | None) -> Tensor:
 
 
 def _head_passes(model: Any, arguments: MRPTrainingArguments, noisy: int, clean: int) -> int:
-    """Run the passes of the head's objective; return the bytes that are saved for their backward
-    passes."""
+    """Run the passes of the head's objective. Return the number of bytes that they save for their
+    backward passes."""
     of_backbone = CleanCache(noisy)
     of_head = CleanCache(noisy)
     hidden = _backbone(model, noisy + clean, of_backbone)  # whose weights are frozen
@@ -148,8 +152,8 @@ def _head_passes(model: Any, arguments: MRPTrainingArguments, noisy: int, clean:
 
 
 def _attention_flops(config: Any, arguments: MRPTrainingArguments, noisy: int, clean: int) -> int:
-    """Compute the FLOPs of attention, where a row is one text: a token sees half of it on
-    average."""
+    """Compute the FLOPs of attention for a row that is a single text; a token of it sees half of
+    the text on average."""
     per_pair = 4 * config.num_attention_heads * config.head_dim
     seen = clean // 2 + config.block_size
     if arguments.objective != "mrp":
@@ -161,8 +165,8 @@ def _attention_flops(config: Any, arguments: MRPTrainingArguments, noisy: int, c
 
 
 def _vocabulary_flops(config: Any, arguments: MRPTrainingArguments, noisy: int) -> int:
-    """Compute the FLOPs of the loss over the vocabulary (logits of student and teacher, and
-    derivatives), where half of the noisy columns are masked."""
+    """Compute the FLOPs of the loss over the vocabulary: logits of student and teacher, and
+    derivatives. Half of the noisy columns are taken to be masked."""
     product = 2 * config.vocab_size * config.hidden_size * (noisy // 2)
     if arguments.objective != "mrp":
         return 4 * product  # computed again in the backward pass, where `lm_head` trains, too

@@ -1,4 +1,4 @@
-"""Preparation of the arguments of `MRPTrainer`: the model, and datasets of records or of rows."""
+"""Preparation of the inputs of `MRPTrainer`: the model, and datasets of records or rows."""
 
 import hashlib
 import math
@@ -27,18 +27,20 @@ logger = logging.get_logger(__name__)
 
 
 def bare_model(model: Any) -> MRPForCausalLM:
-    """Return the model inside of a peft model; return any other model as it is."""
+    """Return the model inside a peft model; return any other model unchanged."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def prepare_model(model: Any, args: MRPTrainingArguments) -> None:
-    """Freeze the weights that the objective does not train, and cast the others to float32, since
-    in bfloat16 most updates would be rounded away. With objective `mrp` the model decodes with
-    `mrp_spec` by default, unless its generation config names a mode.
+    """Prepare a model for training. Weights that the objective does not train are frozen; in a peft
+    model, only the weights that are trainable already are trained. Trainable weights in 16 bits are
+    cast to float32, since in bfloat16 rounding would discard most updates. With objective `mrp`, a
+    bare model decodes with `mrp_spec` by default, unless its generation config names a mode.
 
     Raises:
-        ValueError: if `mrp` or `eval_prompts` is given without a head, frozen weights have 16 bits
-            and the passes do not, or the generation config is one that no checkpoint can hold.
+        ValueError: if objective `mrp` or `eval_prompts` is given for a model without a head; if
+            objective `mrp` is given for a model in bfloat16 or float16 without the argument `bf16`
+            or `fp16`; or if the generation config is one that no checkpoint can hold.
     """
     bare = bare_model(model)
     if args.objective == "mrp" and bare.mrp_head is None:
@@ -81,7 +83,7 @@ def prepare_model(model: Any, args: MRPTrainingArguments) -> None:
 
 
 def ends_of(model: MRPForCausalLM) -> list[int]:
-    """List the ids that end a text."""
+    """Return the ids of the tokens that end a text, according to the model's generation config."""
     ends = model.generation_config.eos_token_id
     if ends is None:
         return []
@@ -89,8 +91,8 @@ def ends_of(model: MRPForCausalLM) -> list[int]:
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: MRPForCausalLM) -> None:
-    """Raise `ValueError` for a tokenizer of another model, recognised by its size, mask and eos
-    token."""
+    """Raise `ValueError` if the size, the mask token or the eos token of a tokenizer shows that it
+    belongs to another model."""
     config = model.config
     ends = ends_of(model)
     mask = tokenizer.mask_token_id
@@ -120,10 +122,11 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: MRPForCausalLM) -
 
 
 def digest(model: Any) -> str | None:
-    """Return a digest of a backbone's weights that does not depend on the dtype in which they are
-    loaded; None on the meta device.
+    """Return a digest of a backbone's weights. It does not depend on the dtype in which the weights
+    are loaded. Return None if weights are on the meta device.
 
-    It covers the first values of every tensor, rounded to bfloat16, except the tensors of adapters.
+    The digest covers the first values of every tensor, rounded to bfloat16. Tensors of adapters are
+    left out.
     """
     weights = [weight for name, weight in model.model.named_parameters() if "lora_" not in name]
     if any(weight.is_meta for weight in weights):
@@ -135,8 +138,9 @@ def digest(model: Any) -> str | None:
 def encoder_of(
     model: Any, tokenizer: PreTrainedTokenizerBase, max_length: int | None
 ) -> RecordEncoder:
-    """Make the encoder of samples and prompts for a model; `max_length` is by default 4,096 or the
-    model's positions, if these are fewer."""
+    """Make the encoder of samples and prompts for a model. By default, `max_length` is 4,096 or the
+    model's number of positions, whichever is smaller. `ValueError` if a given `max_length` exceeds
+    the number of positions."""
     bare = bare_model(model)
     config = bare.config
     positions = config.max_position_embeddings
@@ -165,14 +169,21 @@ def as_rows(
     held_out: bool = False,
     hold_back: int = 0,
 ) -> Any:
-    """Return a dataset as rows of samples: records (see `source_of`) are checked and encoded as
-    `mrp train` does it; any other dataset, or None, is returned as it is. Held-out records keep
-    their order, and may be a mapping of several datasets. For `hold_back` see `RecordRows`. Error
-    messages call the dataset `name`.
+    """Return a dataset as rows of samples. Records (anything that `source_of` accepts) are checked
+    and encoded as in `mrp train`; any other dataset, or None, is returned unchanged.
+
+    Args:
+        dataset: The dataset. Held-out data may also be a mapping of several datasets by name.
+        name: The name of the dataset in error messages.
+        model: The model for which records are encoded.
+        args: The training arguments.
+        tokenizer: The tokenizer that encodes records; it may be None if there are no records.
+        held_out: Whether the data are held out; held-out records keep their order.
+        hold_back: The number of samples to hold back, as in `RecordRows`.
 
     Raises:
         RecordError: if records are malformed, or there are none.
-        ValueError: for records without a tokenizer, for a mapping as training data, and if all
+        ValueError: if there are records but no tokenizer, if training data are a mapping, or if all
             records are too long.
     """
     if dataset is None:
@@ -208,8 +219,8 @@ def as_rows(
 
 
 def fit_to_rows(args: MRPTrainingArguments, rows: Any) -> None:
-    """Set `max_length` and `num_train_epochs`, if they are None, to values that fit the training
-    rows; warn if a step takes more rows than there are."""
+    """Choose `max_length` and `num_train_epochs` by the training rows, if they are None. Warn if a
+    step takes more rows than the data have."""
     if isinstance(rows, RecordRows) and args.max_length is None:
         args.max_length = rows.row_length
     epochs = 1
@@ -227,8 +238,8 @@ def fit_to_rows(args: MRPTrainingArguments, rows: Any) -> None:
 
 
 def prompts_of(rows: Any, count: int) -> list[list[int]]:
-    """List up to `count` prompts of rows, as ids: the tokens before the first response token of
-    each sample, if there are any."""
+    """Return up to `count` prompts of rows, each as a list of ids. The prompt of a sample is all
+    tokens before its first response token; a sample without such tokens is skipped."""
     prompts: list[list[int]] = []
     for number in range(len(rows)):  # later epochs have larger numbers
         for sample in samples_of(rows[number]):

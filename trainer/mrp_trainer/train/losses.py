@@ -1,8 +1,8 @@
 """Losses over the vocabulary that never hold the logits of all tokens at the same time.
 
-Each loss is a plain function of logits [n, vocab]; `over_vocabulary` applies it to hidden states,
-one chunk of tokens at a time, so that the logits of student and teacher, their softmaxes and
-gradients exist for one chunk only.
+Each loss is a plain function of logits [n, vocab]. `over_vocabulary` applies it to hidden states,
+one chunk of tokens at a time. So the logits of student and teacher, their softmaxes and their
+gradients exist for only one chunk at a time.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,8 @@ TokenLoss = Callable[..., tuple[Tensor, Tensor]]
 
 
 def project(hidden: Tensor, lm_head_weight: Tensor) -> Tensor:
-    """Compute logits [n, vocab] of hidden states [n, hidden_size], in at least float32."""
+    """Compute the logits [n, vocab] of hidden states [n, hidden_size], in float32 or a wider
+    dtype."""
     logits = F.linear(hidden, lm_head_weight)
     return logits if logits.dtype == torch.float64 else logits.float()
 
@@ -34,23 +35,26 @@ def over_vocabulary(
     *others: Tensor,
     at_once: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Apply a loss of logits to hidden states, in chunks of tokens.
+    """Apply a loss, which is a function of logits, to hidden states, one chunk of tokens at a time.
 
-    With a frozen `lm_head_weight`, a token's values depend on its own hidden state alone: their
-    derivatives, [n, m, hidden_size], are computed while the chunk's logits exist, and nothing is
-    computed twice. With a trainable weight, each chunk is computed again in the backward pass.
+    If `lm_head_weight` is frozen, the values of a token depend only on its own hidden state. Then
+    the derivatives, [n, m, hidden_size], are computed while the logits of their chunk exist, and
+    nothing is computed twice. If the weight is trainable, each chunk is computed again in the
+    backward pass.
 
     Args:
-        loss: The loss of a chunk (see `TokenLoss`): it returns values with gradients, and *notes*,
+        loss: The loss of a chunk (see `TokenLoss`). It returns values with gradients, and *notes*:
             numbers without gradients. Tensors in its closure get no gradient.
         hidden: [n, hidden_size], the student's hidden states.
         lm_head_weight: [vocab, hidden_size].
-        others: [n, ...] each, cut into the same chunks: targets, the teacher's hidden states.
-        at_once: The most logits of the student that exist at a time; by default as many as fit into
-            the device's free memory.
+        others: Further arguments of the loss, such as targets or the teacher's hidden states; each
+            is [n, ...], and is cut into the same chunks.
+        at_once: The largest number of the student's logits that exist at a time; by default as many
+            as fit into the device's free memory.
 
     Returns:
-        Values [n, m] with gradients, and notes [n, k] without gradients.
+        The values, [n, m], with gradients, and the notes, [n, k], without gradients; `loss` returns
+            m values and k notes for each token.
     """
     # Each chunk reads all of `lm_head` several times, and holds about ten tensors of that size:
     # logits of student and teacher, their softmaxes, and gradients.
@@ -75,8 +79,8 @@ def over_vocabulary(
 
 
 class _FrozenVocabulary(torch.autograd.Function):
-    """An autograd function that computes derivatives by hidden states in its forward pass, so that
-    logits are computed once."""
+    """An autograd function that computes the derivatives with respect to the hidden states in its
+    forward pass, so that logits are computed only once."""
 
     @staticmethod
     def forward(
@@ -113,16 +117,16 @@ class _FrozenVocabulary(torch.autograd.Function):
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Compute the cross-entropy [n] of targets [n] long; a `BLANK` target stands for the uniform
-    distribution."""
+    """Compute the cross-entropy, [n], between `logits`, [n, vocab], and `targets`, int64 [n]. A
+    target equal to `BLANK` stands for the uniform distribution over the vocabulary."""
     log_probs = logits.log_softmax(-1)
     of_target = log_probs.gather(-1, targets.clamp(min=0)[:, None])[:, 0]
     return -torch.where(targets == BLANK, log_probs.mean(-1), of_target)
 
 
 def forward_kl(student: Tensor, teacher: Tensor) -> Tensor:
-    """Compute KL( softmax(teacher) || softmax(student) ), [n], of logits [n, vocab] (MRP, section
-    3)."""
+    """Compute KL(softmax(teacher) || softmax(student)), [n], from the logits of student and
+    teacher, [n, vocab] each (MRP, section 3)."""
     return F.kl_div(
         student.log_softmax(-1), teacher.log_softmax(-1), log_target=True, reduction="none"
     ).sum(-1)
@@ -133,11 +137,18 @@ def weighted_cross_entropy(
 ) -> Tensor:
     """Compute the block-diffusion loss, a weighted sum of cross-entropies (SDAR, equation 3).
 
-    A `BLANK` target is the uniform distribution: the model learns to have no confidence after the
-    end of its text, so that decoding, which reveals the most confident positions first, spends no
-    step there. `hidden` are final hidden states at masked positions, [tokens, hidden_size]; targets
-    are [tokens] long, weights [tokens] float. The result is a scalar; without tokens it is 0, and
-    still part of the autograd graph.
+    A `BLANK` target stands for the uniform distribution. It teaches the model to have no confidence
+    after the end of its text, so that decoding, which reveals the most confident positions first,
+    spends no step there.
+
+    Args:
+        hidden: [tokens, hidden_size], the final hidden states at masked positions.
+        lm_head_weight: [vocab, hidden_size].
+        targets: int64 [tokens], the true tokens or `BLANK`.
+        weight: float [tokens], the weight of each token's cross-entropy.
+
+    Returns:
+        The loss, a scalar. Without tokens it is 0, and still part of the autograd graph.
     """
 
     def loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -148,15 +159,21 @@ def weighted_cross_entropy(
 
 
 def order_kl(student: Tensor, teacher: Tensor, block: Tensor, blocks: int) -> Tensor:
-    """Compute the divergence of student and teacher over the position of a block to reveal next;
-    sum over blocks.
+    """Compute how much student and teacher disagree on the position of each block to reveal next:
+    KL(teacher || student) over the positions of a block, summed over blocks.
 
-    `student` and `teacher` are log-odds [tokens] of the teacher's tokens (`top_token_log_odds`),
-    `block` the block number of each token, [tokens] long below `blocks`. Decoding reveals the most
-    confident position first. Where several tokens are nearly certain, `forward_kl` is blind to
-    their order, but most wrong drafts are wrong about the order. Here a position is the first of
-    its block with a probability in proportion to the odds p / (1 - p) of the teacher's token; the
-    result is KL(teacher || student).
+    Decoding reveals the most confident position first. Where several tokens are nearly certain,
+    `forward_kl` is blind to their order, but most wrong drafts are wrong about the order. Here, the
+    probability that a position is revealed first in its block is proportional to the odds
+    `p / (1 - p)` of the teacher's token there.
+
+    Args:
+        student, teacher: [tokens], the log-odds of the teacher's tokens (see `top_token_log_odds`).
+        block: int64 [tokens], the number of each token's block.
+        blocks: An upper limit of the block numbers, which are all below it.
+
+    Returns:
+        The divergence, a scalar, with gradients only for the student.
     """
     teacher_log_probs = _log_softmax_within(teacher.detach(), block, blocks)
     return (
@@ -167,8 +184,9 @@ def order_kl(student: Tensor, teacher: Tensor, block: Tensor, blocks: int) -> Te
 def top_token_log_odds(
     student: Tensor, teacher: Tensor, mask_token_id: int
 ) -> tuple[Tensor, Tensor]:
-    """Compute for student and teacher the log-odds [n] of the teacher's likeliest token, never the
-    mask; logits are [n, vocab]."""
+    """Compute the log-odds of the teacher's likeliest token, first under the student and then under
+    the teacher, [n] each. `student` and `teacher` are logits [n, vocab]. The mask token is excluded
+    from both."""
     mask = torch.tensor([mask_token_id], device=teacher.device)
     teacher = teacher.index_fill(1, mask, -torch.inf)
     student = student.index_fill(1, mask, -torch.inf)
@@ -177,8 +195,8 @@ def top_token_log_odds(
 
 
 def _log_softmax_within(values: Tensor, group: Tensor, groups: int) -> Tensor:
-    """Compute the log-softmax of values [n] within groups; `group` [n] long has the group number of
-    each value, below `groups`."""
+    """Compute the log-softmax of `values`, [n], within groups. `group`, int64 [n], holds the number
+    of each value's group; all numbers are below `groups`."""
     largest = values.new_full((groups,), -torch.inf).scatter_reduce(
         0, group, values.detach(), "amax"
     )

@@ -1,4 +1,4 @@
-"""Running means of measurements in a training run."""
+"""Running means of measurements in a training run, and the meaning of the keys in its log."""
 
 from collections.abc import Mapping
 
@@ -35,21 +35,22 @@ LOG_KEYS = {
 
 
 class Measures:
-    """Running sums and counts by name, kept on the device until `take` returns them."""
+    """Running sums and counts of measurements by name. They stay on the device until `take` returns
+    them."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
 
     def add(self, measured: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        """Add measurements: by name, a sum and a count (scalars)."""
+        """Add measurements: for each name, a sum and a count (scalars)."""
         for name, (total, count) in measured.items():
             dtype = widest(total.device)
             sum_and_count = torch.stack([total.detach().to(dtype), count.to(total.device, dtype)])
             self._sums[name] = self._sums.get(name, 0) + sum_and_count
 
     def take(self, accelerator: Accelerator) -> dict[str, tuple[float, float]]:
-        """Return the sums and counts over all processes since the last call. Every process must
-        call this, with equal names."""
+        """Return, for each name, the sum and the count over all processes since the last call.
+        Every process must call this, with the same names."""
         if not self._sums:
             return {}
         names = sorted(self._sums)

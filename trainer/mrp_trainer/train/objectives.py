@@ -1,5 +1,5 @@
-"""The two objectives as functions of a model and a packed batch: sums over tokens, which the
-Trainer normalises."""
+"""The two training objectives, as functions of a model and a packed batch. They return sums over
+tokens, which the Trainer divides by the number of tokens."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,8 +29,8 @@ Measured = dict[str, tuple[Tensor, Tensor]]
 
 
 def packed_masks(model: MRPForCausalLM, batch: PackedBatch) -> tuple[Any, Any]:
-    """Make two attention masks over all columns as the model's attention takes them: for all
-    queries, and for noisy ones."""
+    """Make two attention masks over all columns, in the form that the model's attention takes: one
+    for the queries of all columns, and one for the queries of the noisy copies."""
     rule = batch.rule()
     if model.config._attn_implementation in ("flex_attention", TRAINING_FLEX):
         return sparse_mask(rule, batch.input_ids.shape[1]), sparse_mask(rule, noisy_length(batch))
@@ -42,8 +42,8 @@ def packed_masks(model: MRPForCausalLM, batch: PackedBatch) -> tuple[Any, Any]:
 
 
 def block_diffusion(model: MRPForCausalLM, batch: PackedBatch) -> tuple[Tensor, Measured]:
-    """Compute the backbone's loss (SDAR, equation 3); return the scalar sum over masked positions,
-    and no measurements."""
+    """Compute the backbone's loss (SDAR, equation 3). Return the sum over masked positions, a
+    scalar, and an empty dict of measurements."""
     hidden = model.backbone(batch.input_ids, batch.position_ids, packed_masks(model, batch)[0])
     if model.model.shifted:
         hidden = taken_from(hidden, batch.before())
@@ -55,20 +55,21 @@ def block_diffusion(model: MRPForCausalLM, batch: PackedBatch) -> tuple[Tensor, 
 
 @dataclass(frozen=True)
 class HeadObjective:
-    """The head's loss: divergence of its estimated logits from those that the backbone computes
-    after each of K reveals.
+    """The head's loss: after each of K reveals, the divergence of the logits that the head
+    estimates from the logits that the backbone computes.
 
-    In the symbols of MRP, section 4: A are the backbone's logits before the reveals, A + C the
-    head's estimate, and B the backbone's logits after a reveal.
+    The symbols are those of MRP, section 4. A are the backbone's logits before the reveals, and B
+    its logits after a reveal. C is the head's correction of A, so A + C is the head's estimate of
+    B, and the loss is KL(B || A + C). h_A, h_B and h_C are the hidden states that give A, B and C.
 
     Attributes:
-        reveals: Rule of the reveals, which make the states where the head is compared with the
-            backbone.
-        unroll: K, the number of reveals; their losses are averaged.
+        reveals: The rule of the reveals. They make the states at which the head is compared with
+            the backbone.
+        unroll: K, the number of reveals; the losses after them are averaged.
         order_weight: Weight of `order_kl`.
-        reread_weight: Weight of the leave-one-out loss: at a revealed token, the head learns the
-            logits that the backbone would have if this one token were still masked. Each block
-            contributes one such token, after the first reveal.
+        reread_weight: Weight of the leave-one-out loss. It trains the head at a revealed token to
+            estimate the logits that the backbone would have if this one token were still masked.
+            After the first reveal, one such token of each block contributes.
     """
 
     reveals: Reveals
@@ -77,8 +78,8 @@ class HeadObjective:
     reread_weight: float = 1.0
 
     def __call__(self, model: MRPForCausalLM, batch: PackedBatch) -> tuple[Tensor, Measured]:
-        """Return the loss, a scalar, and measurements; compute h_A first, then after each of K
-        reveals an estimate and h_B."""
+        """Return the loss, a scalar, and measurements. The backbone computes h_A first; after each
+        of K reveals, the head computes its estimate, and the backbone h_B."""
         passes = _Passes(model, batch)
         noisy = passes.noisy
         sampler = Picker(model.lm_head.weight, model.config.mask_token_id)
@@ -120,9 +121,20 @@ class HeadObjective:
         order_weight: float = 0.0,
         measured: bool = True,
     ) -> tuple[Tensor, Measured]:
-        """Compute the loss at the positions `selected`, [batch, length] bool. If `measured`, also
-        return KL(B||A), KL(B||A+C), how often A+C and B have the same likeliest token, and the
-        divergence of the order."""
+        """Compute the loss at the positions `selected`, bool [batch, length].
+
+        If `measured`, also return sums and counts of these measurements: `KL(B || A)`,
+        `KL(B || A + C)`, how often A + C and B have the same likeliest token, and, if
+        `order_weight` is not 0, the divergence of the order.
+
+        Args:
+            passes: The passes over the batch, which hold h_A.
+            selected: bool [batch, length], the positions to compare.
+            teacher: [batch, length, hidden_size], the backbone's hidden states h_B.
+            estimate: [batch, length, hidden_size], the head's estimate of them.
+            order_weight: Weight of `order_kl`.
+            measured: Whether to return measurements; otherwise they are empty.
+        """
         weight = passes.model.lm_head.weight
         config = passes.model.config
 
@@ -175,8 +187,8 @@ class HeadObjective:
 
 @dataclass
 class _Passes:
-    """The passes of backbone and head over one batch. The first pass of each network includes the
-    clean columns; later passes cover only the noisy copies."""
+    """The forward passes of backbone and head over one batch. The first pass of each network
+    includes the columns of the clean text; later passes cover only the noisy copies."""
 
     model: MRPForCausalLM
     batch: PackedBatch
@@ -202,8 +214,8 @@ class _Passes:
 
     @torch.no_grad()
     def backbone(self, ids: Tensor) -> Tensor:
-        """Compute the backbone's hidden states h_B, [batch, noisy length, hidden_size], for new ids
-        in the noisy copies."""
+        """Return the backbone's hidden states h_B, [batch, noisy length, hidden_size], for noisy
+        copies that hold `ids` in place of their own ids."""
         hidden = self.model.backbone(
             ids, self.noisy.position_ids, self._noisy_mask, self._of_backbone
         )
@@ -212,7 +224,8 @@ class _Passes:
         return taken_from(torch.cat([hidden, self._clean], 1), self._before[:, : self._length])
 
     def head(self, ids: Tensor, hidden: Tensor) -> Tensor:
-        """Compute the head's residual h_C, [batch, noisy length, hidden_size], with gradients."""
+        """Return the head's residual h_C, [batch, noisy length, hidden_size], with gradients. `ids`
+        and `hidden` are the noisy copies' ids and the estimate of their hidden states so far."""
         if self._of_head.filled:
             return self.model.residual(
                 ids, hidden, self.noisy.position_ids, self._noisy_mask, self._of_head

@@ -10,12 +10,13 @@ from torch import nn
 class MuonAdamW(torch.optim.Optimizer):
     """Muon and AdamW as one optimizer, so that the HF Trainer schedules, saves and resumes both.
 
+    Muon trains the trainable matrices inside a model's `layers`, with the learning rate `muon_lr`
+    and `weight_decay`; its updates are scaled like those of AdamW (`match_rms_adamw`). AdamW trains
+    all other trainable parameters, with the learning rate `lr` and without weight decay; `adamw`
+    holds its `betas` and `eps`.
+
     On the synthetic tasks, Muon reaches the same loss in about a third fewer steps than AdamW
     (benchmarks/NOTES.md).
-
-    Muon trains a model's trainable matrices inside `layers`, at rate `muon_lr` in the scale of
-    AdamW's updates (`match_rms_adamw`) and with `weight_decay`. AdamW trains all other trainable
-    parameters, without decay; `adamw` are its `betas` and `eps`.
     """
 
     def __init__(
@@ -48,8 +49,8 @@ class MuonAdamW(torch.optim.Optimizer):
     def step(  # type: ignore[override]
         self, closure: Callable[[], float] | None = None
     ) -> float | None:
-        """Make one step of Muon and AdamW. Return the loss that `closure` computes beforehand, if
-        it is given."""
+        """Make one step of Muon and one of AdamW. If `closure` is given, call it first, and return
+        the loss that it computes."""
         loss = closure() if closure is not None else None
         for optimizer in self.optimizers:
             optimizer.step()

@@ -1,7 +1,7 @@
-"""Options of `mrp train` and `mrp decode`: type, range, default and help of each flag, declared
-once.
+"""The options of `mrp train` and `mrp decode`. The type, range, default and help of each flag are
+declared here, and only here.
 
-Nothing here imports torch, so that help appears at once.
+This module does not import torch, so that help appears at once.
 """
 
 from dataclasses import dataclass, fields
@@ -23,13 +23,13 @@ _PROMPTS, _HOW, _OUTPUT = "Prompts", "Decoding", "Output"
 
 @dataclass
 class RunOptions:
-    """Options of a run in addition to `MRPTrainingArguments`; the help of each flag describes the
-    option.
+    """Options of a training run that are not fields of `MRPTrainingArguments`. The help of each
+    flag describes its option.
 
-    Without `eval_data` the prompts of the verdict are held back from `data`, at most a tenth of its
-    records. With `early_stopping_patience` the weights with the lowest held-out loss are saved.
-    `block_size` and `mask_token_id` are for an autoregressive Qwen3 checkpoint that becomes a
-    block-diffusion model.
+    Without `eval_data`, the prompts of the verdict are held back from `data`, at most a tenth of
+    its records. With `early_stopping_patience`, the weights with the lowest held-out loss are
+    saved. `block_size` and `mask_token_id` are for an autoregressive Qwen3 checkpoint, which
+    becomes a block-diffusion model.
     """
 
     model: str = flag(
@@ -113,7 +113,7 @@ class RunOptions:
 
 @dataclass
 class TrainerFlags:
-    """Fields of `MRPTrainingArguments` that have a flag, with their defaults."""
+    """The fields of `MRPTrainingArguments` that have a command-line flag, with their defaults."""
 
     output_dir: str | None = flag(
         "Folder for checkpoints and the result.", None, panel=_RUN, metavar="FOLDER"
@@ -174,8 +174,8 @@ class TrainerFlags:
 
 
 def check_declared(options: Any) -> None:
-    """Raise `ValueError` for a value outside of the choices or the range that its field
-    declares."""
+    """Raise `ValueError` if the value of a field is not among the choices, or outside the range,
+    that the field declares."""
     for option in fields(options):
         declared = declared_of(option)
         flagged = declared.get("flag", {"kind": None, "more": declared})
@@ -197,7 +197,7 @@ def check_declared(options: Any) -> None:
 
 @dataclass
 class TrainCommand:
-    """Options of `mrp train` that are not settings of the run itself."""
+    """Options of the command `mrp train` itself, which are not settings of the training run."""
 
     config: str | None = flag(
         "YAML file, or a recipe's name: sdar-4b-mrp, ...", None, panel=_RUN, metavar="FILE"
@@ -215,8 +215,9 @@ class TrainCommand:
 
 @dataclass(kw_only=True)
 class DecodeOptions(GenerateOptions):
-    """Options of `mrp decode`; each field is a flag. Without `device` each process takes its own
-    GPU. With `endpoint` the model is that of a server, which knows `model` by its name."""
+    """Options of `mrp decode`; each field is a flag. Without `device`, each process takes its own
+    GPU. With `endpoint`, a server writes the texts, and `model` is the name of the model on that
+    server."""
 
     data: list[str] = flag(
         "JSON lines or a datasets folder, with prompts.", panel=_PROMPTS, metavar="FILE"

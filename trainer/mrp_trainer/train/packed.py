@@ -1,8 +1,8 @@
 """Packed training passes over noisy copies of samples and their clean tokens: the attention rule,
 random numbers, and the keys and values that several passes share.
 
-Positions and blocks count from 0 at a sample's first token; each sample may have a block size of
-its own.
+In each sample, positions and blocks are counted from 0 at the first token. Each sample may have a
+block size of its own.
 """
 
 from dataclasses import dataclass, replace
@@ -21,17 +21,19 @@ NO_VIEW = -1  # padding
 
 @dataclass(frozen=True)
 class PackedRule:
-    """The rule of attention in a pass over noisy copies and the clean sequence, [x_t | x_0] (SDAR,
-    section 3; MRP, section 4).
+    """The attention rule of a pass [x_t | x_0], where x_t are noisy copies and x_0 is the clean
+    text (SDAR, section 3; MRP, section 4).
 
-    A noisy token sees its own noisy block and the clean tokens of earlier blocks; a clean token
-    sees the clean tokens of its own and earlier blocks; nothing crosses from one sample to another.
-    Padding (view -1) sees only itself.
+    A noisy token sees its own block in its own noisy copy, and the clean tokens of earlier blocks.
+    A clean token sees the clean tokens of its own block and of earlier blocks. No token sees a
+    token of another sample. Padding (view -1) sees only itself.
 
     Attributes:
-        view: [batch, length] long: 0 clean, 1, 2, ... the noisy copy, -1 padding.
-        block: [batch, length] long: the token's block index.
-        sample: [batch, length] long: the sample a token belongs to, when several share a row.
+        view: int64 [batch, length]: 0 for clean tokens, 1, 2, ... for the noisy copies, -1 for
+            padding.
+        block: int64 [batch, length]: the index of the token's block in its sample.
+        sample: int64 [batch, length]: the number of the token's sample in its row, which may hold
+            several samples.
     """
 
     view: Tensor
@@ -39,8 +41,8 @@ class PackedRule:
     sample: Tensor
 
     def __call__(self, row: Tensor, head: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
-        """Return whether queries see keys, in the form of flex attention's `mask_mod`; indices are
-        broadcast, and all heads have the same mask."""
+        """Return a bool tensor that is True where a query sees a key. The arguments are those of
+        flex attention's `mask_mod`: indices, which are broadcast. All heads have the same mask."""
         query_view, key_view = self.view[row, query], self.view[row, key]
         query_block, key_block = self.block[row, query], self.block[row, key]
         clean = (key_view == CLEAN_VIEW) & (
@@ -51,7 +53,8 @@ class PackedRule:
         return ((clean | noisy) & same_sample & (query_view != NO_VIEW)) | (query == key)
 
     def dense(self) -> Tensor:
-        """Return the whole mask, [batch, 1, length, length] bool."""
+        """Return the whole mask, bool [batch, 1, length, length], which is True where a query sees
+        a key."""
         rows, length = self.view.shape
         row = torch.arange(rows, device=self.view.device)
         column = torch.arange(length, device=self.view.device)
@@ -60,21 +63,22 @@ class PackedRule:
 
 @dataclass
 class PackedBatch:
-    """One training pass [x_t | x_0] (noisy copies first, then the clean sequence), padded to a
-    common length.
+    """The batch of one training pass [x_t | x_0]: in each row, first the noisy copies x_t, then the
+    clean text x_0, padded to the same length in all rows.
 
     Attributes:
-        input_ids: [batch, length] long; masked positions hold `mask_token_id`.
-        target_ids: [batch, length] long; the true token; in noisy copies -1 (`BLANK`) after the end
-            of a text.
-        position_ids: [batch, length] long; absolute positions.
-        block: [batch, length] long; position // block size.
-        view: [batch, length] long; 0 clean, 1, 2, ... noisy copies, -1 padding.
-        sample: [batch, length] long; the number of a token's sample within the row.
-        weight: [batch, length] float32; the loss weight of a masked position, 0 elsewhere.
-        response_tokens: [] long; the supervised response tokens, by which the loss is divided.
-        noise_key: [batch, length] long below 2**32; one number for all tokens of a sample, new at
-            each visit.
+        input_ids: int64 [batch, length]; masked positions hold `mask_token_id`.
+        target_ids: int64 [batch, length]; the true token, but -1 (`BLANK`) in noisy copies after
+            the end of a text, or between the end of a turn and the end of its block.
+        position_ids: int64 [batch, length]; the token's position in its sample.
+        block: int64 [batch, length]; position // block size.
+        view: int64 [batch, length]; 0 for clean tokens, 1, 2, ... for noisy copies, -1 for padding.
+        sample: int64 [batch, length]; the number of the token's sample in its row.
+        weight: float32 [batch, length]; the loss weight of a masked position, 0 elsewhere.
+        response_tokens: int64 []; the number of supervised response tokens, by which the loss is
+            divided.
+        noise_key: int64 [batch, length], below 2**32; the same number for all tokens of a sample,
+            but another one at each visit.
     """
 
     input_ids: Tensor
@@ -88,20 +92,22 @@ class PackedBatch:
     noise_key: Tensor
 
     def rule(self) -> PackedRule:
-        """Return the rule of attention of the packed rows."""
+        """Return the attention rule of this batch."""
         return PackedRule(self.view, self.block, self.sample)
 
     @property
     def begins(self) -> Tensor:
-        """Mark the first column of each block, [batch, length] bool."""
+        """Return bool [batch, length], True at the first column of each block."""
         columns = torch.stack([self.view, self.sample, self.block])
         return F.pad((columns[..., 1:] != columns[..., :-1]).any(0), (1, 0), value=True)
 
     def before(self) -> Tensor:
-        """Find the column of the previous position, [batch, length] long; -1 where there is none.
+        """Return, for each column, the column of the previous position, int64 [batch, length]; -1
+        where there is none.
 
-        That column is in the same view or, at the start of a block, in the clean one. Models whose
-        hidden states predict the next position take their prediction from it.
+        The column of the previous position is in the same view or, for the first column of a block,
+        in the clean text. If a model's hidden states predict the next position, the prediction for
+        a position is taken from that column.
         """
         view = torch.where(self.begins, CLEAN_VIEW, self.view)
         size = int(self.position_ids.max()) + 2
@@ -123,17 +129,17 @@ class PackedBatch:
 
     @property
     def supervised(self) -> Tensor:
-        """Mark the masked positions that carry loss, [batch, length] bool."""
+        """Return bool [batch, length], True at the masked positions that have a loss."""
         return self.weight > 0
 
 
 def noisy_length(batch: PackedBatch) -> int:
-    """Count the columns of the noisy copies, after which the clean sequence begins."""
+    """Return the number of columns of the noisy copies; the clean text begins after them."""
     return int((batch.view == CLEAN_VIEW).any(0).int().argmax())
 
 
 def noisy_copies(batch: PackedBatch) -> PackedBatch:
-    """Select the columns of the noisy copies."""
+    """Return the part of a batch that covers only the columns of the noisy copies."""
     length = noisy_length(batch)
     return replace(
         batch, **{name: value[:, :length] for name, value in vars(batch).items() if value.dim()}
@@ -141,37 +147,40 @@ def noisy_copies(batch: PackedBatch) -> PackedBatch:
 
 
 def sparse_mask(rule: PackedRule, queries: int) -> BlockMask:
-    """Make flex attention's mask between the first `queries` columns and all columns, as tiles that
-    all heads share.
+    """Make flex attention's mask between the first `queries` columns and all columns. It consists
+    of tiles, which all heads share.
 
-    To find the tiles, a mask [queries, length] bool is made for each batch row in turn; attention
-    itself holds no such mask.
+    To find the tiles, a mask [batch, 1, queries, length] bool is made; attention itself holds no
+    such mask.
     """
     rows, length = rule.view.shape
     return create_block_mask(rule, rows, None, queries, length, device=rule.view.device)
 
 
 def widest(device: torch.device) -> torch.dtype:
-    """Return float64, or float32 for devices that may not support it, such as Apple's and some of
-    Intel's."""
+    """Return the widest float dtype that can be relied on: float64 on CPU and CUDA, and otherwise
+    float32, since some devices, such as Apple's and some of Intel's, may not support float64."""
     return torch.float64 if device.type in ("cpu", "cuda") else torch.float32
 
 
 def uniform(batch: PackedBatch, purpose: int, index: Tensor) -> Tensor:
-    """Draw uniform numbers in (0, 1), [batch, length] in the `widest` dtype. They depend on the
-    sample, the noisy copy, `purpose` and `index`, [batch, length] long, which holds positions, or
-    block indices for one number per block."""
+    """Draw uniform numbers in (0, 1), [batch, length], in the dtype that `widest` returns. Each
+    number is a function of the sample, the noisy copy, `purpose`, and `index`, int64
+    [batch, length]. `index` holds positions to draw a number for each position, or block indices to
+    draw one for each block."""
     bits = noise_key(batch.noise_key, index, mix_bits(batch.view + 1) ^ purpose)
     dtype = widest(index.device)
     return ((bits.to(dtype) + 0.5) * 2.0**-32).clamp(max=1 - torch.finfo(dtype).eps)
 
 
 class CleanCache(Cache):
-    """A cache of keys and values of the clean half of a packed pass [x_t | x_0], computed once.
+    """A cache that keeps the keys and values of the clean text of a packed pass [x_t | x_0], so
+    that they are computed once.
 
     Clean tokens never see noisy ones, so their keys and values do not depend on the noisy copies.
-    The first pass, over all columns (the noisy copies' first), stores them; later passes, over the
-    noisy columns alone, read them, with gradients where the first pass had them.
+    The first pass covers all columns, those of the noisy copies first, and stores the keys and
+    values of the clean text. Later passes cover only the noisy columns, and read the stored keys
+    and values. These have gradients if they had gradients in the first pass.
     """
 
     def __init__(self, noisy_length: int) -> None:
@@ -181,7 +190,7 @@ class CleanCache(Cache):
 
     @property
     def filled(self) -> bool:
-        """Return whether the first pass has run."""
+        """Return whether the first pass has stored its keys and values."""
         return bool(self.stored)
 
     def update(
@@ -192,8 +201,9 @@ class CleanCache(Cache):
         *args: object,
         **kwargs: object,
     ) -> tuple[Tensor, Tensor]:
-        """Return keys and values of all columns, [batch, heads, columns, head_dim]; store the clean
-        ones in the first pass."""
+        """Return the keys and values of all columns, [batch, heads, columns, head_dim]. The first
+        pass also stores those of the clean text; later passes append the stored ones to those of
+        the noisy columns."""
         if layer_idx in self.stored:
             keys, values = self.stored[layer_idx]
             return torch.cat([key_states, keys], 2), torch.cat([value_states, values], 2)

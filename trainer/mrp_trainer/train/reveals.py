@@ -1,5 +1,5 @@
-"""The choice of positions and tokens to reveal in noisy copies, which makes the states on which a
-head is trained."""
+"""Reveals in noisy copies: which positions are revealed, and with which tokens. The reveals make
+the states on which a head is trained."""
 
 from dataclasses import dataclass
 
@@ -17,23 +17,23 @@ _EAGER_FROM, _EAGER_TO = 0.2, 0.95
 
 
 def block_numbers(batch: PackedBatch) -> Tensor:
-    """Number the blocks of a batch over rows and copies; return each token's number, [batch,
-    length] long < batch * length."""
+    """Number the blocks of a batch consecutively over rows and copies. Return the number of each
+    token's block, int64 [batch, length], below batch * length."""
     begins = batch.begins
     return begins.flatten().cumsum(0).view_as(begins) - 1
 
 
 @dataclass(frozen=True)
 class Reveals:
-    """A rule that chooses the next reveals in each block; no position after the end of a text is
-    ever revealed.
+    """A rule that chooses the next positions to reveal in each block. Positions after the end of a
+    text are never revealed.
 
     Attributes:
-        rule: `on_policy`: as in decoding, the most confident position, with the model's own token.
-            `random`: a random position, with its true token (as published).
-        eager_share: Under `on_policy`, the share of blocks in which everything above a threshold is
-            revealed, as `dynamic` does: such states occur in the drafts of `dynamic`, in
-            `mrp_remask` and in `mrp_direct`.
+        rule: `on_policy` reveals as decoding does: the most confident position, with the token that
+            the model picks. `random` reveals a random position, with its true token (as published).
+        eager_share: Under `on_policy`, the share of blocks in which all positions with a confidence
+            above a random threshold are revealed, as `dynamic` does. Such states occur in drafts
+            under `dynamic`, and in the modes `mrp_remask` and `mrp_direct`.
     """
 
     rule: RevealRule
@@ -53,12 +53,12 @@ class Reveals:
 
         Args:
             batch: The noisy copies.
-            ids: [batch, length] long, the state.
-            masked: [batch, length] bool, the positions that may be revealed.
+            ids: int64 [batch, length], the current tokens and masks.
+            masked: bool [batch, length], True at positions that may be revealed.
             hidden: [batch, length, hidden_size], the model's hidden states for `ids`.
-            sampler: Picks the model's own token and its log-odds.
-            step: Number of the reveal: `random` draws again at each step, but a block keeps its
-                threshold for eager reveals.
+            sampler: Picks the model's token at a position, and computes its log-odds.
+            step: Number of the reveal, counted from 0. `random` draws new numbers at each step;
+                under `on_policy`, a block keeps its threshold for eager reveals in all steps.
 
         Returns:
             `ids` and `masked` after the reveals.
@@ -89,8 +89,8 @@ class Reveals:
         return ids, masked
 
     def one_per_block(self, batch: PackedBatch, selected: Tensor) -> Tensor:
-        """Choose one marked position of each block at random; return a mask, [batch, length]
-        bool."""
+        """Choose at random one of the `selected` positions of each block; return bool
+        [batch, length], True at the chosen positions."""
         marked = selected.nonzero(as_tuple=True)
         draw = uniform(batch, 3, batch.position_ids)[marked]
         first = _rank(draw, block_numbers(batch)[marked], selected.numel()) < 1
@@ -98,8 +98,9 @@ class Reveals:
 
 
 def _rank(score: Tensor, group: Tensor, groups: int) -> Tensor:
-    """Rank scores [n] within their groups [n], from 0 for the highest; equal scores are ranked from
-    left to right."""
+    """Rank scores, [n], within groups; return int64 [n]. The highest score of a group has rank 0,
+    and equal scores are ranked from left to right. `group`, int64 [n], holds the number of each
+    score's group, below `groups`."""
     order = score.argsort(descending=True, stable=True)
     order = order[group[order].argsort(stable=True)]
     size = torch.zeros(groups, dtype=torch.long, device=group.device).index_add(

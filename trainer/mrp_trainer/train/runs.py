@@ -1,5 +1,5 @@
-"""Training runs of the command line: their opening, training or resumption, and saving; or only an
-estimate of their needs."""
+"""The training runs of `mrp train`: opening a run, training or resuming it, and saving its result;
+or only estimating what it needs."""
 
 import hashlib
 import json
@@ -46,8 +46,8 @@ _FULL_DISK_REMEDY = (
 
 @dataclass(frozen=True)
 class OpenRun:
-    """A training run whose model and data are loaded and checked. Its main process holds a lock on
-    the folder, which the system releases if the process is killed."""
+    """A training run whose model and data are loaded and checked. The main process holds a lock on
+    the run's folder; the operating system releases the lock if the process is killed."""
 
     settings: Settings
     trainer: MRPTrainer
@@ -61,8 +61,8 @@ class OpenRun:
         return Path(self.settings.training["output_dir"])
 
     def train(self) -> Path:
-        """Train, from the last complete checkpoint on if there is one; save the result, and return
-        the folder."""
+        """Train, save the result, and return the output folder. If the folder has a complete
+        checkpoint, training resumes from the last one."""
         newest = self.trainer.newest_checkpoint()
         if newest is not None and self.trainer.args.process_index == 0:
             print(f"resuming from {newest.name}")
@@ -107,8 +107,9 @@ class OpenRun:
         return self.folder
 
     def _verdict(self) -> list[str]:
-        """Compare decodes without the head and with it, in all processes. Add the numbers to the
-        log, and return lines that tell whether the head is worth publishing."""
+        """Decode the held-out prompts without the head and with it, in all processes. Add the
+        speeds to the log, and return lines that state whether the head is worth publishing. Return
+        no lines if there is no verdict to give."""
         if self.settings.objective != "mrp" or not self.settings.options.verdict_prompts:
             return []
         if not self.prompts:
@@ -129,7 +130,7 @@ class OpenRun:
 
 
 def closing_lines(history: Sequence[dict[str, float]]) -> list[str]:
-    """Explain the last numbers of a run's log."""
+    """Return lines of text that state and explain the last values in a run's log."""
     last: dict[str, float] = {}
     for line in history:
         last |= line
@@ -143,14 +144,14 @@ def closing_lines(history: Sequence[dict[str, float]]) -> list[str]:
 
 
 def open_run(settings: Settings, restart: bool = False) -> OpenRun:
-    """Load the model and data of a run, and write its settings to `run.yaml` in its folder;
-    `restart` removes the folder's checkpoints.
+    """Load the model and data of a run, and write the run's settings to `run.yaml` in its folder.
+    With `restart`, the checkpoints in the folder are removed.
 
     Raises:
-        ValueError: if the folder holds a run that has other settings or data, or is still running;
-            if there are no data, or a tracker is not installed; if model, data, tokenizer and
-            settings do not fit each other.
-        OSError: if a checkpoint does not exist.
+        ValueError: if the folder holds a run with other settings or data, or a run that still goes
+            on; if there are no data, or a tracker is not installed; or if model, data, tokenizer
+            and settings do not fit each other.
+        OSError: if a checkpoint that the settings name does not exist.
     """
     options = settings.options
     held_out = None
@@ -181,7 +182,8 @@ def open_run(settings: Settings, restart: bool = False) -> OpenRun:
 
 
 def _check_inputs(folder: Path, options: RunOptions) -> None:
-    """Raise `ValueError` if a run's output folder is the folder of a checkpoint that it reads."""
+    """Raise `ValueError` if a run's output folder is also the folder of its model, head or
+    tokenizer."""
     for name in ("model", "head", "tokenizer"):
         source = getattr(options, name)
         if source is not None and os.path.realpath(source) == os.path.realpath(folder):
@@ -192,7 +194,8 @@ def _check_inputs(folder: Path, options: RunOptions) -> None:
 
 
 def _data_digest(paths: Sequence[str]) -> str | None:
-    """Return a digest of data files; None for a dataset on the Hub."""
+    """Return a digest of the data files at `paths`, including the files in folders. Return None if
+    a path does not exist on this machine, such as the Hub id of a dataset."""
     places = [DataPath.of(path).path for path in paths]
     if not all(map(os.path.exists, places)):
         return None
@@ -207,8 +210,9 @@ def _data_digest(paths: Sequence[str]) -> str | None:
 
 
 def _claim_folder(folder: Path, lock: FileLock, settings: Settings, restart: bool) -> None:
-    """Create a run's folder if needed, lock it, and write the run's settings; `ValueError` if
-    another run uses the folder."""
+    """Create a run's folder if it is missing, lock it, and write the run's settings into it. With
+    `restart`, remove its checkpoints. `ValueError` if the folder is in use by a run that goes on,
+    holds a run with other settings, or holds files that no run here wrote."""
     output = OwnFolder(folder)
     path = folder / RUN_FILE
     checkpoints = checkpoints_in(folder)
@@ -245,8 +249,8 @@ def _claim_folder(folder: Path, lock: FileLock, settings: Settings, restart: boo
 
 
 def _resume_hint(folder: Path, settings: Settings) -> str:
-    """Return a hint on how to continue training a run's result, as a sentence that begins with a
-    space; empty for an adapter."""
+    """Return a hint on how to train the result of a run further. It is a sentence that begins with
+    a space, or an empty text for an adapter."""
     if settings.options.lora_rank:
         return ""
     component, flag = ("head", "head") if settings.objective == "mrp" else ("backbone", "model")
@@ -255,8 +259,8 @@ def _resume_hint(folder: Path, settings: Settings) -> str:
 
 def load_model(settings: Settings) -> Any:
     """Load the model that a run trains. Frozen weights have the dtype of the passes, bfloat16 or
-    float32; trained weights are always float32, since in bfloat16 most updates would be rounded
-    away."""
+    float32. Trained weights are always float32, since in bfloat16 rounding would discard most
+    updates. `ValueError` if an adapter is to be trained and the model has no head."""
     options = settings.options
     hub_options: dict[str, Any] = {}
     if options.revision is not None:
@@ -288,7 +292,7 @@ def load_model(settings: Settings) -> Any:
 
 
 def _with_adapter(model: Any, options: RunOptions) -> Any:
-    """Wrap a model in a LoRA adapter of the matrices of its head; only the adapter is trained."""
+    """Wrap a model in a LoRA adapter for the matrices of its head; only the adapter is trained."""
     alpha = 2 * options.lora_rank if options.lora_alpha is None else options.lora_alpha
     lora = LoraConfig(
         r=options.lora_rank, lora_alpha=alpha, target_modules=_HEAD_MATRICES, task_type="CAUSAL_LM"
@@ -297,8 +301,8 @@ def _with_adapter(model: Any, options: RunOptions) -> Any:
 
 
 def _block_fields(options: RunOptions) -> dict[str, Any]:
-    """Collect the given options of block and mask, which an autoregressive checkpoint's config
-    lacks."""
+    """Collect the options for block size and mask id that were given. The config of an
+    autoregressive checkpoint lacks these fields."""
     fields = {}
     if options.block_size is not None:
         fields["block_size"] = options.block_size
@@ -308,8 +312,8 @@ def _block_fields(options: RunOptions) -> dict[str, Any]:
 
 
 def dry_run(settings: Settings) -> str:
-    """Describe the needs of a run: parameters, memory of a process, rows per step, and FLOPs of a
-    step. Errors are those of `meta_model`."""
+    """Describe what a run needs: parameters, memory of a process, rows per step, and FLOPs of a
+    step. Raises the same errors as `MRPTrainingArguments` and `meta_model`."""
     arguments = settings.arguments(bf16=False, fp16=False, use_cpu=True)
     model = meta_model(settings)
     parameters = model.num_parameters()
@@ -349,9 +353,9 @@ def dry_run(settings: Settings) -> str:
 
 
 def _seconds_of(teraflops: float) -> str:
-    """Describe how long products take: at 60 % of a device's rate, which large products reach, and
-    at its full rate. The device is the CUDA device of this machine, whose rate is measured, or else
-    an H100."""
+    """Describe how long a device takes for matrix products of `teraflops` TFLOP, at its full rate
+    and at 60 % of it, which large products reach. The device is this machine's CUDA device, whose
+    rate is measured, or else an H100."""
     name, rate = "an H100's 989 TFLOP/s in bfloat16", 989.0
     if torch.cuda.is_available():
         measured = measure_device(torch.device("cuda"), torch.bfloat16)
@@ -363,8 +367,8 @@ def _seconds_of(teraflops: float) -> str:
 
 
 def _relative_work(model: Any, arguments: MRPTrainingArguments) -> str:
-    """Describe how much a recipe computes per token of the data, relative to the published
-    recipe."""
+    """Describe how much a run computes per token of the data, relative to the published recipe. The
+    loss over the vocabulary is not counted."""
     head = sum(weight.numel() for weight in model.get_submodule("mrp_head").parameters())
     backbone = sum(weight.numel() for weight in model.get_submodule("model").parameters())
     backbone -= model.get_input_embeddings().weight.numel()
@@ -381,9 +385,9 @@ def _relative_work(model: Any, arguments: MRPTrainingArguments) -> str:
 
 
 def meta_model(settings: Settings) -> Any:
-    """Make, on the meta device, the model that a run would train, from configs only: nothing is
-    allocated, downloaded or written. `ValueError` if there is no head to continue training,
-    `OSError` if a config is neither local nor in the cache."""
+    """Make the model that a run would train, on the meta device and from configs only: nothing is
+    allocated, downloaded or written. `ValueError` if a head is to be trained further and the
+    checkpoint has none; `OSError` if a config is neither local nor in the cache."""
     options = settings.options
     fields = stored_json(options.model, revision=options.revision, local_files_only=True)[0]
     if fields.get("model_type") in AUTOREGRESSIVE:
@@ -410,7 +414,8 @@ def meta_model(settings: Settings) -> Any:
 
 
 def rounded(state: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return tensors by name, with floating-point tensors cast to another dtype."""
+    """Return a dict with the same names and tensors, but floating-point tensors are cast to
+    `dtype`."""
     tensors = {}
     for name, tensor in state.items():
         tensors[name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
@@ -420,8 +425,8 @@ def rounded(state: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
 def _save(
     trainer: MRPTrainer, settings: Settings, folder: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Save the tokenizer and, as the settings require, the head alone or the whole model, in the
-    dtype of the passes, or the adapter."""
+    """Save the tokenizer, the state of the trainer and, depending on the settings, the adapter, the
+    head alone, or the whole model. A head or a model is saved in the dtype of the passes."""
     state = None
     if trainer.is_fsdp_enabled:
         state = trainer.accelerator.get_state_dict(trainer.model_wrapped)

@@ -1,5 +1,5 @@
-"""The settings of a training run: flags override a YAML file, which overrides defaults; each
-setting is checked against its type."""
+"""The settings of a training run. Flags override assignments (`--set`), which override a YAML file,
+which overrides the defaults. Each setting is checked against its type."""
 
 import difflib
 from collections.abc import Mapping, Sequence
@@ -57,9 +57,15 @@ _EXTRA_TYPES: dict[str, Any] = {
 
 @dataclass
 class Settings:
-    """The settings of a run. `training` has the given fields of `MRPTrainingArguments`;
-    `data_digest` is a digest of the training files, None before they are read and for a dataset on
-    the Hub."""
+    """The settings of a run.
+
+    Attributes:
+        objective: The objective, `mrp` or `block_diffusion`.
+        options: The options of the run itself.
+        training: The fields of `MRPTrainingArguments` that were given, by name.
+        data_digest: A digest of the training files; None before they are read, and for a dataset on
+            the Hub.
+    """
 
     objective: str
     options: RunOptions
@@ -67,7 +73,7 @@ class Settings:
     data_digest: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all settings as one mapping, which can serve as a YAML file."""
+        """Return all settings as one mapping by name, in the form of a YAML file of settings."""
         settings: dict[str, Any] = {"objective": self.objective}
         for name, value in asdict(self.options).items():
             if name in _option_names(self.objective):
@@ -78,8 +84,8 @@ class Settings:
         return settings
 
     def differences(self, previous: Mapping[str, Any]) -> list[str]:
-        """List the settings that change the weights and differ from `previous` (in the form of
-        `as_dict`), each with both values."""
+        """List the settings that change the weights and have another value in `previous`, a mapping
+        in the form of `as_dict`. Each is described by its name and both values."""
         current = self.as_dict()
         differences = []
         for name in {**previous, **current}:
@@ -90,12 +96,14 @@ class Settings:
         return differences
 
     def arguments(self, **others: Any) -> MRPTrainingArguments:
-        """Make the arguments of the trainer; `others` override the settings."""
+        """Make the arguments of the trainer from the settings; `others` are arguments that override
+        them."""
         return MRPTrainingArguments(objective=self.objective, **{**self.training, **others})
 
     def with_defaults(self, arguments: MRPTrainingArguments, data_digest: str | None) -> "Settings":
-        """Return the settings with the data's digest, and with explicit values for options left at
-        their defaults, since defaults may change."""
+        """Return the settings with the digest of the data. Those options in `_WRITTEN` that were
+        left at their defaults get explicit values, taken from `arguments`, since defaults may
+        change later."""
         values = {name: getattr(arguments, name) for name in _WRITTEN.split()}
         # `TrainingArguments` has made it an enum
         values["lr_scheduler_type"] = str(
@@ -105,7 +113,8 @@ class Settings:
 
 
 def changes_weights(name: str) -> bool:
-    """Return whether a setting changes the weights, and not only measurements, logs or paths."""
+    """Return whether a setting changes the trained weights. Other settings change only
+    measurements, logs or paths."""
     return name not in _FREE and not name.startswith(_FREE_PREFIXES)
 
 
@@ -115,12 +124,12 @@ def read_settings(
     flags: Mapping[str, Any] | None = None,
     assignments: Sequence[str] = (),
 ) -> Settings:
-    """Read the settings of a run: flags override assignments "name=value", which override a YAML
-    file or a recipe of the package, which overrides the defaults. Names are fields of `RunOptions`
-    and `MRPTrainingArguments`.
+    """Read the settings of a run. Flags override assignments "name=value"; assignments override
+    `config`, a YAML file or the name of one of the package's recipes; and `config` overrides the
+    defaults. Names are fields of `RunOptions` and `MRPTrainingArguments`.
 
     Raises:
-        ValueError: for an unknown name, a value of another type, values that conflict, or an
+        ValueError: for an unknown name, a value of the wrong type, values that conflict, or an
             unreadable file.
     """
     values_by_name: dict[str, Any] = {}
@@ -169,8 +178,8 @@ def read_settings(
 
 
 def _check_adapter(values: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for settings that conflict with the use of an adapter, or that need
-    one."""
+    """Raise `ValueError` for settings that conflict with training an adapter, or for settings of an
+    adapter if none is trained."""
     if not values.get("lora_rank"):
         if values.get("lora_alpha") is not None:
             raise ValueError(f"lora_alpha is {values['lora_alpha']}, without lora_rank: give both")
@@ -184,7 +193,7 @@ def _check_adapter(values: Mapping[str, Any]) -> None:
 
 
 def known_names(objective: str) -> tuple[str, ...]:
-    """List the names of all settings that may be given."""
+    """List the names of all settings that may be given for an objective."""
     of_trainer = [f.name for f in fields(MRPTrainingArguments) if f.init and f.name not in _NOT_SET]
     return (*_option_names(objective), *of_trainer)
 
@@ -237,8 +246,9 @@ def _default(name: str) -> Any:
 
 
 def _checked(objective: str, name: str, value: Any, source: str) -> Any:
-    """Convert a value to the type of its field; `ValueError` if it is of another type, or no field
-    has that name."""
+    """Return a value as the type of the field `name`, so that an int may become a float.
+    `ValueError` if the value is of another type, or no field has that name; the error calls the
+    value's origin `source`."""
     if name not in (names := known_names(objective)):
         similar = difflib.get_close_matches(name, names, n=3)
         hint = "see the fields of MRPTrainingArguments and of RunOptions"

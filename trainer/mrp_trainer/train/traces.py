@@ -1,9 +1,9 @@
-"""Log-probabilities, with gradients, of texts of `generate` at the states where their tokens were
-revealed, as a policy gradient needs them.
+"""Log-probabilities, with gradients, of texts that `generate` decoded, as a policy gradient needs
+them. Each token is scored at the state in which it was revealed.
 
-A state is a block in which the tokens of earlier denoising steps are shown and all others masked.
-The states of a text are noisy copies of its blocks, so they are packed like training passes,
-[states | clean text], with the same attention rule.
+A state is a block in which the tokens of earlier denoising steps are shown and all others are
+masked. The states of a text are noisy copies of its blocks, so they are packed like training
+passes, [states | clean text], with the same attention rule.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,35 +38,36 @@ def trace_logprobs(
     trailing_reveals: Tensor | None = None,
     tokens_per_forward: int = 2048,
 ) -> Tensor:
-    """Compute the log-probability of each generated token at the state where it was revealed.
+    """Compute the log-probability of each generated token at the state in which it was revealed.
 
-    For texts that `generate` made under any target, drafted or not, this equals its
-    `token_logprobs`, with gradients: the distribution is the backbone's, with temperature, before
-    truncation, without logits processors, minimum lengths or infills, which bar tokens. In
-    `mrp_direct` and `mrp_remask` the head also reveals and re-masks, which is not included. Memory
-    is that of a training pass over `tokens_per_forward` tokens: if there are several passes, each
-    is computed again in the backward pass.
+    For texts that `generate` made under any target, with or without drafts, the result equals its
+    `token_logprobs`, but has gradients. The distribution is that of the backbone: with temperature,
+    before truncation, and without what bars tokens (logits processors, minimum lengths and
+    infills). In `mrp_direct` and `mrp_remask` the head also reveals and re-masks tokens; this is
+    not included. Memory is that of a training pass over `tokens_per_forward` tokens. If there are
+    several passes, each is computed again in the backward pass.
 
     Args:
         model: An `MRPForCausalLM`, bare or in a peft model; in eval mode, unless it has no dropout.
-        input_ids: [rows, prompt + generated] long, `sequences` of `generate`.
-        reveal_step: [rows, generated] long, as `generate` returned it: -1 at tokens that are not
-            scored, which were given or are padding.
-        attention_mask: [rows, prompt], that of the prompts, or [rows, prompt + generated]: 1 for
-            real tokens; None: prompts have no padding. If generated columns have no mask, a row
-            ends with its last revealed token.
-        temperature: Divides the logits; that of the draw if tokens were sampled, 1 if not.
-        trailing_reveals: [n, 4] long, `stats.trailing_reveals` of `generate`: tokens beyond the end
-            of a text that states before its last reveal showed. Without them these states show
-            masks there.
-        tokens_per_forward: The most tokens in a forward, states and clean texts together, but at
-            least one state and the text before it.
+        input_ids: int64 [rows, prompt + generated], the `sequences` of `generate`.
+        reveal_step: int64 [rows, generated], as `generate` returned it. It is -1 at tokens that are
+            not scored, because they were given or are padding.
+        attention_mask: [rows, prompt], the mask of the prompts, or [rows, prompt + generated]; 1
+            for real tokens. None if no prompt has padding. If the mask does not cover generated
+            columns, a row ends with its last revealed token.
+        temperature: Divides the logits. It is the temperature of decoding if tokens were sampled,
+            and 1 if not.
+        trailing_reveals: int64 [n, 4], the `stats.trailing_reveals` of `generate`: tokens that were
+            revealed beyond the end of a text. States before the text's last reveal may show such
+            tokens. If None, these states show masks there.
+        tokens_per_forward: The largest number of tokens in one forward, which counts states and
+            clean texts. A forward always holds at least one state and the text before it.
 
     Returns:
-        [rows, generated] in at least float32, 0 where nothing was revealed.
+        [rows, generated] in at least float32; 0 at tokens that are not scored.
 
     Raises:
-        ValueError: for arguments that do not fit each other or the model.
+        ValueError: if the arguments do not fit each other or the model.
     """
     bare = bare_model(model)
     if not isinstance(temperature, int | float) or not 0 < temperature < float("inf"):
@@ -114,12 +115,13 @@ def trace_logprobs(
 
 @dataclass(frozen=True)
 class _Text:
-    """A text in whole blocks.
+    """A text, padded to whole blocks.
 
     Attributes:
-        ids: [tokens] long, the tokens at the end of decoding, masks where nothing was revealed.
-        steps: [tokens] long, the step that revealed each token, `_GIVEN` or `_NEVER`.
-        scored: [tokens] bool, the tokens whose log-probability is requested.
+        ids: int64 [tokens], the tokens at the end of decoding, and masks where nothing was
+            revealed.
+        steps: int64 [tokens], the step that revealed each token, or `_GIVEN` or `_NEVER`.
+        scored: bool [tokens], True at tokens whose log-probability is requested.
         prompt: Number of tokens of the prompt.
     """
 
@@ -131,14 +133,14 @@ class _Text:
 
 @dataclass(frozen=True)
 class _State:
-    """The state of a block of a text before a denoising step.
+    """The state of one block of a text before a denoising step.
 
     Attributes:
         row: Index of the text.
-        block: Index of the block.
+        block: Index of the block in the text.
         step: The number of the step; tokens of earlier steps are shown.
-        view: Number of the state among the states of its block, counted from 1.
-        positions: Positions of the tokens to score, which the step revealed.
+        view: The number of this state among the states of its block, counted from 1.
+        positions: Positions of the tokens to score: those that the step revealed.
     """
 
     row: int
@@ -155,7 +157,8 @@ def _texts_of(
     attention_mask: Tensor | None,
     trailing_reveals: Tensor | None,
 ) -> list[_Text]:
-    """Check the arguments of `trace_logprobs`, and make its texts, on the CPU."""
+    """Check the arguments of `trace_logprobs`, and return the texts that they describe, on the
+    CPU."""
     config = model.config
     if (
         not isinstance(reveal_step, Tensor)
@@ -230,7 +233,7 @@ def _described(value: Any) -> str:
 
 
 def _states_of(texts: Sequence[_Text], block_size: int) -> Iterator[_State]:
-    """Yield the states at which a scored token was revealed, by text, block and step."""
+    """Yield the states in which scored tokens were revealed, in order of text, block and step."""
     for row, text in enumerate(texts):
         by_step: dict[tuple[int, int], list[int]] = {}
         for position in text.scored.nonzero()[:, 0].tolist():
@@ -243,7 +246,8 @@ def _states_of(texts: Sequence[_Text], block_size: int) -> Iterator[_State]:
 
 
 def _passes(texts: Sequence[_Text], block_size: int, limit: int) -> Iterator[list[_State]]:
-    """Divide states into passes of at most `limit` tokens, including clean texts."""
+    """Divide the states of texts into passes of at most `limit` tokens, which include the clean
+    texts before the states. A pass holds at least one state."""
     states: list[_State] = []
     clean: dict[int, int] = {}
     for state in _states_of(texts, block_size):
@@ -259,16 +263,16 @@ def _passes(texts: Sequence[_Text], block_size: int, limit: int) -> Iterator[lis
 
 
 def _clean_length(state: _State, block_size: int) -> int:
-    """Count the tokens of the blocks before a state, to which the state attends. The count is at
-    least one block, which a state of the first block does not see."""
+    """Return the number of tokens in the blocks before a state; the state attends to them. For a
+    state of the first block, return the length of one block, which the state does not see."""
     return max(1, state.block) * block_size
 
 
 def _packed(
     states: Sequence[_State], texts: Sequence[_Text], config: Any, device: torch.device
 ) -> PackedBatch:
-    """Pack states, and the clean texts before them, into one row. Tokens to score have weight 1, in
-    the order of the states' positions."""
+    """Pack states, and the clean texts before them, into one row. Tokens to score have weight 1.
+    Their columns have the same order as `positions` of the states."""
     size = config.block_size
     columns: dict[str, list[Tensor]] = {
         name: [] for name in ("input_ids", "position_ids", "view", "sample", "weight")
@@ -305,7 +309,7 @@ def _packed(
 
 
 def _hidden_at_reveals(model: MRPForCausalLM, batch: PackedBatch) -> Tensor:
-    """Compute the hidden states [n, hidden_size] that predict the tokens to score."""
+    """Compute the hidden states, [n, hidden_size], that predict the tokens to score."""
     device = batch.input_ids.device
     choice = "auto" if device.type == "cpu" else model.config._attn_implementation
     # set here, since gradient checkpointing also calls this in the backward pass

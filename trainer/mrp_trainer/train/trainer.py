@@ -1,5 +1,5 @@
-"""An HF Trainer for the two objectives: the backbone's block diffusion and the head's residual
-prediction."""
+"""An HF Trainer for the two objectives: block diffusion, which trains the backbone, and residual
+prediction, which trains the head."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -53,25 +53,25 @@ _NO_GAP = 1e-6
 
 
 class MRPTrainer(Trainer):
-    """A Trainer for an `MRPForCausalLM`, bare or in a peft model, on records as `mrp train` reads
-    them, or on rows of samples.
+    """A Trainer for an `MRPForCausalLM`, bare or in a peft model. It trains on records, as
+    `mrp train` reads them, or on rows of samples.
 
-    The loss is a sum over tokens divided by the response tokens of the whole step, over all
-    processes and accumulation steps, so that it does not depend on how a step is divided. All noise
-    is a function of (seed, sample, visit). Training ends with a `FloatingPointError` at a gradient
-    norm, a weight or a held-out loss that is not finite, before anything is saved.
+    The loss is a sum over tokens, divided by the number of response tokens in the whole step, over
+    all processes and accumulation passes. So it does not depend on how a step is divided. All noise
+    is a function of (seed, sample, visit). If a gradient norm, a weight or a held-out loss is not
+    finite, training ends with a `FloatingPointError`, before anything is saved.
 
     Args:
-        model: The model. Objective `mrp` freezes all but its head, `block_diffusion` freezes its
-            head; in a peft model, trainable weights stay trainable. Trainable weights become
-            float32.
+        model: The model. Objective `mrp` freezes all weights but those of the head,
+            `block_diffusion` freezes the head; in a peft model, trainable weights stay trainable.
+            Trainable weights become float32.
         args: The training arguments.
-        train_dataset: Records: a `datasets.Dataset`, a list or a path (see `source_of`); or rows of
-            samples, by number (see `LengthBucketSampler`).
-        eval_dataset: Held-out records or rows, in the same form; or a mapping of several such
-            datasets.
-        data_collator: By default the `DiffusionCollator` that the options describe.
-        processing_class: The tokenizer, which encodes records and is saved with the model.
+        train_dataset: Records, as a `datasets.Dataset`, a list or a path (see `source_of`); or rows
+            of samples, indexed by number (see `LengthBucketSampler`).
+        eval_dataset: Held-out records or rows in the same form, or a mapping of several such
+            datasets by name.
+        data_collator: By default a `DiffusionCollator` with the options in `args`.
+        processing_class: The tokenizer. It encodes records, and is saved with the model.
         kwargs: Further arguments of `Trainer`.
 
     Raises:
@@ -171,10 +171,10 @@ class MRPTrainer(Trainer):
         self._steps_done = 0
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
-        """Train as `Trainer.train` does; `resume_from_checkpoint=True` resumes from the newest
-        complete checkpoint, if any. A run whose last step is done makes no further step.
-        `ValueError` if the checkpoint is incomplete, `FloatingPointError` if a gradient norm or a
-        weight is not finite."""
+        """Train as `Trainer.train` does. `resume_from_checkpoint=True` resumes from the newest
+        complete checkpoint, if there is one. If the checkpoint is of the run's last step, no
+        further step is made. `ValueError` if the checkpoint is incomplete, `FloatingPointError` if
+        a gradient norm or a weight is not finite."""
         if resume_from_checkpoint is True:
             newest = self.newest_checkpoint()
             resume_from_checkpoint = None if newest is None else str(newest)
@@ -204,8 +204,9 @@ class MRPTrainer(Trainer):
         return output
 
     def _widths(self, collator: DiffusionCollator) -> tuple[int, int]:
-        """Compute the numbers of columns to which the batches of all datasets are padded, so that
-        attention is compiled once."""
+        """Return the number of columns of the noisy copies and the number of columns of the clean
+        text to which all batches of all datasets are padded, so that attention is compiled only
+        once."""
         held_out = self.eval_dataset
         datasets = [self.train_dataset]
         datasets += held_out.values() if isinstance(held_out, Mapping) else [held_out]
@@ -217,8 +218,8 @@ class MRPTrainer(Trainer):
         return widths
 
     def newest_checkpoint(self) -> Path | None:
-        """Find the newest complete checkpoint of the output folder, in all processes; see
-        `last_whole_checkpoint`."""
+        """Return the newest complete checkpoint in the output folder, the same in all processes;
+        None if there is none. Damaged checkpoints are skipped, as in `last_whole_checkpoint`."""
         newest: Path | None = None
         if self.is_world_process_zero():
             with_states = not (self.args.save_only_model or self.is_fsdp_enabled)
@@ -227,8 +228,9 @@ class MRPTrainer(Trainer):
         return newest
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
-        """Compute epochs and steps as `Trainer` does, but no epoch if the resumed checkpoint is of
-        the last step, since `Trainer` checks only after a step whether training is done."""
+        """Compute epochs and steps as `Trainer` does. If the resumed checkpoint is of the last
+        step, choose the number of epochs so that none is left to train, since `Trainer` checks only
+        after a step whether training is done."""
         epochs, steps_per_epoch, *counts, max_steps = super().set_initial_training_values(
             args, dataloader
         )
@@ -237,8 +239,8 @@ class MRPTrainer(Trainer):
         return epochs, steps_per_epoch, *counts, max_steps
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Create the optimizer as `Trainer` does; if a rate for Muon is given, create Muon and
-        AdamW as one optimizer."""
+        """Create the optimizer as `Trainer` does. If a learning rate for Muon is given, create Muon
+        and AdamW as one optimizer."""
         args = self.args
         if self.optimizer is None and args.muon_learning_rate is not None:
             rates = args.learning_rate, args.muon_learning_rate, args.weight_decay
@@ -258,8 +260,8 @@ class MRPTrainer(Trainer):
     def _get_dataloader(
         self, dataset: Any, description: str, batch_size: int, *args: Any, **kwargs: Any
     ) -> Any:
-        """Make a dataloader as `Trainer` does; records become rows, and no row is evaluated
-        twice."""
+        """Make a dataloader as `Trainer` does. A dataset to evaluate may hold records, which become
+        rows; it is padded for several processes, so that no row is evaluated twice."""
         if description != "Training":
             dataset = as_rows(
                 dataset, "eval_dataset", self.model, self.args, self.processing_class, held_out=True
@@ -271,8 +273,8 @@ class MRPTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
     ) -> tuple[list[dict[str, Any]], Tensor | int | None]:
-        """Return the batches of a step, and the number of response tokens in the step's batches
-        over all processes, [] long."""
+        """Return the batches of a step in this process, and the number of response tokens, int64
+        [], in the batches of this step in all processes."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         counts = [batch["response_tokens"] for batch in batches]
         total = torch.zeros((), dtype=torch.long, device=device)
@@ -281,8 +283,8 @@ class MRPTrainer(Trainer):
         return batches, self.accelerator.reduce(total, reduction="sum")
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """Return the gradient norm; `FloatingPointError` if it is not finite, unless a float16
-        scaler skips such steps."""
+        """Return the gradient norm; `FloatingPointError` if it is not finite. Training in float16
+        is not checked, since its gradient scaler skips such steps."""
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         if norm is not None and not self.args.fp16:
             self._check_finite(f"the gradient norm of step {self.state.global_step + 1}", norm)
@@ -309,16 +311,16 @@ class MRPTrainer(Trainer):
 
     @contextmanager
     def _training_attention(self) -> Iterator[None]:
-        """Give the model the attention for packed passes while the context is open; outside of it
-        the model has the attention with which it was loaded, so that callbacks can decode with
-        it."""
+        """Give the model the attention for packed passes while the context is open. Outside of the
+        context, the model has the attention with which it was loaded, so that callbacks can decode
+        with the model."""
         bare = bare_model(self.model)
         attention = training_attention(bare, self.args.packed_attention, self.args.device)
         with attention_implementation(bare, attention):
             yield
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Make a forward and a backward pass as `Trainer` does, and leave the model in eval mode,
+        """Run a forward and a backward pass as `Trainer` does. Leave the model in eval mode,
         without dropout, for the callbacks between steps."""
         with self._training_attention():  # open for recomputed layers of the backward pass, too
             loss: Tensor = super().training_step(*args, **kwargs)
@@ -332,11 +334,11 @@ class MRPTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """Compute a packed batch's loss divided by `num_items_in_batch` response tokens (default:
-        those of the batch).
+        """Compute the loss of a packed batch, divided by the number of response tokens:
+        `num_items_in_batch` or, by default, those of the batch.
 
-        Gradients are averaged over processes, so a loss over the tokens of all processes is
-        multiplied by their number.
+        Gradients are averaged over processes. So if `num_items_in_batch` is given, which counts the
+        tokens of all processes, the loss is multiplied by the number of processes.
         """
         batch = PackedBatch(**inputs)
         objective = (
@@ -364,13 +366,13 @@ class MRPTrainer(Trainer):
     def _compute_in_forward(
         self, model: nn.Module, objective: Objective, batch: PackedBatch, scale: Tensor
     ) -> tuple[Tensor, Measured]:
-        """Compute the objective inside the wrapped model's forward; return the loss times `scale`,
-        and the measurements.
+        """Compute the objective inside the forward of the wrapped model. Return the loss,
+        multiplied by `scale`, and the measurements.
 
-        The wrappers of DDP, FSDP and peft synchronise gradients, gather shards and choose adapters
-        in their own forward. They also change its arguments and outputs: peft passes arguments by
-        name, and FSDP rounds to bfloat16. So the batch bypasses the wrappers, and only the autograd
-        graph of their output is used.
+        In their own forward, the wrappers of DDP, FSDP and peft synchronise gradients, gather
+        shards and choose adapters. But they also change the arguments and outputs of the model's
+        forward: peft passes arguments by name, and FSDP rounds to bfloat16. So the batch bypasses
+        the wrappers, and only the autograd graph of their output is used.
         """
         bare = bare_model(self.accelerator.unwrap_model(model))
         own_forward = vars(bare).get("forward")
@@ -403,21 +405,21 @@ class MRPTrainer(Trainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor, None, None]:
-        """Compute the loss of a held-out batch."""
+        """Compute the loss of a held-out batch; return (loss, None, None)."""
         with torch.no_grad():
             return self.compute_loss(model, self._prepare_inputs(inputs)).detach(), None, None
 
     @contextmanager
     def decoding_model(self) -> Iterator[Any]:
-        """Yield the bare model with complete weights, under autocast, since frozen weights may be
-        bfloat16 while trained ones are float32."""
+        """Yield the bare model with complete weights, even if they are sharded. Autocast is on,
+        since frozen weights may be bfloat16 while trained weights are float32."""
         with gathered(self.model), self.accelerator.autocast():
             yield bare_model(self.model)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model. A run that trains a head saves only the head, if its backbone has a name.
-        This also works where FSDP's state dict is sharded, for which `Trainer.save_model` silently
-        saves nothing."""
+        """Save the model. A run that trains a head saves only the head, if the backbone has a name
+        by which it can be loaded. Weights that FSDP shards are saved, too; if FSDP's state dict is
+        sharded, `Trainer.save_model` would silently save nothing."""
         with self._saving_head_only(self.args.push_to_hub):
             if _internal_call or not self.is_fsdp_enabled:
                 super().save_model(output_dir, _internal_call)
@@ -429,7 +431,7 @@ class MRPTrainer(Trainer):
     def _save(
         self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None
     ) -> None:
-        """Save as `Trainer` does, with the remote code of the model's own class."""
+        """Save as `Trainer` does, but with the remote code of the model's own class."""
         with under_own_class(bare_model(self.model)):
             super()._save(output_dir, state_dict)
 
@@ -437,9 +439,9 @@ class MRPTrainer(Trainer):
         """Save a checkpoint as `Trainer` does; `FloatingPointError` if a trainable weight is not
         finite.
 
-        In a folder of `mrp train`, only checkpoints in its listing are removed to make room for
-        others (`save_total_limit`). A checkpoint that cannot be saved, as on a full disk, is
-        removed.
+        A folder of `mrp train` has a listing of the files that runs wrote. There, only listed
+        checkpoints are removed to make room for others (`save_total_limit`), and a new checkpoint
+        that cannot be saved, as on a full disk, is removed.
         """
         self._check_trained_weights()
         folder = OwnFolder(str(self.args.output_dir))
@@ -464,7 +466,8 @@ class MRPTrainer(Trainer):
     @contextmanager
     def _saving_head_only(self, pushed: bool) -> Iterator[None]:
         """Make the model save only its head while the context is open, if its frozen backbone has a
-        name (a name on the Hub if the result is `pushed`); otherwise everything is saved."""
+        name by which it can be loaded; if the result is `pushed`, this must be a name on the Hub.
+        Otherwise the whole model is saved."""
         bare: Any = bare_model(self.model)
         head_only = self.args.objective == "mrp" and bare is self.model
         source = bare.backbone_source if head_only else None
@@ -482,9 +485,10 @@ class MRPTrainer(Trainer):
         revision: str | None = None,
         tags: str | Sequence[str] = (),
     ) -> CommitInfo | None:
-        """Save to the output folder, and push it as `mrp_trainer.publish.push` does, with the same
-        errors: in one commit, with a card, without pickles. Only the head is pushed if the backbone
-        has a name on the Hub. Processes other than the first return None."""
+        """Save to the output folder, and push the folder as `mrp_trainer.publish.push` does: in one
+        commit, with a card and without pickles. It raises the same errors. If a head was trained
+        and its backbone has a name on the Hub, only the head is pushed. Processes other than the
+        first return None."""
         if self.hub_model_id is None:
             self.init_hf_repo()
         with self._saving_head_only(pushed=True):
@@ -502,8 +506,8 @@ class MRPTrainer(Trainer):
         return published.commit
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Push a checkpoint's model or head as `mrp push` does, with `hub_strategy="every_save"`;
-        if a push fails, a warning is logged and training continues."""
+        """Push the model or head of a checkpoint as `mrp push` does, if `hub_strategy` is
+        "every_save". If the push fails, a warning is logged and training continues."""
         if not self.is_world_process_zero() or self.args.hub_strategy != "every_save":
             return
         try:
@@ -520,8 +524,9 @@ class MRPTrainer(Trainer):
     def create_model_card(
         self, model_name: str | None = None, tags: str | Sequence[str] = (), **metadata: Any
     ) -> None:
-        """Write the card that `mrp push` renders into the output folder, as README.md; the
-        arguments are added to its metadata. `ValueError` if no model is saved there."""
+        """Write the card that `mrp push` would render, as README.md in the output folder. `tags`
+        and `metadata` are added to the card's own. `ValueError` if no model is saved in the
+        folder."""
         if not self.is_world_process_zero():
             return
         folder = Path(str(self.args.output_dir))
@@ -537,8 +542,8 @@ class MRPTrainer(Trainer):
         (folder / "README.md").write_text(str(card), encoding="utf-8")
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Warn as `Trainer` does, but not about missing frozen weights; `ValueError` if other
-        weights are missing."""
+        """Warn as `Trainer` does, but not about frozen weights that the checkpoint lacks.
+        `ValueError` if it lacks other weights."""
         frozen = {
             name for name, parameter in self.model.named_parameters() if not parameter.requires_grad
         }
@@ -551,23 +556,24 @@ class MRPTrainer(Trainer):
         super()._issue_warnings_after_load(load_result._replace(missing_keys=[]))
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Save random states as `Trainer` does, and wait for all processes, as the next file marks
-        the checkpoint as complete."""
+        """Save random states as `Trainer` does. Then wait for all processes, because the file that
+        is saved next marks the checkpoint as complete."""
         super()._save_rng_state(output_dir)
         self.accelerator.wait_for_everyone()
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log as `Trainer.log` does, together with means of KL(B||A) and KL(B||A+C) in nats, the
-        share of the first that C removes, and how often A+C and B agree. A and B are the logits
-        before and after a reveal, C is the head's correction."""
+        """Log as `Trainer.log` does. Add means of what the objective measured in training: for a
+        head, KL(B || A) and KL(B || A + C) in nats, the share of KL(B || A) that C removes, and how
+        often A + C and B have the same likeliest token. A and B are the backbone's logits before
+        and after a reveal, and C is the head's correction of A."""
         if "loss" in logs:
             logs = {**logs, **_summary(self._trained.take(self.accelerator))}
         super().log(logs, *args, **kwargs)
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate as `Trainer` does, and add the objective's measurements and, with
-        `eval_prompts`, the acceptance of drafts. The loss is over all response tokens, not a mean
-        over batches; `FloatingPointError` if it is not finite."""
+        """Evaluate as `Trainer` does. Add the objective's measurements and, with `eval_prompts`,
+        the acceptance of drafts. The loss is a mean over all response tokens, not over batches.
+        `FloatingPointError` if the loss is not finite."""
         output = super().evaluation_loop(dataloader, *args, **kwargs)
         measured = self._evaluated.take(self.accelerator)
         summary = _summary(measured)
@@ -586,8 +592,8 @@ class MRPTrainer(Trainer):
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Gather the weights of a model sharded by FSDP2 while the context is open, for calls that do
-    not begin at its forward."""
+    """Gather the weights of a model that FSDP2 shards while the context is open. Calls that do not
+    begin at the model's forward need this."""
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in sharded:
         module.unshard()
@@ -599,13 +605,14 @@ def gathered(model: nn.Module) -> Iterator[None]:
 
 
 def _is_finite(weight: Any) -> bool:
-    """Return whether this process's part of a weight is finite."""
+    """Return whether the part of a weight that this process holds is finite."""
     return bool(getattr(weight, "to_local", lambda: weight)().isfinite().all())
 
 
 def _summary(measured: dict[str, tuple[float, float]]) -> dict[str, float]:
-    """Return the mean of each measurement (sum, count) and, if KL(B||A) > 0, the share that A+C
-    removes (`gap_closed`)."""
+    """Return the mean of each measurement, which is given as (sum, count). Add `gap_closed`, the
+    share of KL(B || A) that the head removes: 1 - KL(B || A + C) / KL(B || A). It is left out where
+    KL(B || A) is 0 up to rounding."""
     means = {}
     for name, (total, count) in measured.items():
         if count:

@@ -1,5 +1,5 @@
-"""The verdict on a trained head: a comparison of held-out prompts decoded without the head and with
-it."""
+"""The verdict on a trained head: held-out prompts are decoded without the head and with it, and the
+speeds are compared."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,13 +17,16 @@ _SHORTLIST = 16  # the default shortlist of a vocabulary of a published size
 
 @dataclass(frozen=True)
 class Comparison:
-    """The cost of a target on the same prompts, drafted without the head (`self_spec`) and with it
-    (`mrp_spec`).
+    """The speed of decoding the same prompts under one target, with drafts made without the head
+    (`self_spec`) and with it (`mrp_spec`).
 
     Attributes:
-        without: Tokens per forward without the head, which equal its tokens per unit.
+        target: The target of decoding, one of `TARGETS`.
+        without: Tokens per forward without the head; tokens per unit are the same, since there are
+            no head passes.
         drafted: Tokens per forward with the head.
-        per_unit: Tokens per unit with the head, whose passes are charged.
+        per_unit: Tokens per unit with the head. A unit is the cost of one backbone forward; head
+            passes are charged as shares of it.
     """
 
     target: str
@@ -33,11 +36,12 @@ class Comparison:
 
     @property
     def gain(self) -> float:
-        """Divide the tokens per unit with the head by the tokens per unit without it."""
+        """Return the ratio of the tokens per unit with the head to the tokens per unit without
+        it."""
         return self.per_unit / self.without
 
     def as_log(self) -> dict[str, float]:
-        """Return the numbers in the form of a run's log."""
+        """Return the three numbers by their names in a run's log."""
         return {
             f"verdict_{self.target}_stale_tokens_per_forward": self.without,
             f"verdict_{self.target}_tokens_per_forward": self.drafted,
@@ -51,8 +55,9 @@ def compare(
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
 ) -> list[Comparison]:
-    """Decode prompts (lists of ids) greedily with and without the model's head, for each of
-    `TARGETS`, with up to `STATES` states a forward; `ValueError` without a prompt or a head."""
+    """Decode prompts (lists of ids) greedily without the model's head and with it, for each target
+    in `TARGETS`, with up to `STATES` states per forward. `ValueError` if there is no prompt or no
+    head."""
     options: dict[str, Any] = {"do_sample": False, "num_draft_states": STATES}
     shape = charged_as(model.config.hidden_size)
     comparisons = []
@@ -77,8 +82,10 @@ def compare(
 
 
 def verdict(comparisons: Sequence[Comparison], prompts: int, shape: str) -> str:
-    """Describe in a table and a sentence whether a head is worth publishing: the targets for which
-    it makes more tokens per unit than drafts without a head."""
+    """Describe in a table and a sentence whether a head is worth publishing. A head is worth it if,
+    for at least one target, drafts with the head give more tokens per unit than drafts without it.
+    `prompts` is the number of prompts, and `shape` is the published shape at which head passes are
+    charged."""
     lines = [
         f"{prompts} held-out prompts, tokens per forward at K = {STATES}, and per unit, which "
         f"charges the head's passes as at {shape}:",
