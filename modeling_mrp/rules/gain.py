@@ -118,6 +118,11 @@ class Calibration:
             factors.append(min(1.0, factor))
         return factors
 
+    def doubt(self) -> float:
+        """Return the weight of the assumed factor at depth 1, from 1 (nothing observed) to 0."""
+        observed = self.predicted[0] if self.predicted else 0.0
+        return self.WEIGHT / (self.WEIGHT + observed)
+
     def learn(self, predicted: Drafts, drafts: Drafts) -> None:
         """Update the factors after a round, from the chances of the nodes in `predicted` and from
         the number of accepted nodes in `drafts`."""
@@ -156,6 +161,9 @@ class ExpectedGain:
     # The head must make this many times the steps of stale drafts: both are estimates, and the
     # larger estimate is more often too large.
     HEAD_MARGIN = 1.03
+    # A pass of a head that a call has not tried yet is charged this share more: a call of which the
+    # head is no part has to find that out by trying it.
+    CAUTION = 1.5
 
     def __init__(self, states: int, passes: int, costs: RoundCosts) -> None:
         self.widths = [width for width in WIDTHS if width <= states]
@@ -172,13 +180,16 @@ class ExpectedGain:
         """See `DraftAmount.plan`."""
         best_rate = 0.0
         best = Amount(1)
+        rows = len(drafts)
         ways = [(0, self.stale, 1.0)]
         if self.passes:
             ways.append((self.passes, self.unread, self.HEAD_MARGIN))
         for passes, calibration, margin in ways:
             steps = expected_steps(drafts, calibration, self.widths)
             for width, expected in zip(self.widths, steps, strict=True):
-                rate = expected / (margin * self.costs.of_round(len(drafts), width, passes))
+                cost = margin * self.costs.of_round(rows, width, passes)
+                cost += self.CAUTION * calibration.doubt() * self.costs.of_head(rows, width, passes)
+                rate = expected / cost
                 if passes < width and rate > best_rate:
                     best_rate = rate
                     best = Amount(width, passes)
