@@ -366,7 +366,13 @@ def used_on_import(node: ast.AST) -> Iterator[str]:
 def read_module(name: str) -> Module:
     """Read a module of this package. Its name is given relative to the package, such as
     "model.head"."""
-    text = HERE.joinpath(*name.split(".")).with_suffix(".py").read_text(encoding="utf-8")
+    path = HERE.joinpath(*name.split(".")).with_suffix(".py")
+    if not path.exists():
+        raise ValueError(
+            f"{path} does not exist: where a package is imported from, name its module in full, as "
+            "in `from .rules.reveal import RevealRule`"
+        )
+    text = path.read_text(encoding="utf-8")
     tree = ast.parse(text)
     imports: dict[str, set[str]] = {}
     for node in ast.walk(tree):

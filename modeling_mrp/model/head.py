@@ -72,8 +72,11 @@ class MRPHead(nn.Module):
         position_embeddings: tuple[Tensor, Tensor],
         cache: Cache | None = None,
     ) -> Tensor:
-        """Predict the residual h_C, [batch, length, hidden_size]. Where layers are fused,
-        `Networks` does not call this method; it calls `project_inputs` and runs the layers itself.
+        """Predict the residual h_C, [batch, length, hidden_size].
+
+        Where layers are fused, which is the default also on a CPU, `Networks._fused` does not call
+        this method: it calls `project_inputs`, and runs the layers and `norm` itself. A new part of
+        the head has to act there, too. If it does not, only drafts get worse, and no text shows it.
 
         Args:
             inputs_embeds: [batch, length, hidden_size], the embeddings of x' (the state after the

@@ -20,7 +20,12 @@ class Runner(Protocol):
 
     def score(self, rows: Sequence[Row], drafts: Sequence[Sequence[Node]]) -> list[list[Scores]]:
         """Score the nodes of all rows in one backbone forward; return the scores by row and node.
-        Ended rows have no nodes."""
+        Ended rows have no nodes.
+
+        A node's state sees the row's text before it as far as that is committed
+        (`row.text[: min(state.start, row.held)]`), then the ids of its parent node's state, if it
+        has a parent, and itself. Add 1 to `row.counts.forwards` of each row that has nodes.
+        """
 
     def head(
         self,
@@ -31,7 +36,9 @@ class Runner(Protocol):
         """Run one head pass over states of each row; return its outputs by row and state.
 
         In `asked`, each row has its states, each paired with the hidden states h_A from which the
-        head starts. The output at a state is h_A + h_C, or h_C alone if `residual`.
+        head starts. The output at a state is h_A + h_C, or h_C alone if `residual`. The head sees
+        the row's committed text, each of whose blocks enters with its own h_A. Add 1 to
+        `row.counts.head_forwards` of each row that has states.
         """
 
     def commit(self, rows: Sequence[Row], clean: Sequence[Sequence[int]]) -> None:
@@ -39,5 +46,5 @@ class Runner(Protocol):
         the head need them later.
 
         For each row, `clean` has the indices of these states among the nodes of the row in the last
-        `score`, in order. There is at least one such state.
+        `score`, in order. There is at least one such state. Raise `row.held` by a block for each.
         """

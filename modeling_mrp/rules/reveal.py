@@ -67,7 +67,9 @@ class RevealRule(ABC):
 
     Args:
         name: A class argument of subclasses: the value of `decoding` and `target` that selects the
-            rule. If it is "", the rule is selected by passing an object of it.
+            rule. If it is "", the rule is selected by passing an object of it. A name counts only
+            for classes of this package, since the table of options is made when it is imported:
+            elsewhere pass an object.
 
     Attributes:
         options: The options of `generate` from which the rule is made.
@@ -204,8 +206,8 @@ def first_reveal_probabilities(
 def likely_over(
     columns: Columns, log_odds: Sequence[float], threshold: float, count: int
 ) -> Guesses:
-    """Guess the reveals of a rule that reveals all columns above a threshold in log-odds, and at
-    least the most confident column.
+    """Guess the reveals of a rule that reveals all columns above a threshold in log-odds (a column
+    exactly at it is left out), and at least the most confident column.
 
     The further an estimate is from the threshold, the likelier its column really is on that side.
     If only one column is likely to be revealed, it is uncertain which column is the most confident,

@@ -89,8 +89,7 @@ def test_a_reader_finds_a_module_where_the_contents_say() -> None:
     assert [name for _, name, _ in contents] == list(bundle.modules_of())
     assert all(lines[number - 1] == f"# {'-' * 80} {name}" for number, name, _ in contents)
     assert {name: title for _, name, title in contents}["networks.picker"] == (
-        "Picks: the token and its log-odds at masked positions, greedy or sampled, reproducible to "
-        "the bit"
+        "Picks: the token that is chosen at a masked position, and its log-odds"
     )
     assert not [title for _, _, title in contents if not title or title.endswith(("]", ".", ","))]
 

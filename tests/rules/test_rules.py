@@ -164,7 +164,10 @@ def test_guesses_are_sets_of_what_may_be_revealed(name: str) -> None:
         for column in where:
             ids[column] = scores.token[column]
         step += 1
-    assert found >= step - 2
+    assert found >= step - 2, (
+        f"the first guess is the reveal in {found} of {step} steps: `likely` has to compare as "
+        "`reveal` does, also equal numbers"
+    )
 
 
 # --------------------------------------------------------------------------------------------------
