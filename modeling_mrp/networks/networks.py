@@ -293,19 +293,19 @@ class Networks:
     def head(
         self,
         rows: Sequence[Row],
-        asked: Sequence[Sequence[tuple[State, Hidden]]],
+        queries: Sequence[Sequence[tuple[State, Hidden]]],
         residual: bool = False,
     ) -> list[list[Hidden]]:
         """Run one head pass over states of each row; return its outputs by row and state. The
         output at a state is h_A + h_C, or h_C alone if `residual`.
 
-        In `asked`, each row has its states, each paired with the hidden states h_A (or an estimate
+        In `queries`, each row has states, each paired with the hidden states h_A (or an estimate
         of them) from which the head starts. At least one row has states. If a row with states has a
         committed block that the head has not read yet, the pass also reads that block.
         """
         lagging = [
             index
-            for index, (row, states) in enumerate(zip(rows, asked, strict=True))
+            for index, (row, states) in enumerate(zip(rows, queries, strict=True))
             if states and row.held - row.head_held > self.block
         ]
         if lagging:
@@ -315,7 +315,7 @@ class Networks:
         row_inputs: list[list[Hidden]] = []
         # indices of rows with a committed block that the head has not read, put before their states
         leading_rows: list[int] = []
-        for index, (row, states) in enumerate(zip(rows, asked, strict=True)):
+        for index, (row, states) in enumerate(zip(rows, queries, strict=True)):
             row.counts.head_forwards += bool(states)
             entries: list[tuple[State, int]] = []
             blocks: list[Hidden] = []
@@ -348,7 +348,7 @@ class Networks:
         if not residual:
             output = head_inputs.to(output.device) + output
         results = []
-        for index, (entries, states) in enumerate(zip(packed, asked, strict=True)):
+        for index, (entries, states) in enumerate(zip(packed, queries, strict=True)):
             end = index * width + len(entries)
             results.append([(output, slot) for slot in range(end - len(states), end)])
         return results

@@ -30,12 +30,12 @@ class Runner(Protocol):
     def head(
         self,
         rows: Sequence[Row],
-        asked: Sequence[Sequence[tuple[State, Hidden]]],
+        queries: Sequence[Sequence[tuple[State, Hidden]]],
         residual: bool = False,
     ) -> list[list[Hidden]]:
         """Run one head pass over states of each row; return its outputs by row and state.
 
-        In `asked`, each row has its states, each paired with the hidden states h_A from which the
+        In `queries`, each row has its states, each paired with the hidden states h_A from which the
         head starts. The output at a state is h_A + h_C, or h_C alone if `residual`. The head sees
         the row's committed text, each of whose blocks enters with its own h_A. Add 1 to
         `row.counts.head_forwards` of each row that has states.

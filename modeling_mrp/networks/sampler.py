@@ -153,9 +153,9 @@ class Sampler:
             return [
                 Scores([0] * block, [-torch.inf] * block, hidden=location) for location in hidden
             ]
-        given = [location for location in candidates if location is not None]
+        locations = [location for location in candidates if location is not None]
         flat_index, hidden_states, *earlier = self.gather(
-            columns, hidden, *[given] * (len(given) == count)
+            columns, hidden, *[locations] * (len(locations) == count)
         )
         spots = Spots(states, self.device, parents)
         if earlier:

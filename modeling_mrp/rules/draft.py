@@ -337,10 +337,12 @@ def draw_tokens(row: Row, state: State, scores: Scores) -> tuple[Sequence[int], 
     drawn_score = np.take_along_axis(numbers, best, 1)[:, 0]
     np.put_along_axis(numbers, best, -np.inf, 1)
     odds = drawn_score - np.logaddexp.reduce(numbers, axis=1)
-    drawn = np.take_along_axis(ids, best, 1)[:, 0]
+    drawn_tokens = np.take_along_axis(ids, best, 1)[:, 0]
     token = [0] * row.block_size
     log_odds = [-np.inf] * row.block_size
-    for column, token_id, token_odds in zip(free, drawn.tolist(), odds.tolist(), strict=True):
+    for column, token_id, token_odds in zip(
+        free, drawn_tokens.tolist(), odds.tolist(), strict=True
+    ):
         token[column] = token_id
         log_odds[column] = token_odds
     return token, log_odds

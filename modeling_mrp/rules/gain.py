@@ -181,10 +181,10 @@ class ExpectedGain:
         best_rate = 0.0
         best = Amount(1)
         rows = len(drafts)
-        ways = [(0, self.stale, 1.0)]
+        choices = [(0, self.stale, 1.0)]
         if self.passes:
-            ways.append((self.passes, self.unread, self.HEAD_MARGIN))
-        for passes, calibration, margin in ways:
+            choices.append((self.passes, self.unread, self.HEAD_MARGIN))
+        for passes, calibration, margin in choices:
             steps = expected_steps(drafts, calibration, self.widths)
             for width, expected in zip(self.widths, steps, strict=True):
                 cost = margin * self.costs.of_round(rows, width, passes)

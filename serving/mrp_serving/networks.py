@@ -403,20 +403,20 @@ class EngineNetworks:
     def head(
         self,
         rows: Sequence[Row],
-        asked: Sequence[Sequence[tuple[State, Hidden]]],
+        queries: Sequence[Sequence[tuple[State, Hidden]]],
         residual: bool = False,
     ) -> list[list[Hidden]]:
         """Run one head pass over states of each row. See `Runner.head`. In this runner, the head
         has already read every committed block."""
         packed = []
         hidden: list[Hidden] = []
-        for states in asked:
+        for states in queries:
             packed.append([(state, -1) for state, _ in states])
             hidden += [state_hidden for _, state_hidden in states]
         output = self._forward(packed, [row.held for row in rows], hidden, residual)
         results: list[list[Hidden]] = []
         first = 0
-        for row, states in zip(rows, asked, strict=True):
+        for row, states in zip(rows, queries, strict=True):
             row.counts.head_forwards += bool(states)
             results.append([(output, first + index) for index in range(len(states))])
             first += len(states)
