@@ -387,8 +387,13 @@ def read_module(name: str) -> Module:
 
 
 def modules_of(family: str = DENSE) -> dict[str, Module]:
-    """Read the modules that the bundle of a family contains, and return them by name, in reading
-    order. The module of the family itself is left out if it lies outside this package."""
+    """Read the modules that the bundle of a model family contains: `modeling`, the module of the
+    family's backbone, and all modules of this package that they import, directly or indirectly.
+
+    Return them by name, in the order of `READING`, except that modules which a module needs for its
+    import come before it. `family` is the name of the family. Its own module is left out if it lies
+    outside this package.
+    """
     family_module = backbone_of(family).__module__.removeprefix(f"{__package__}.")
     pending = ["modeling"]
     if family_module.startswith("model.families."):

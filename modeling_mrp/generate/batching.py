@@ -1,8 +1,8 @@
 """Continuous batching: requests that arrive one by one join and leave batches between rounds.
 
 Batches of different settings (`setting_of`) take turns of one round each. Requests start in the
-order of their arrival: a request without room waits until texts end, and so do all requests after
-it.
+order of their arrival: a request for which there is no room waits until texts end, and so do all
+requests after it.
 
 A text depends only on its own request. If a forward leaves one request without any token to choose,
 that request fails. The other requests of its batch then start again from their prompts, and produce
@@ -69,8 +69,9 @@ class Limits:
 
     @classmethod
     def of(cls, given: Any, max_batch_size: int | None, config: Any) -> "Limits":
-        """Make limits from `given`, transformers' `ContinuousBatchingConfig` or None. Raise
-        `ValueError` for a field that is set but not supported."""
+        """Make limits from `given`, transformers' `ContinuousBatchingConfig` or None.
+        `max_batch_size` is the generation option of this name, or None, and `config` is the model's
+        config. Raise `ValueError` for a field of `given` that is set but not supported."""
         fields = {} if given is None else dict(vars(given))
         defaults = {} if given is None else vars(type(given)())
         page = fields.pop(PAGE_SIZE_NAME, 256)
@@ -105,7 +106,7 @@ class ContinuousBatchingManager:
         limits: Limits of concurrent work.
 
     Attributes:
-        fatal_error: The error that ended the thread; None if there was none.
+        fatal_error: The error that ended the decoding thread; None if there was none.
     """
 
     warmed_up = True  # there is nothing to record before the first request
@@ -154,8 +155,8 @@ class ContinuousBatchingManager:
             input_ids: The prompt's ids.
             request_id: Id of the request; by default "req_0" and so on.
             max_new_tokens, eos_token_id: As for `generate`.
-            streaming: If True, each round that extends the text yields a result; otherwise only the
-                complete text does.
+            streaming: If True, each round that extends the text yields a result; otherwise, only
+                the complete text does, at the end.
             record_timestamps: Whether results contain the time of each token.
             top_logprobs: Number of likeliest tokens that results contain for each position, at most
                 20.
@@ -218,8 +219,9 @@ class ContinuousBatchingManager:
     def get_result(
         self, request_id: str | None = None, timeout: float | None = None
     ) -> RequestOutput | None:
-        """Wait for a result of any request, or of the request `request_id` if it is given. Return
-        None if none arrives within `timeout` seconds, or if the thread has ended."""
+        """Wait for a result of any request, or of the request `request_id` if it is given. Remove
+        the result from the manager, and return it. Return None if no result arrives within
+        `timeout` seconds, or if the decoding thread has ended and no result is left."""
         with self._change:
             self._change.wait_for(
                 lambda: self._find(request_id) is not None or not self.is_running(), timeout
@@ -288,14 +290,16 @@ class ContinuousBatchingManager:
         keep_for_next_session: bool = False,
         hard_stop: bool = False,
     ) -> None:
-        """Accept no more requests, and end the thread.
+        """Accept no more requests, and end the decoding thread.
 
         The thread ends once all texts are complete. With `hard_stop`, it ends after the current
         round, and the remaining requests fail.
 
         Args:
             block: Whether to wait for the end of the thread, for at most `timeout` seconds.
+            timeout: None to wait without a limit.
             keep_for_next_session: Has no effect: `start` can start another thread at any time.
+            hard_stop: Whether the thread ends without completing all texts.
         """
         with self._change:
             self._stopping = "hard" if hard_stop else "flush"
@@ -304,19 +308,21 @@ class ContinuousBatchingManager:
             self.join(time.perf_counter(), timeout)
 
     def join(self, stop_trigger_time: float, timeout: float | None = None) -> None:
-        """Wait for the thread to end, for at most `timeout` seconds. `stop_trigger_time` has no
-        effect."""
+        """Wait for the decoding thread to end, for at most `timeout` seconds. `stop_trigger_time`
+        has no effect."""
         if self._thread is not None:
             self._thread.join(timeout)
 
     def destroy(self) -> None:
-        """Stop the manager once all texts are complete."""
+        """Accept no more requests, and wait until all texts are complete and the decoding thread
+        has ended."""
         if self.is_running():
             self.stop()
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Delay the next round while the context is open, for instance to use the model."""
+        """Context manager: wait for the end of the current round. No other round starts while the
+        context is open, so that the caller can use the model."""
         with self._change:
             self._pauses += 1
             self._change.wait_for(lambda: not self._in_round)
@@ -328,7 +334,8 @@ class ContinuousBatchingManager:
                 self._change.notify_all()
 
     def _call(self, input_ids: Sequence[int], options: dict[str, Any]) -> Call:
-        """Check the arguments of a request, and make the `Call` that decodes it."""
+        """Check the prompt and the options of a request, and make the `Call` by which it is
+        decoded."""
         for name in _OF_GENERATE:
             if options.get(name):
                 raise ValueError(f"{name}: a request cannot have it, pass it to generate")
@@ -372,8 +379,8 @@ class ContinuousBatchingManager:
         self._change.notify_all()
 
     def _find(self, request_id: str | None) -> RequestOutput | None:
-        """Return the first result of the request `request_id`, or of any request if that is None.
-        Return None if there is no result."""
+        """Return the oldest result that was not fetched yet, of the request `request_id`, or of any
+        request if that is None. Return None if there is no such result."""
         for output in self._results:
             if request_id in (None, output.request_id):
                 return output
@@ -405,8 +412,8 @@ class ContinuousBatchingManager:
                 self._change.notify_all()
 
     def _step(self) -> bool:
-        """Run one round of each batch, or wait for work; return False once the manager has
-        stopped."""
+        """Wait for work, assign waiting requests to batches, and run one round of each batch.
+        Return whether to go on: False once the manager has stopped."""
         with self._change:
             self._change.wait_for(
                 lambda: (
@@ -428,8 +435,8 @@ class ContinuousBatchingManager:
         return True
 
     def _admit(self) -> None:
-        """Assign waiting requests to batches in the order of their arrival, as long as there is
-        room."""
+        """Remove cancelled requests from the queue. Assign the other waiting requests to batches in
+        the order of their arrival, as long as there is room."""
         for _ in range(len(self._waiting)):
             request = self._waiting.popleft()
             if request.cancelled:
@@ -444,7 +451,7 @@ class ContinuousBatchingManager:
 
     def _batch_for(self, request: Request) -> Batch | None:
         """Return a batch that has room for a request; make a new one if necessary. Return None if
-        there is no room."""
+        the limits leave no room."""
         if self.running >= self.limits.texts:
             return None
         for batch in self._batches:
@@ -463,8 +470,9 @@ class ContinuousBatchingManager:
         return None
 
     def _advance(self, batch: Batch) -> None:
-        """Run one round of a batch. If a request has no token to choose, that request fails, and
-        the others start again. After any other error, all requests of the batch fail."""
+        """Run one round of a batch. If no token has a finite score at a position of a request, that
+        request fails, and the other requests of the batch go back to the front of the queue to
+        start again. After any other error, all requests of the batch fail."""
         try:
             next(batch.rounds)
             return
@@ -491,7 +499,8 @@ class ContinuousBatchingManager:
             self._tell(request)
 
     def _tell(self, request: Request) -> None:
-        """Deliver the new results of a request to its handler, or to `get_result`."""
+        """Pass the new results of a request to its handler, or keep them for `get_result` if it has
+        none."""
         output = request.output
         if output.is_finished():
             self._requests.pop(output.request_id, None)

@@ -213,7 +213,9 @@ class Sheet:
 
 
 class MRPDecidingMixin:
-    """The method `decide` of an MRP model."""
+    """Adds the method `decide` to an MRP model. It answers typed questions about prompts: for each
+    question, it computes the probabilities of the possible answers, and returns the likeliest
+    answer."""
 
     @torch.no_grad()
     def decide(

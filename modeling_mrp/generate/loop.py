@@ -58,9 +58,9 @@ class Drafting:
         branches: The largest number of followers (states after one reveal) that are considered per
             state. With 1, a draft is a chain.
         passes: Number of head passes per round, less than `states`. If 0, drafts come from the
-            backbone's own stale logits.
-        by_gain: If True, `states` and `passes` are upper bounds, and each round drafts as much as
-            its expected gain is worth (`ExpectedGain`).
+            backbone's stale logits (those of states that are scored already).
+        by_gain: If True, `states` and `passes` are upper bounds, and each round drafts the amount
+            that has the largest expected gain for its cost (`ExpectedGain`).
         shortlist: Number of tokens among which a head pass chooses at each position. 0: all tokens.
             None: the number depends on the size of the vocabulary.
         lookup_tokens: The largest number of tokens that a `PromptLookup` proposes at a state. 0: no
@@ -80,14 +80,20 @@ class Drafting:
     next_block: bool = False
 
     def sources(self) -> list[DraftSource]:
-        """Make the draft sources of one call, apart from scores and the head."""
+        """Make the draft sources that one call uses in addition to scores and the head: a
+        `PromptLookup`, or none."""
         if not self.lookup_tokens:
             return []
         return [PromptLookup(self.lookup_tokens, self.lookup_ngram_size)]
 
     def listed(self, vocab_size: int, sample: bool) -> int:
-        """Return the number of tokens among which a head pass chooses at each position. It is 0 if
-        these are all tokens, or if there is no head pass."""
+        """Return the number of tokens among which a head pass chooses at each position. Return 0 if
+        it chooses among all tokens, or if there is no head pass.
+
+        Args:
+            vocab_size: The number of tokens of the vocabulary.
+            sample: Whether tokens are sampled.
+        """
         if not self.passes or self.shortlist == 0:
             return 0
         usual = LIKELIEST if sample else SHORTLIST
@@ -161,7 +167,8 @@ class RoundPlan:
     outlines: Drafts
 
     def within(self, states: int) -> "RoundPlan":
-        """Return the same plan, limited to at most `states` states per row."""
+        """Return a copy of the plan in which each row submits at most `states` states, and the
+        number of head passes is less than that."""
         states = min(self.amount.states, states)
         return replace(self, amount=Amount(states, min(self.amount.passes, states - 1)))
 
@@ -198,7 +205,8 @@ class RoundDecoder:
         return RoundPlan(self.amount.plan(outlines), outlines)
 
     def round(self, rows: Sequence[Row], plan: RoundPlan) -> None:
-        """Run one round of the batch."""
+        """Run one round of the batch: draft as `plan` says, score, accept and write. `plan` must
+        have been made for the same rows in their present states."""
         drafts = self.draft(rows, plan)
         scores = self.networks.score(rows, drafts)
         self.verified += any(not node.opens for nodes in drafts for node in nodes[1:])
@@ -206,7 +214,8 @@ class RoundDecoder:
         self.amount.learn(plan.amount, plan.outlines, drafts)
 
     def draft(self, rows: Sequence[Row], plan: RoundPlan) -> list[list[Node]]:
-        """Choose the nodes that each row submits in the round; an ended row submits none."""
+        """Build the drafts of a round with the number of head passes in its plan. Return the nodes
+        that each row submits; an ended row submits none."""
         amount = plan.amount
         drafts = plan.outlines
         estimates: list[dict[Key, Scores]] = [{} for _ in rows]
@@ -226,9 +235,12 @@ class RoundDecoder:
         size: int,
         estimates: Sequence[Mapping[Key, Scores]] | None = None,
     ) -> list[list[Node]]:
-        """Build a draft of at most `size` states for each row that has not ended, using the head's
-        `estimates` of scores if they are given. A row that ends a block gets at least two
-        states."""
+        """Build a draft of at most `size` states for each row that has not ended. A row that ends a
+        block gets at least two states.
+
+        `estimates` has, for each row, the head's estimates of scores, by the key of the state. It
+        is None if the head has not read any state.
+        """
         drafting = self.mode.drafting
         branches = 1 if drafting is None else drafting.branches
         previews = drafting is not None and drafting.next_block
@@ -256,8 +268,8 @@ class RoundDecoder:
         drafts: Sequence[Sequence[Node]],
         estimates: Sequence[dict[Key, Scores]],
     ) -> None:
-        """Run the head once over drafted states, and store its estimates of the backbone's scores
-        at these states in `estimates`.
+        """Run the head once over drafted states. Store its estimates of the backbone's scores at
+        these states in `estimates`, which has a dict from state keys to scores for each row.
 
         The head reads a state together with the hidden states of its source, which is the state
         from which it was made. Clean states (where nothing is picked) and first states of blocks
@@ -291,8 +303,15 @@ class RoundDecoder:
         drafts: Sequence[Sequence[Node]],
         scores: Sequence[Sequence[Scores]],
     ) -> list[PendingReveal | None]:
-        """Accept the longest verified path of each row, and commit the clean blocks on it; return
-        the pending reveal of each row."""
+        """Accept the longest verified path of each row, and commit the clean blocks on it. Return
+        the pending reveal of each row; None for an ended row, and where the path ends in a clean
+        block.
+
+        Args:
+            rows: The rows.
+            drafts: For each row, the nodes that it submitted.
+            scores: For each row, the scores of these nodes.
+        """
         drafted = self.mode.drafting is not None
         pending_reveals: list[PendingReveal | None] = [None] * len(rows)
         clean: list[list[int]] = [[] for _ in rows]
@@ -311,8 +330,8 @@ class RoundDecoder:
         return self.mode.rule
 
     def write(self, rows: Sequence[Row], pending_reveals: Sequence[PendingReveal | None]) -> None:
-        """Refine the pending reveals, and write them to the rows. Set `stop` of the rows whose text
-        is complete."""
+        """Refine the pending reveals as the mode says, and write them into the texts of the rows.
+        Set `stop` of the rows whose text is complete."""
         if self.mode.refine is not None:
             pending_reveals = refined(self.mode.refine, self.networks, rows, pending_reveals)
         for row, pending in zip(rows, pending_reveals, strict=True):
@@ -326,10 +345,11 @@ class Decoder(RoundDecoder):
     """Decodes the rows of one call, or rows that join and leave a batch.
 
     Args:
-        mode, networks, amount, sources: See `RoundDecoder`.
+        mode, networks, amount, sources: As for `RoundDecoder`.
         watches: Callbacks such as stopping criteria. They get the batch's rows after every prefill
             and every round, and may end rows.
-        least_rows: The batch is halved as its rows end, but keeps at least this many rows.
+        least_rows: The number of rows that the batch keeps at least. As its rows end, it is halved
+            repeatedly, but not below this number.
     """
 
     networks: Networks
@@ -359,7 +379,7 @@ class Decoder(RoundDecoder):
             waiting: Rows that take the places of rows that have ended.
 
         Raises:
-            UnscoredError: for a position at which no token has a finite score.
+            UnscoredError: if no token has a finite score at a position that is to be revealed.
         """
         batch = list(rows)
         self.write(batch, self.prefill(batch, reused))
@@ -369,8 +389,12 @@ class Decoder(RoundDecoder):
         self.networks.restore_batch(max(row.held for row in rows))
 
     def rounds(self, batch: list[Row], waiting: Iterator[Row]) -> Iterator[None]:
-        """Run rounds until every row has ended and none waits. Yield after each round; `waiting`
-        may then get new rows.
+        """Run rounds until every row has ended and no row waits. Yield after each round; until the
+        next one, new rows may be added to those that `waiting` yields.
+
+        Args:
+            batch: The rows of the batch, after the reveals at their first states.
+            waiting: Yields the rows that take the places of rows that have ended.
 
         Raises:
             UnscoredError: as from `decode`.
@@ -393,11 +417,15 @@ class Decoder(RoundDecoder):
     def prefill(
         self, rows: Sequence[Row], reused: Sequence[int], first: int = 0
     ) -> list[PendingReveal | None]:
-        """Compute the prompts of `rows`, which lie in the batch from the index `first` on. Return
-        the pending reveal at the first state of each row.
+        """Compute the keys and values of the prompts of `rows`, and score the first state of each
+        row. Return the pending reveal at the first state of each row; None if nothing is left to
+        reveal there.
 
-        `reused` has, for each row, the number of leading tokens whose keys and values are in the
-        cache.
+        Args:
+            rows: Rows that lie side by side in the batch.
+            reused: For each row, the number of leading tokens whose keys and values are in the
+                cache.
+            first: The index in the batch of the first of these rows.
         """
         scores = self.networks.prefill(rows, reused, first)
         pending_reveals: list[PendingReveal | None] = []
@@ -406,8 +434,9 @@ class Decoder(RoundDecoder):
         return pending_reveals
 
     def join(self, batch: list[Row], waiting: Iterator[Row]) -> bool:
-        """Put waiting rows in the places of ended rows, as long as there are both, and write the
-        reveals at the first states of the rows that join. Return whether a row joined."""
+        """Replace ended rows in `batch` with rows from `waiting` until either run out. For each row
+        that joins, compute the keys and values of its prompt, and write the reveal at its first
+        state into its text. Return whether a row joined."""
         pending_reveals: list[PendingReveal | None] = [None] * len(batch)
         joined = False
         for index, ended in enumerate(batch):
@@ -430,8 +459,8 @@ class Decoder(RoundDecoder):
             watch(rows)
 
     def smaller(self, size: int, active: int) -> int:
-        """Return the size of the batch after halving it from `size` as often as its `active` rows
-        still fit, but not below `least_rows`."""
+        """Return the size of a batch of `size` rows after halving it as often as possible. At least
+        `least_rows` rows must remain, and room for the `active` rows, which have not ended."""
         while size > 1 and (half := (size + 1) // 2) >= max(active, self.least_rows):
             size = half
         return size

@@ -130,8 +130,9 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
         return Mode(rule_of(options.target, self, block_size), drafting=drafting)
 
     def get_generation_mode(self, assistant_model: Any = None) -> Any:
-        """See `GenerationConfig.get_generation_mode`. Prompt lookup does not select assisted
-        generation here, because it drafts in this package's loop."""
+        """Return the generation mode, as `GenerationConfig.get_generation_mode` does. But prompt
+        lookup does not select assisted generation here, because it drafts in this package's
+        loop."""
         others = copy.copy(self)
         others.prompt_lookup_num_tokens = None
         return super(MRPGenerationConfig, others).get_generation_mode(assistant_model)
@@ -308,8 +309,21 @@ def stop_strings_of(tokenizer: Any, strings: Any) -> StopStringCriteria:
 
 
 def check_ids(ids: Any, attention_mask: Any, config: Any, infilled: int | None = None) -> Tensor:
-    """Check the ids of prompts, or of infills for `infilled` rows. Return a bool mask [rows, n] of
-    the real ids. Raise `ValueError` if the ids are invalid."""
+    """Check the ids of prompts (`input_ids`) or of infills (`infill_ids`).
+
+    Args:
+        ids: int64 or int32 [rows, n], the ids.
+        attention_mask: [rows, n], 1 for real tokens and 0 for padding; None if there is no padding.
+        config: The model's config.
+        infilled: For infills, the number of rows that they must have; None for prompts.
+
+    Returns:
+        A bool mask [rows, n] that is True at real tokens.
+
+    Raises:
+        ValueError: if the ids or the mask have another type or shape, an id is outside the
+            vocabulary, or a prompt contains the mask id.
+    """
     name = "input_ids" if infilled is None else "infill_ids"
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.long, torch.int):
         hint = (

@@ -17,13 +17,15 @@ class Reveal:
         row: The row of text.
         index: The index of the row in the batch.
         pending: The row's pending reveal before the refinement.
-        state: The state of that pending reveal, before the reveal.
-        columns: Columns to reveal.
-        token, log_odds: For each column, as in `Scores`. The log-odds are NaN where the head's
-            estimate is NaN.
-        hidden: Hidden states h_A of the state, or the head's latest estimate for a state after it.
-        drawn: Maps each column that the head revealed to the state and the hidden states from which
-            its token was picked.
+        state: The state at which the columns are revealed. It has masks at all of them.
+        columns: The columns that the refined reveal reveals. The refinement adds or removes some.
+        token, log_odds: For each column of the block, the picked token and its log-odds, as in
+            `Scores`. The log-odds are NaN where the head's estimate is NaN.
+        hidden: The hidden states from which the next head pass starts: at first the backbone's
+            hidden states h_A of `state`. After the head has revealed a column, they are its
+            estimate (h_A + h_C) for the state at which it revealed that column.
+        drawn: Maps each column that the head revealed to the state at which it was revealed and the
+            hidden states from which its token was picked.
     """
 
     def __init__(self, row: Row, index: int, pending: PendingReveal) -> None:
@@ -40,13 +42,12 @@ class Reveal:
         self.drawn: dict[int, tuple[State, Hidden]] = {}
 
     def state_after(self, columns: Sequence[int]) -> State:
-        """Return the state that results from revealing the reveal's tokens at `columns`, for the
-        head to read."""
+        """Return the state that results from revealing the tokens of the reveal at `columns`."""
         return self.row.successor(self.state, columns, self.token)
 
     def keep(self, columns: Sequence[int], estimates: Sequence[float]) -> None:
-        """Reduce the reveal to `columns`. Before that, set the log-odds of its columns to NaN where
-        the head's `estimates` are NaN."""
+        """Reduce the reveal to `columns`. `estimates` has the head's estimate for each column of
+        the block; where it is NaN, the log-odds of a column of the reveal become NaN first."""
         for column in self.columns:
             if estimates[column] != estimates[column]:
                 self.log_odds[column] = estimates[column]
@@ -80,7 +81,8 @@ def refined(
     rows: Sequence[Row],
     pending_reveals: Sequence[PendingReveal | None],
 ) -> list[PendingReveal | None]:
-    """Refine the pending reveals of the batch's rows; return the refined ones, by row."""
+    """Refine the pending reveals of the batch's rows by `refine`. Return the refined reveals by
+    row; None for a row that has no pending reveal."""
     reveals = []
     for index, (row, pending) in enumerate(zip(rows, pending_reveals, strict=True)):
         if pending:
@@ -99,8 +101,8 @@ def run_head(
     queries: list[tuple[Reveal, State]],
     residual: bool = False,
 ) -> list[Hidden]:
-    """Run one head pass over one state of each reveal. Return h_A + h_C at each state, or h_C alone
-    if `residual`."""
+    """Run one head pass. For each query, a reveal and a state after it, the head reads the state.
+    Return h_A + h_C at each of these states, or h_C alone if `residual`."""
     inputs: list[list[tuple[State, Hidden]]] = [[] for _ in rows]
     for reveal, state in queries:
         inputs[reveal.index].append((state, reveal.hidden))

@@ -59,8 +59,8 @@ class Dispatch:
 
     Attributes:
         forced: None: use kernels where device and dtype permit, and the twin of a kernel that
-            fails. True: use kernels, also interpreted ones on a CPU, or raise an error. False: use
-            PyTorch only.
+            fails. True: use kernels, including interpreted ones on a CPU, or raise an error. False:
+            use PyTorch only.
     """
 
     forced: bool | None = None

@@ -135,7 +135,8 @@ class BlockCache(Cache):
 
     @contextmanager
     def of_rows(self, first: int, count: int) -> Iterator[None]:
-        """Restrict forwards to `count` rows from `first` on while the context is open."""
+        """Context manager: while it is open, forwards run on `count` rows only, from the row
+        `first` on."""
         before = self.first, self.active
         self.first, self.active = first, count
         try:
@@ -199,8 +200,8 @@ class BlockCache(Cache):
             buffer[row, begin:end] = 0
 
     def swap(self, pairs: Sequence[tuple[int, int]], used: int) -> None:
-        """Exchange the first `used` slots of each pair of rows, together with the hidden states of
-        these slots."""
+        """Exchange the content of the first `used` slots between the two rows of each pair,
+        including the hidden states of these slots."""
         firsts, seconds = np.array(pairs, np.int64).T
         targets = np.concatenate([firsts, seconds])
         sources = np.concatenate([seconds, firsts])
@@ -210,8 +211,8 @@ class BlockCache(Cache):
 
     @contextmanager
     def exchanging(self) -> Iterator[None]:
-        """Mark the cache as empty while the context is open. It stays marked so if an error or an
-        interrupt ends the context."""
+        """Context manager: while it is open, the cache is marked as empty. If an error or an
+        interrupt ends the context, the cache stays marked as empty."""
         contents = self.ids, self.held, self.head_held, self.hidden_held
         self.empty()
         yield
@@ -235,11 +236,18 @@ class BlockCache(Cache):
     def cut(
         self, texts: list[list[int]], limits: Sequence[int], block_size: int, with_head: bool
     ) -> list[int]:
-        """Cut the content of each row to the beginning that it shares with the row's text, in whole
-        blocks and at most `limits` tokens. Return the number of tokens that remain in each row.
+        """Keep of each row only the beginning that its content shares with the row's new text, in
+        whole blocks and at most as many tokens as `limits` says. Return the number of tokens that
+        remain in each row.
 
         If `with_head`, only those tokens count that the head has read or can still read. The slots
         after the remaining tokens may be overwritten from now on, even by a call that fails.
+
+        Args:
+            texts: For each row, its new text.
+            limits: For each row, the largest number of tokens that may remain.
+            block_size: The number of tokens of a block.
+            with_head: Whether the head takes part in the call.
         """
         lengths = []
         for row, (text, limit) in enumerate(zip(texts, limits, strict=True)):
@@ -269,8 +277,8 @@ class BlockCache(Cache):
         return writable and rows == self.rows and large_enough
 
     def fill_from(self, other: "BlockCache") -> None:
-        """Copy the content of a cache that has as many layers. Each of its rows is repeated
-        `self.rows // other.rows` times."""
+        """Copy the content of another cache, which must have as many layers. Each row of the other
+        cache is repeated `self.rows // other.rows` times."""
         copies = self.rows // other.rows
         used = max(other.held)
         records: list[list[Any]] = []
@@ -281,8 +289,8 @@ class BlockCache(Cache):
             target.copy_(source.repeat_interleave(copies, 0))
 
     def detach(self) -> None:
-        """Give the cache memory of its own: copy the memory that it has shared with another cache
-        since `copy.copy`."""
+        """Give the cache memory of its own, with a copy of its content. This is for a cache that
+        shares memory with another one because it was made by `copy.copy`."""
         self._buffers = {device: buffer.clone() for device, buffer in self._buffers.items()}
         self.hidden = self.hidden.clone()
 
@@ -295,8 +303,8 @@ class BlockCache(Cache):
         return [*views, self.hidden[:, : used + self.shifted]]
 
     def _layer_views(self, layers: range) -> Iterator[Tensor]:
-        """Yield, for each device, a view of the memory of the given layers there, [rows, slots,
-        layers, 2, heads, head_dim]."""
+        """Yield, for each device that has some of the given layers, a view of the memory of these
+        layers there, [rows, slots, layers, 2, heads, head_dim]."""
         for device, buffer in self._buffers.items():
             indices = [
                 self._index[layer] for layer in layers if self.layer_devices[layer] == device

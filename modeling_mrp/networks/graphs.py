@@ -1,10 +1,10 @@
 """CUDA graphs: a network that runs repeatedly on the same cache is recorded once, and then replayed
 with one launch.
 
-Each network has one recording for each combination of number of rows, number of states and length
-bucket. Recordings are costly. So they outlive the call of `generate` that made them, together with
-the cache to which they write. A model has one such cache, until its weights move, `release_graphs`
-is called, or a call needs another size.
+Each network has one recording for each combination of number of rows, number of states per row and
+length of the texts (rounded up by `bucket`). Recordings are costly. So they outlive the call of
+`generate` that made them, together with the cache to which they write. A model has one such cache,
+until its weights move, `release_graphs` is called, or a call needs another size.
 
 The first run of a forward is an ordinary run on the side stream that will record; it warms up
 libraries and compilers. The second run is recorded. On a GPU the first replays are compared with
@@ -48,8 +48,8 @@ class CudaRecorder:
         self.pool = torch.cuda.graph_pool_handle()
 
     def first(self, step: Callable[[], Tensor]) -> Tensor:
-        """Run a step on the recording stream, as a warm-up before it is recorded; return its
-        output."""
+        """Run the function `step` on the recording stream, as a warm-up before it is recorded;
+        return its output."""
         main = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(main)
         with torch.cuda.stream(self.stream):
@@ -58,8 +58,8 @@ class CudaRecorder:
         return output
 
     def record(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Record a step without running it. Return a function that replays it and returns its
-        output, which lies in the graph's memory."""
+        """Record the operations of the function `step` without running them. Return a function that
+        replays them and returns the output of `step`, which lies in the graph's memory."""
         graph = torch.cuda.CUDAGraph()
         first_error = None
         recording = torch.cuda.graph(
@@ -123,7 +123,10 @@ class Graphs:
 
     def lend(self, past: BlockCache | None) -> BlockCache:
         """Return a cache that shares the memory of the recordings, filled with the content of
-        `past` if that is given. The cache that was lent before first gets a copy of its own."""
+        `past` if that is given. If `past` shares this memory already, return `past` itself.
+
+        Otherwise, the cache that was lent last first gets memory of its own, if it still exists.
+        """
         cache = past
         if cache is None or cache.hidden is not self.cache.hidden:
             if (holder := self.borrower()) is not None:
@@ -135,8 +138,8 @@ class Graphs:
         return cache
 
     def call(self, key: Hashable, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """Return `function(*inputs)`, from a recording if there is one. No later replay overwrites
-        the result.
+        """Return `function(*inputs)`, from a recording if there is one for `key` and for inputs of
+        these shapes and dtypes. No later replay overwrites the result.
 
         `function` must depend only on the inputs (which may be on the host), the key and the cache.
         """
@@ -227,9 +230,18 @@ def cache_for(
     earlier calls.
 
     The cache continues `past`, if that is given and has the head's layers where these are needed.
-    `weights` is the model's `fingerprint`. If `graphs` is None, forwards are recorded if possible.
-    If it is True, `ValueError` is raised where they cannot be recorded. If it is False, they are
-    never recorded.
+    If `graphs` is None, forwards are recorded if possible. If it is True, `ValueError` is raised
+    where they cannot be recorded. If it is False, they are never recorded.
+
+    Args:
+        model: The model.
+        weights: The model's `fingerprint`.
+        graphs: The option `graphs` of `generate`.
+        past: The cache of an earlier call, or None.
+        rows: The number of rows of the cache.
+        capacity, scratch: The numbers of slots that the cache must have at least, as for
+            `BlockCache`.
+        with_head: Whether the head takes part in the call.
     """
     if past is not None and with_head and not past.head_layers:
         past = None
@@ -300,7 +312,7 @@ def _lend(
     them as busy.
 
     Return a cache filled with the content of `past`, and the `Graphs`. Return None if another call
-    uses the `Graphs`.
+    uses the `Graphs`. The arguments are as for `cache_for`.
     """
     with _LOCK:
         recordings = _KEPT.get(model)
@@ -356,8 +368,8 @@ def obstacle(model: Any, weights: Hashable = None) -> str | None:
 
 
 def _obstacle_of_tensors(model: Any) -> str | None:
-    """Explain why forwards of a model with such tensors cannot be recorded, with the remedy; return
-    None if they can."""
+    """Explain why a model's tensors prevent the recording of its forwards, with the remedy; return
+    None if they do not."""
     tensors = (*model.parameters(), *model.buffers())
     if kinds := {type(tensor).__name__ for tensor in tensors} - {"Tensor", "Parameter", "Buffer"}:
         return (

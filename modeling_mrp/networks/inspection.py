@@ -108,8 +108,8 @@ def walk(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _settings_of(module: nn.Module) -> Hashable:
-    """Return the class of a module, the names of its attributes, its plain values and the keys of
-    its hooks."""
+    """Return the class of a module, the names of its attributes, its plain values (bool, int,
+    float, str or None) and the keys of its hooks."""
     attributes = module.__dict__
     names = tuple(attributes)
     read = _SETTINGS_READERS.get(names)
@@ -127,8 +127,8 @@ def _settings_of(module: nn.Module) -> Hashable:
 
 
 def _plain_values(attributes: dict[str, Any]) -> Iterator[Hashable]:
-    """Yield a module's own plain values, among them those that switch adapters, and the texts of
-    its lists and dicts of such values."""
+    """Yield a module's own plain values (bool, int, float, str or None), among them those that
+    switch adapters. For its lists and dicts, yield their texts."""
     for name, value in attributes.items():
         if name in _OF_EVERY_MODULE:
             continue
@@ -152,7 +152,7 @@ def _hook_key(item: tuple[int, Any]) -> Hashable:
 
 
 def weight_versions(module: nn.Module, model_key: Hashable = None) -> list[Any]:
-    """Record a module's parameters and active adapters.
+    """Return a record of a module's parameters and active adapters.
 
     Two records are equal if no parameter was replaced, moved or written to between them. Writes
     through `.data` are not noticed, because autograd does not count them. If a `fingerprint` is

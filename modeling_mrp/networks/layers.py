@@ -40,9 +40,9 @@ def plan_layers(
 ) -> Plans | None:
     """Plan the fused layers of the backbone, and of the head if `with_head`.
 
-    Return None if layers must be called as modules; if kernels are forced, raise `ValueError` in
-    that case. If the model's `fingerprint` is given as `model_key`, modules are examined only if it
-    has changed.
+    Return None if layers must be called as modules; if `dispatch` forces kernels, raise
+    `ValueError` instead. If the model's `fingerprint` is given as `model_key`, modules are examined
+    only if it has changed.
     """
     layers: dict[Any, list[Any]] = {
         model.model: list(model.model.layers)[: model.config.num_hidden_layers]
@@ -78,7 +78,9 @@ def plan_layers(
 
 
 def _obstacle_of_layers(model: Any, layers: dict[Any, list[Any]]) -> str | None:
-    """Explain why layers must be called as modules, with the remedy; None if they need not."""
+    """Explain why layers cannot run fused and must be called as modules, with the remedy; return
+    None if they can run fused. `layers` maps the backbone, and the head if it takes part, to its
+    layers."""
     if (attention := model.config._attn_implementation) != "sdpa":
         return f"the model attends by {attention!r}: use attn_implementation='sdpa'"
     if any(module._compiled_call_impl is not None for module in model.modules()):
@@ -136,8 +138,8 @@ def deviation(module: nn.Module, kind: type[nn.Module]) -> str | None:
 def _replaced_modules(
     model: Any, layers: dict[Any, list[Any]]
 ) -> Iterator[tuple[Any, type[nn.Module]]]:
-    """Yield the modules that fused layers replace, each with its expected class. Parents come
-    first, because a module of another class may lack submodules."""
+    """Yield the modules that fused layers replace, each with its expected class. A module comes
+    before the modules in it, because a module of an unexpected class may lack them."""
     yield model.model, MRPBackbone
     if model.mrp_head in layers:
         yield model.mrp_head, MRPHead
@@ -157,8 +159,8 @@ def _replaced_modules(
 
 
 def _linear_groups(layer: Any) -> tuple[list[Any], list[Any]]:
-    """Group those linear layers of a layer that share an input: the projections to queries, keys
-    and values, and the gate and up projections of the MLP."""
+    """Group those linear layers of a decoder layer that share an input: the projections to queries,
+    keys and values, and the gate and up projections of the MLP."""
     attention = layer.self_attn
     mlp = layer.mlp
     return [attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]

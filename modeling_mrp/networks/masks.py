@@ -13,16 +13,15 @@ _MASKS_ON_DEVICE = 512
 
 
 class TokenMasks:
-    """Masks of token sets on the device. They are kept, because a call uses the same sets
-    repeatedly."""
+    """Keeps masks of token sets on the device, because a call uses the same sets repeatedly."""
 
     def __init__(self) -> None:
         self._index: dict[TokenSet, int] = {}
         self._table: Tensor | None = None  # grown by doubling; its first rows are in use
 
     def bar(self, logits: Tensor, sets: Sequence[TokenSet | None]) -> Tensor:
-        """Return logits [n, vocab] with -inf at the tokens that are not in the set of their row. A
-        set of None contains all tokens."""
+        """Return logits [n, vocab] that are -inf, in each row, at every token outside the row's set
+        in `sets`. None in place of a set allows all tokens."""
         rows = []
         members = []
         for row, token_set in enumerate(sets):
@@ -39,7 +38,8 @@ class TokenMasks:
 
     def _indices_of(self, sets: Sequence[TokenSet], logits: Tensor) -> Tensor:
         """Return the index of each set in the table of masks, int64 [n]. Sets that are not in the
-        table yet are added first."""
+        table yet are added first. The table is on the device of `logits`, and has a column for each
+        token of their vocabulary."""
         new = list(dict.fromkeys(sets).keys() - self._index.keys())
         if len(self._index) + len(new) > _MASKS_ON_DEVICE:
             self._index.clear()

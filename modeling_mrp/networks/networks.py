@@ -2,9 +2,10 @@
 `commit`.
 
 States lie side by side in one forward. Each state sees the committed text of its row, itself, and
-its *parent*, an uncommitted clean state, if it has one. Ids go to the device in one copy, and picks
-come back in one copy. Until the next forward, the keys and values of scored states lie in slots
-after the texts. `commit` copies those of accepted clean states to the texts.
+its *parent*, if it has one: an uncommitted state of the block before it (see `Node.parent`). Ids go
+to the device in one copy, and picks come back in one copy. Until the next forward, the keys and
+values of scored states lie in slots after the texts. `commit` copies the keys and values of
+accepted clean states to the slots of the texts.
 """
 
 from array import array
@@ -42,24 +43,28 @@ Chunk = tuple[int, int, Tensor, Tensor, Tensor]
 
 
 class Networks:
-    """Runs backbone, head and picks for the rows of one call.
+    """Runs the backbone and the head on the rows of one call, and picks tokens from their outputs
+    (a `Runner`).
 
     Args:
         model: An `MRPForCausalLM`. Without `plans`, any object that has its `config`, `backbone`
             and `residual`.
         cache: Keys and values of backbone and head.
         with_head: Whether the head takes part.
-        picker: Picks tokens from the backbone's hidden states. Its `lm_head_weight` determines the
-            device, and its `dispatch` the kernels.
+        picker: Picks tokens at single positions, given their hidden states. Its `lm_head_weight`
+            determines the device, and its `dispatch` the kernels.
         plans: The fused layers (`plan_layers`). If None, layers run as modules, under a dense mask.
-        recorded: A function that runs a forward from a recording (`Graphs.call`); or None.
+        recorded: A function that runs a forward from a recording (`Graphs.call`); None if forwards
+            are not recorded.
 
     Attributes:
-        sampler: Picks tokens from hidden states.
-        forwards: Number of forwards of the whole batch, by role: `prefill`, `denoise` (forwards
-            over states of rounds) and `head`.
-        slots: The number of rows in the batch, summed over forwards of the backbone. It includes
-            rows that had ended but not left the batch.
+        sampler: Applies the picker to the free columns of states, and makes the scores of the
+            states.
+        forwards: The number of forwards so far, by role: `prefill` and `denoise` (forwards of the
+            backbone over prompts and over states of rounds), and `head`. A forward counts once,
+            however many rows it has.
+        slots: The number of rows in a forward of the backbone, summed over these forwards. It
+            includes rows that had ended but not left the batch.
     """
 
     def __init__(
@@ -111,11 +116,17 @@ class Networks:
             return self._prefill(rows, reused, first)
 
     def read_ahead(self, row: Row, index: int, begin: int, end: int) -> None:
-        """Compute keys and values of a part of a prompt, in whole blocks from `begin` to `end`, for
-        a row that joins the batch at `index`. `prefill` reuses them later.
+        """Compute keys and values of a part of a prompt, in whole blocks from position `begin` to
+        position `end`, before its row joins the batch. The later `prefill` of the row reuses them.
 
-        Until `prefill` runs, rounds of the batch need a row at `index` that has the same text and
-        holds as many tokens.
+        Until then, rounds need a stand-in for the row in the batch: an ended row at `index` that
+        has the same text, `held` and `head_held` as `row`.
+
+        Args:
+            row: The row that will join.
+            index: The index in the batch at which it will join.
+            begin, end: The part of the prompt. The tokens before `begin` must have been read
+                already.
         """
         self._let_join(range(index, index + 1), [begin])
         with self.cache.of_rows(index, 1):
@@ -125,8 +136,12 @@ class Networks:
             self._read_texts([row], index, [row])
 
     def _let_join(self, indices: range, reused: Sequence[int]) -> None:
-        """Zero what earlier rows have left in the slots after the reused tokens of rows that join,
-        because it may be NaN."""
+        """Prepare the cache for the rows at `indices` if they join a batch whose other rows are
+        already there. In these rows, zero all slots after the first tokens that are reused, because
+        earlier rows may have left NaN in them.
+
+        `reused` has, for each of `indices`, the number of tokens that are reused.
+        """
         if len(indices) == self.cache.active:
             return
         self._rows_join = True
@@ -165,8 +180,13 @@ class Networks:
     def _read_prompts(
         self, rows: Sequence[Row], reused: Sequence[int], length: int, first: int
     ) -> Iterator[tuple[int, int, Tensor]]:
-        """Run the backbone over the texts of rows up to `length`; yield what `read` yields. The
-        forwards are counted for the rows that need them."""
+        """Run the backbone over the texts of rows up to the position `length`, from the least
+        number in `reused` on; yield what `read` yields.
+
+        For each row, add to `row.counts` the forwards that compute tokens of the row that were not
+        reused and come no later than its first state. `first` is the index in the batch of the
+        first of `rows`.
+        """
         texts = [row.text for row in rows]
         for begin, end, hidden in self.read(texts, min(reused), length, first):
             for row, tokens in zip(rows, reused, strict=True):
@@ -193,12 +213,12 @@ class Networks:
         return self.sampler.pick(states, [first_blocks[index] for index in range(len(rows))])
 
     def _catch_up(self, rows: Sequence[Row], indices: Sequence[int]) -> None:
-        """Run the head over the committed text that some rows have not read yet. `indices` are the
-        indices of these rows, which lag.
+        """Run the head over committed text that it has not read yet, for the rows at `indices`,
+        which lag.
 
-        The pass is over all rows; the others read some text again, to the same keys and values. But
-        where rows join one by one, it is over parts of the batch in which at least half of the rows
-        lag.
+        The pass is over all rows of the batch; for rows that do not lag, the head reads some text
+        again, with the same keys and values as the result. But where rows join one by one, the
+        passes are over parts of the batch in which at least half of the rows lag.
         """
         spans: list[list[int]] = []
         for index in indices if self._rows_join else ():
@@ -239,9 +259,9 @@ class Networks:
         length: int,
         chunk: int | None = None,
     ) -> Iterator[Chunk]:
-        """Yield the inputs of each block-causal forward over texts from `begin` to `length`, in
-        whole blocks. Before each, set the target of the cache to the slots of the forward's
-        tokens."""
+        """Yield the inputs of each block-causal forward over `texts` from position `begin` to
+        position `length`, in whole blocks. Before each forward, set the target of the cache to the
+        slots of the forward's tokens. `chunk` is as in `read`."""
         rows = [[*text, *[self.mask_id] * length][:length] for text in texts]
         ids = upload(np.array(rows, np.int64).ravel(), self.device).view(len(rows), length)
         positions = torch.arange(length, device=self.device).expand_as(ids)
@@ -354,11 +374,11 @@ class Networks:
         return results
 
     def commit(self, rows: Sequence[Row], clean: Sequence[Sequence[int]]) -> None:
-        """Copy keys, values and (for the head) hidden states of accepted clean states to the texts
-        of their rows.
+        """Copy keys, values and (for the head) hidden states of accepted clean states to the slots
+        of their rows' texts, and add the length of these states to `held` of the rows.
 
-        For each row, `clean` has the indices of these states among the nodes of the row in the last
-        `score`, in order. There is at least one such state.
+        For each row, `clean` has the indices of its accepted clean states among the nodes of the
+        row in the last `score`, in order. There is at least one such state.
         """
         moves = []
         for index, (row, slots) in enumerate(zip(rows, clean, strict=True)):
@@ -385,7 +405,8 @@ class Networks:
         a row has.
 
         If forwards are recorded, return instead the smallest number of `RECORDED_WIDTHS` that is
-        large enough, if there is room for it, because each width has its own recording.
+        large enough, if the cache has room for so many states, because each width has its own
+        recording.
         """
         most = max(map(len, packed))
         if self.recorded is None:
@@ -400,16 +421,22 @@ class Networks:
         cached_lengths: Sequence[int],
         hidden: Tensor | None = None,
     ) -> Tensor:
-        """Run the backbone over `width` states of each row. If `hidden` [rows * width, block,
-        hidden_size], the input of the head, is given, run the head instead.
+        """Run the backbone over `width` states of each row or, if `hidden` is given, the head.
 
         Keys and values of the states are written to slots after the longest text of all rows, so
         that no text is overwritten.
 
+        Args:
+            packed: For each row, its states. Rows with fewer than `width` states are filled up.
+            width: The number of states of each row in the forward.
+            cached_lengths: For each row, the number of leading tokens whose keys and values are
+                cached. A state sees those of them that lie before its block.
+            hidden: [rows * width, block, hidden_size], the input of the head.
+
         Returns:
-            Hidden states or h_C, [rows * width, block, hidden_size]. If hidden states are shifted,
-            they have block + 1 columns: the first is for the first token of the block, the last for
-            the first token of the next block.
+            Hidden states of the backbone, or h_C of the head, [rows * width, block, hidden_size].
+            If hidden states are shifted, those of the backbone have block + 1 columns: the first is
+            for the first token of the block, the last for the first token of the next block.
         """
         rows = len(packed)
         longest = max(cached_lengths)
@@ -455,8 +482,13 @@ class Networks:
     ) -> Tensor:
         """Unpack `table` and run the network, using only tensor operations that a graph can record.
 
-        `table` has the ids, the start and the parent of each state, and the number of cached tokens
-        that each state sees.
+        Args:
+            rows, width: The number of rows, and the number of states of each row.
+            begin: The first of the slots to which the keys and values of the states are written.
+            sees_all: Whether every state sees all slots before `begin` (see `RoundMask`).
+            table: The ids, the start and the parent of each state, and the number of cached tokens
+                that each state sees.
+            hidden: The input of the head; None to run the backbone.
         """
         states = rows * width
         ids, starts, parents, limits = table.split([states * self.block, states, states, states])
@@ -482,8 +514,8 @@ class Networks:
     def _fused(
         self, plans: Plans, ids: Tensor, positions: Tensor, mask: RoundMask, hidden: Tensor | None
     ) -> Tensor:
-        """Run the fused layers over states: those of the head if `hidden` is given, otherwise those
-        of the backbone."""
+        """Run the fused layers over states: those of the head if its input `hidden` is given,
+        otherwise those of the backbone."""
         backbone = self.model.model
         head = self.model.mrp_head
         embeds = backbone.embed_tokens(ids)
@@ -503,11 +535,12 @@ class Networks:
         )
 
     def _shifted_states(self, hidden: Tensor, committed: Tensor, parent: Tensor) -> Tensor:
-        """Prepend to the hidden states of each state the one that predicts its first token: the
-        last hidden state of its parent or, without a parent, of the text that it sees.
+        """Prepend to the hidden states of each state the one that predicts the state's first token:
+        the last hidden state of its parent or, without a parent, of the text that it sees.
 
         `hidden` is [rows, width * block, hidden_size]; the result is [rows, width, block + 1,
-        hidden_size].
+        hidden_size]. For each state, `committed` [rows, width] is the number of cached tokens that
+        it sees, and `parent` [rows, width] is the index of its parent, or -1.
         """
         states = hidden.unflatten(1, (-1, self.block))
         cached_hidden = self.cache.hidden
@@ -522,8 +555,9 @@ class Networks:
         return torch.cat([previous[:, :, None], states], 2)
 
     def shrink_batch(self, rows: list[Row], size: int) -> list[Row]:
-        """Shrink the batch to its first `size` rows, and return these. Before that, move all
-        unfinished rows to these places, into which they must fit."""
+        """Shrink the batch to `size` rows. Before that, move all unfinished rows to the first
+        `size` places, into which they must fit. Return the rows that are left, in their new
+        order."""
         free_indices = []
         row_indices = []
         for target, row in enumerate(rows):
@@ -551,8 +585,8 @@ class Networks:
         self.cache.active = size
 
     def restore_batch(self, slots: int) -> None:
-        """Undo all calls of `shrink_batch`: move the rows, with their first `slots` slots, back to
-        their indices."""
+        """Undo all calls of `shrink_batch`: move the rows, with the content of their first `slots`
+        slots, back to their former indices."""
         with self.cache.exchanging():
             while self._swaps:
                 self.cache.swap(self._swaps.pop(), slots)
@@ -577,11 +611,11 @@ def networks_for(
     Args:
         model: An `MRPForCausalLM`.
         picker: Picks tokens; its `dispatch` decides between kernels and PyTorch.
-        graphs: As the option of `generate`.
+        graphs: The option `graphs` of `generate`.
         past: The cache of an earlier call, or None.
         rows, capacity, scratch: The sizes that the cache must have at least.
         with_head: Whether the head takes part.
-        model_key: The model's `fingerprint`, if the caller has it.
+        model_key: The model's `fingerprint` if the caller has computed it, or None.
     """
     model_key = fingerprint(model) if model_key is None else model_key
     # Also with kernels=False: packing in a later call would move the weights, and so invalidate

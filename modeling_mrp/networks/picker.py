@@ -66,13 +66,14 @@ SHORTLIST = 16
 
 @dataclass(frozen=True)
 class Spots:
-    """The positions at which tokens are picked: the `free` columns of each state, in order.
+    """The positions at which tokens are picked: the `free` columns of each state, one state after
+    the other.
 
     Attributes:
         states: The states, each with its row.
         device: The device for the tensors of the positions.
-        parents: For each state, the uncommitted clean state to which it attends, or None. Empty if
-            there are none.
+        parents: For each state, its parent, which is the uncommitted state to which it attends
+            (`Node.parent`), or None. If no state has a parent, the sequence may be empty.
     """
 
     states: Sequence[tuple[Row, State]]
@@ -89,8 +90,8 @@ class Spots:
         return keys
 
     def no_eos(self) -> Tensor | None:
-        """Return a bool tensor [n]: whether an eos is forbidden at each position. None means that
-        it is forbidden nowhere."""
+        """Return a bool tensor [n] that is True at positions where an eos is forbidden. Return None
+        if it is forbidden nowhere."""
         if not any(state.start < row.no_eos_before > row.prompt for row, state in self.states):
             return None
         early = [
@@ -112,8 +113,8 @@ class Spots:
         return sets
 
     def texts(self) -> Iterator[tuple[list[int], int]]:
-        """Yield, for each position, the text of its row as of its state, with masks where nothing
-        is revealed, and the position in that text."""
+        """Yield a pair for each position: the text of its row as it is at its state, with masks
+        where nothing is revealed, and the position's index in that text."""
         for index, (row, state) in enumerate(self.states):
             ids = row.text_at(state, self.parents[index] if self.parents else None)
             yield from ((ids, state.start + column) for column in state.free)
@@ -159,8 +160,8 @@ class Picker:
             `among`); 0 for all tokens of the vocabulary.
         dispatch: Decides between kernels and PyTorch.
         in_order: None, or a function that is used in place of `processors` and acts only on the
-            first position of each state. It gets the spots and the logits [states, vocab] at these
-            positions.
+            first position of each state. It gets the spots and the logits [n, vocab] at the n first
+            positions, and returns new logits for them.
     """
 
     lm_head_weight: Tensor
@@ -209,12 +210,12 @@ class Picker:
         return _join(picks)
 
     def among(self, hidden: Tensor, candidates: Tensor, spots: Spots) -> Picks:
-        """Pick greedily at n positions among the first `shortlist` of earlier candidates. All other
-        tokens keep their earlier scores.
+        """Pick greedily at n positions, each time among the first `shortlist` tokens of
+        `candidates`. All other tokens keep the scores that they had at the earlier state.
 
         The argmax after a reveal is nearly always one of the likeliest tokens before it, so drafts
         need no other rows of `lm_head`. Processors and bans are not applied. Tokens that truncation
-        left out before stay out.
+        left out at the earlier state are not picked.
 
         Args:
             hidden: [n, hidden_size], hidden states.
@@ -249,8 +250,8 @@ class Picker:
         return _join(picks)
 
     def token_odds(self, hidden: Tensor, token: Tensor, spots: Spots) -> Tensor:
-        """Compute the log-odds [n] of given tokens [n], under the same softmax as
-        `Picks.log_odds`."""
+        """Compute the log-odds [n] of the tokens `token`, int64 [n], one for each of n positions,
+        from hidden states [n, hidden_size]. They are under the same softmax as `Picks.log_odds`."""
         shape = self._shaper(spots)
         odds = []
         for chunk in self.unembedding.chunks(len(hidden)):
@@ -259,8 +260,8 @@ class Picker:
         return torch.cat(odds)
 
     def distributions(self, hidden: Tensor, spots: Spots) -> tuple[Tensor, Tensor]:
-        """Compute the logits [n, vocab] at n positions in two forms: raw, and as tokens are drawn
-        from them, which is after processors, temperature and truncation."""
+        """Compute the logits [n, vocab] at n positions in two forms: raw, and after processors,
+        temperature and truncation, which is the form from which tokens are drawn."""
         shape = self._shaper(spots)
         raw_logits = []
         truncated_scores = []
@@ -310,8 +311,8 @@ class Picker:
         self, spots: Spots, hidden: Tensor, shape: Callable[[Tensor, slice], Tensor]
     ) -> Callable[[Tensor, slice], Tensor]:
         """Call `in_order` with the logits at the first position of each state, computed from hidden
-        states [n, hidden_size]. Return a function that puts the answers in place of the logits
-        there, and then does what `shape` does."""
+        states [n, hidden_size]. Return a function of the same form as `shape`: it replaces the
+        logits at these positions with the answers of `in_order`, and then applies `shape`."""
         assert self.in_order is not None
         columns = []
         for _, state in spots.states:
@@ -333,8 +334,8 @@ class Picker:
         return ordered
 
     def _process(self, logits: Tensor, contexts: list[list[int]]) -> Tensor:
-        """Apply the processors to logits [n, vocab]. Positions whose contexts are equally long are
-        processed together."""
+        """Apply the processors to logits [n, vocab]. For each position, `contexts` has the ids
+        before it. Positions with equally long contexts are processed together."""
         lengths: dict[int, list[int]] = {}
         for row, context in enumerate(contexts):
             lengths.setdefault(len(context), []).append(row)
@@ -350,8 +351,8 @@ class Picker:
         return logits
 
     def _pick(self, logits: Tensor, keys: Tensor | None) -> Picks:
-        """Pick from logits [n, vocab], with the noise of `keys` [n], or without noise if these are
-        None."""
+        """Pick at n positions from logits [n, vocab], with the noise of `keys` [n], or without
+        noise if `keys` is None."""
         truncated_logits, min_logit = self._truncate_logits(logits)
         given = (self.unembedding, logits, min_logit, keys)
         by_kernel = truncated_logits is logits
@@ -390,8 +391,8 @@ class Picker:
         ).amin(-1)
 
     def _top_k(self) -> int | None:
-        """Return k if truncation begins with a top-k and all its other parts need only those k
-        logits; otherwise return None."""
+        """If truncation begins with a top-k, and its other parts need only the k logits that this
+        leaves, return k. Otherwise return None."""
         warpers = self.truncation or []
         for warper in warpers:
             if not TRUNCATIONS.get(type(warper), False) or warper.filter_value != -torch.inf:
@@ -400,7 +401,8 @@ class Picker:
         return first.top_k if isinstance(first, TopKLogitsWarper) else None
 
     def _truncated(self, scores: Tensor) -> Tensor:
-        """Truncate scores [n, vocab]. The warpers get zeros as ids, which they do not read."""
+        """Apply truncation to scores [n, vocab]. The warpers get zeros as ids, which they do not
+        read."""
         assert self.truncation is not None
         return self.truncation(torch.zeros_like(scores[:, :1], dtype=torch.long), scores)
 
@@ -422,8 +424,8 @@ def _join(picks: Sequence[Picks]) -> Picks:
 
 
 def check_scores(processor: LogitsProcessor, answer: Any, scores: Tensor) -> Tensor:
-    """Check a logits processor's answer to `scores` [n, vocab], and return it in the dtype of the
-    scores. Raise `ValueError` for a malformed answer."""
+    """Check what a logits processor returned (`answer`) for `scores` [n, vocab], and return it in
+    the dtype of the scores. Raise `ValueError` if it is malformed."""
     if (
         not isinstance(answer, Tensor)
         or answer.shape != scores.shape

@@ -29,7 +29,7 @@ GRAPH_LAYER, CPU_LAYER, OTHER_LAYER = 5e-6, 250e-6, 200e-6
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device does per second, and the extra time that it takes per layer.
+    """The rates by which a device computes, and the additional time that each layer takes there.
 
     Attributes:
         bytes: Bytes read per second.

@@ -13,7 +13,7 @@ class Runner(Protocol):
     package, and `EngineNetworks` in the plugin of a serving engine.
 
     Attributes:
-        sampler: Picks tokens from hidden states.
+        sampler: Picks tokens at the free columns of states, from hidden states.
     """
 
     sampler: Sampler
@@ -37,14 +37,14 @@ class Runner(Protocol):
 
         In `queries`, each row has its states, each paired with the hidden states h_A from which the
         head starts. The output at a state is h_A + h_C, or h_C alone if `residual`. The head sees
-        the row's committed text, each of whose blocks enters with its own h_A. Add 1 to
-        `row.counts.head_forwards` of each row that has states.
+        the committed text of the row. Each block of this text enters the head with its own h_A. Add
+        1 to `row.counts.head_forwards` of each row that has states.
         """
 
     def commit(self, rows: Sequence[Row], clean: Sequence[Sequence[int]]) -> None:
         """Keep the keys, values and hidden states of accepted clean states, because attention and
-        the head need them later.
+        the head need them later. Increase `row.held` by the block size for each of these states.
 
-        For each row, `clean` has the indices of these states among the nodes of the row in the last
-        `score`, in order. There is at least one such state. Raise `row.held` by a block for each.
+        For each row, `clean` has the indices of its accepted clean states among the nodes of the
+        row in the last `score`, in order. There is at least one such state.
         """

@@ -1,7 +1,8 @@
-"""The sampler: from hidden states to tokens, log-odds and entropies at masked columns of states.
+"""The sampler: it turns hidden states into tokens, log-odds and entropies at the masked columns of
+states.
 
-Rows may have different pickers. Rows with the same picker are picked together, with one transfer to
-the host.
+Rows may have different pickers. For all rows that have the same picker, tokens are picked together,
+with one transfer to the host.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,7 +38,8 @@ class Sampler:
         lm_head_weight: [vocab, hidden_size], the weight of `lm_head`. Its device is that of all
             tensors.
         block: Number of tokens in a block.
-        gather: How values at columns are gathered; None for `gather_columns`.
+        gather: A function that gathers hidden states at columns, with the arguments and results of
+            `gather_columns` except for the device; None for `gather_columns`.
     """
 
     def __init__(
@@ -62,8 +64,12 @@ class Sampler:
     ) -> list[list[Scores]]:
         """Return the scores of submitted nodes, by row and node.
 
-        `hidden` [n, block, hidden_size] has the hidden states of all nodes. Those of a row's nodes
-        begin at the row's index in `first_states`.
+        Args:
+            rows: The rows.
+            drafts: For each row, its nodes.
+            hidden: [n, block, hidden_size], the backbone's hidden states of all nodes.
+            first_states: For each row, the index in `hidden` of its first node. Those of its other
+                nodes follow.
         """
         states: list[tuple[Row, State]] = []
         blocks: list[Hidden] = []
@@ -82,11 +88,14 @@ class Sampler:
         hidden: Sequence[Hidden],
         parents: Sequence[State | None] = (),
     ) -> list[Scores]:
-        """Pick at the free columns of states from the backbone's hidden states; return the scores
-        of each state.
+        """Pick tokens at the free columns of states from the backbone's hidden states; return the
+        scores of each state.
 
-        `parents` are the uncommitted clean states before the states, if any; processors see their
-        tokens.
+        Args:
+            states: The states, each with its row.
+            hidden: For each state, its hidden states.
+            parents: For each state, its parent (see `Spots`), or None; processors see the parent's
+                tokens. The sequence may be empty if no state has a parent.
         """
         return self._by_picker(self._pick, states, hidden, parents, ())
 
@@ -97,8 +106,15 @@ class Sampler:
         parents: Sequence[State | None] = (),
         candidates: Sequence[Hidden | None] = (),
     ) -> list[Scores]:
-        """Pick for drafts, as `pick` does, but from the head's estimates of hidden states. If every
-        state has earlier candidates (`Scores.candidates`), tokens are chosen among these."""
+        """Pick tokens for drafts at the free columns of states, from the head's estimates of hidden
+        states; return the scores of each state.
+
+        Args:
+            states, hidden, parents: As in `pick`.
+            candidates: For each state, the candidates (`Scores.candidates`) that were found at the
+                state from which it was made, or None. If all states whose rows have the same picker
+                have candidates, tokens are chosen among these, and otherwise among all tokens.
+        """
         return self._by_picker(self._estimate, states, hidden, parents, candidates)
 
     def _by_picker(
@@ -107,8 +123,9 @@ class Sampler:
         states: Sequence[tuple[Row, State]],
         *others: Sequence[Any],
     ) -> list[Scores]:
-        """Call `pick` once for each picker of the rows, with the states of its rows and the entries
-        of `others` that belong to these states. Each of `others` may be empty."""
+        """Call `pick` once for each picker of the rows, with the picker and with those states whose
+        rows have this picker. Pass on the entries of `others` that belong to these states. Each of
+        `others` may be empty."""
         groups = self._groups([row for row, _ in states])
         if len(groups) == 1:
             return pick(groups[0][0], states, *others)
@@ -178,11 +195,13 @@ class Sampler:
         queries: Sequence[tuple[Row, State, Sequence[int], Sequence[int]]],
         hidden: Sequence[Hidden],
     ) -> list[list[float]]:
-        """Compute the log-odds [block] of given tokens at each state; they are -inf at other
-        columns. There is one transfer to the host for each picker.
+        """Compute the log-odds of given tokens at each state, [block] for each; they are -inf at
+        all other columns. There is one transfer to the host for each picker.
 
-        Each query has the row of a state, the state, some of its free columns, and the given tokens
-        by column.
+        Args:
+            queries: For each state, its row, the state, some of its free columns, and a sequence
+                that has the given token for each of these columns, by column.
+            hidden: For each state, its hidden states.
         """
         log_odds: dict[int, list[float]] = {}
         for picker, indices in self._groups([row for row, *_ in queries]):
@@ -201,8 +220,14 @@ class Sampler:
         return [log_odds[index] for index in range(len(queries))]
 
     def magnitudes(self, queries: TokensAt, hidden: Sequence[Hidden]) -> list[list[float]]:
-        """Compute from h_C the magnitude |C| of the residual logits of given tokens; return the
-        numbers as `token_odds` does."""
+        """Compute from h_C the magnitude |C| of the residual logits of given tokens, [block] for
+        each state; they are -inf at all other columns.
+
+        Args:
+            queries: For each state, some of its columns, and a sequence that has the given token
+                for each of these columns, by column.
+            hidden: For each state, its h_C.
+        """
         weight = self.lm_head_weight
         return self._compute_at_tokens(
             queries,
@@ -215,8 +240,9 @@ class Sampler:
     def _compute_at_tokens(
         self, queries: TokensAt, hidden: Sequence[Hidden], compute: Callable[..., Tensor]
     ) -> list[list[float]]:
-        """Call `compute(hidden states [n, hidden_size], tokens [n])` on the given tokens of all
-        states; return its numbers as `token_odds` does."""
+        """Call `compute(hidden states [n, hidden_size], tokens [n])` once, on the given tokens of
+        all states. Return the n numbers that it computes by state and column, with -inf at all
+        other columns. `queries` is as in `magnitudes`."""
         pairs = []
         for index, (columns, token) in enumerate(queries):
             for column in columns:
@@ -233,9 +259,12 @@ class Sampler:
 def gather_columns(
     device: torch.device, columns: np.ndarray, *several: Sequence[Hidden]
 ) -> list[Tensor]:
-    """Gather values at columns: copy the indices `columns` [n] to the device; return them, and for
-    each list of blocks the values at these columns, [n, size]. All indices go to the device in one
-    copy."""
+    """Copy the indices `columns` [n] to the device. Return them, and for each list of blocks in
+    `several` the values at these columns, [n, size].
+
+    An index in `columns` is that of a block in its list times the block size, plus a column of the
+    block. All indices go to the device in one copy.
+    """
     vectors = [columns]
     pieces: list[list[tuple[Tensor, bool]]] = []
     for blocks in several:
@@ -288,8 +317,13 @@ def gather_blocks(hidden: Sequence[Hidden]) -> Tensor:
 
 
 def spread_columns(numbers: Tensor, columns: np.ndarray, states: int, block: int) -> np.ndarray:
-    """Copy numbers [n] or [n, m] to the host, and put them at their `columns`. Return a float64
-    array [states, block] or [states, block, m], which is -inf at all other columns."""
+    """Copy numbers [n] or [n, m] to the host, and put them at the columns at which they belong.
+    Return a float64 array [states, block] or [states, block, m], which is -inf at all other
+    columns.
+
+    `columns` [n] has, for each number, the index of its state times `block`, plus its column in the
+    state.
+    """
     values = numbers.detach().cpu().double().numpy()
     spread = np.full((states * block, *values.shape[1:]), -np.inf)
     spread[columns] = values
@@ -299,9 +333,11 @@ def spread_columns(numbers: Tensor, columns: np.ndarray, states: int, block: int
 def on_host(
     picks: Picks, columns: np.ndarray, states: int, block: int, draws: bool
 ) -> list[tuple[list[int], list[float], Any, Any]]:
-    """Copy picks to the host in one transfer, including candidates only if the host `draws` tokens.
+    """Copy picks to the host in one transfer. Candidates are copied only if the host `draws` tokens
+    among them.
 
     Return, for each state, its token, log_odds, entropy and drawable, which are as in `Scores`.
+    `columns` is as in `spread_columns`.
     """
     candidates = picks.candidates if draws else None
     numbers = []

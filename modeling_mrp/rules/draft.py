@@ -165,9 +165,18 @@ def follower(
     clean: State | None = None,
 ) -> Follower | None:
     """Return the candidate for the state that results from revealing `token[column]` at each of
-    `columns`. Return None if the text is complete there.
+    `columns`. Return None if the text is complete at the resulting state.
 
-    `parent` and `clean` are as in `followers`.
+    If the last round scored this state, the candidate is instead for the first unscored state to
+    which the rule leads from there (`unscored_follower`). For a row with a constraint, neither is
+    checked here, but in `constrained_follower`.
+
+    Args:
+        row, rule, state, scores: As in `followers`.
+        columns: The columns that are revealed.
+        token: For each column of the block, the token that is revealed there if it is in `columns`.
+        log_odds: For each column of the block, the log-odds that go into the candidate.
+        parent, clean: As in `followers`.
     """
     start, ids = state.key
     # Whether the text ends with the block, or with an eos in the reveal.
@@ -185,8 +194,9 @@ def follower(
 def constrained_follower(
     row: Row, rule: RevealRule, candidate: Follower, clean: State | None
 ) -> Follower | None:
-    """Reduce a candidate to those of its columns that the row's constraint allows. Return None if
-    it allows none, or if the text is complete at the resulting state."""
+    """Reduce a candidate to those of its columns that the row's constraint allows. Return the
+    candidate for the first unscored state after the reduced reveal (`unscored_follower`). Return
+    None if the constraint allows none of the columns, or if the text is complete at that state."""
     state, columns, (_, token), scores, parent, log_odds = candidate
     columns = possible_columns(row, state, columns, token, log_odds, clean)
     if not columns:
@@ -204,11 +214,11 @@ def unscored_follower(
     parent: int,
     clean: State | None,
 ) -> Follower | None:
-    """Return the candidate for the first state after a reveal that has not been scored yet. Return
-    None if the text is complete there.
+    """Return the candidate for the first unscored state after revealing `token[column]` at each of
+    `columns`. Return None if the text is complete at this state.
 
     While the resulting state is one that the last round scored, the rule's reveal at that state
-    leads on to the next one.
+    leads on to the next one. The arguments are as in `follower`.
     """
     successor, source = row.successor(state, columns, token, clean), scores
     while (remembered := row.memory.get(successor.key)) is not None:
@@ -324,8 +334,8 @@ def previewed(row: Row) -> State | None:
 
 
 def draw_tokens(row: Row, state: State, scores: Scores) -> tuple[Sequence[int], Sequence[float]]:
-    """At each free column, sample one of its likeliest tokens with the state's noise. Return the
-    tokens and their log-odds, [block] each."""
+    """Sample one of the likeliest tokens at each free column of a state, with the noise of that
+    state. Return two sequences [block]: the tokens and their log-odds."""
     assert scores.drawable is not None
     free = list(state.free)
     ids, numbers = np.split(scores.drawable[free], [scores.drawable.shape[1] // 2], axis=1)

@@ -46,11 +46,12 @@ class DraftAmount(Protocol):
         the head."""
 
     def plan(self, drafts: Drafts) -> Amount:
-        """Choose the amount of a round, given drafts of `outline` states, one for each row."""
+        """Choose the amount of a round. `drafts` has a draft of up to `outline` states for each
+        row."""
 
     def cut(self, amount: Amount, drafts: Drafts) -> int:
-        """Choose how many states each row submits, at most `amount.states`, given the drafts that
-        the head has read."""
+        """Choose how many states each row submits, at most `amount.states`. `drafts` are the drafts
+        after all head passes."""
 
     def learn(self, amount: Amount, outlines: Drafts, drafts: Drafts) -> None:
         """Learn from a round which nodes of the submitted `drafts` were accepted (`Node.accepted`).
@@ -72,23 +73,24 @@ class Fixed:
 
     @property
     def outline(self) -> int:
-        """See `DraftAmount.outline`: it is the number of states that the first head pass reads, or
-        all K states if there is no head pass."""
+        """The number of states in each draft that `plan` is given: the number that the first head
+        pass reads, or all K states if there is no head pass."""
         return draft_sizes(self.states, self.passes)[0] if self.passes else self.states
 
     def plan(self, drafts: Drafts) -> Amount:
-        """See `DraftAmount.plan`."""
+        """Return the fixed amount. If nothing is drafted, return an amount of two states if any row
+        ends a block, and otherwise of one state."""
         if self.states > 1:
             return Amount(self.states, self.passes)
         clean = any(nodes and not nodes[0].state.masks for nodes in drafts)
         return Amount(2 if clean else 1)
 
     def cut(self, amount: Amount, drafts: Drafts) -> int:
-        """See `DraftAmount.cut`: return all states of the amount."""
+        """Return the number of states of the amount: no draft is cut."""
         return amount.states
 
     def learn(self, amount: Amount, outlines: Drafts, drafts: Drafts) -> None:
-        """See `DraftAmount.learn`: record nothing."""
+        """Do nothing: the amount is fixed."""
 
 
 class Calibration:
@@ -177,7 +179,8 @@ class ExpectedGain:
         self.unread = Calibration(self.UNREAD_DECAY)
 
     def plan(self, drafts: Drafts) -> Amount:
-        """See `DraftAmount.plan`."""
+        """Choose the amount with the most expected denoising steps per cost, judging by the chances
+        of the nodes in `drafts`, which are made without the head."""
         best_rate = 0.0
         best = Amount(1)
         rows = len(drafts)
@@ -196,7 +199,9 @@ class ExpectedGain:
         return best
 
     def cut(self, amount: Amount, drafts: Drafts) -> int:
-        """See `DraftAmount.cut`."""
+        """Choose how many states each row submits, at most `amount.states`: the number with the
+        most expected denoising steps per cost, now that the head has estimated the chances of the
+        nodes in `drafts`. Without head passes, it is `amount.states`."""
         if not amount.passes:
             return amount.states
         widths = self.widths[: bisect_left(self.widths, amount.states) + 1]
@@ -209,7 +214,7 @@ class ExpectedGain:
         return widths[rates.index(max(rates))]
 
     def learn(self, amount: Amount, outlines: Drafts, drafts: Drafts) -> None:
-        """See `DraftAmount.learn`: update the calibrations."""
+        """Update the calibrations from a round, as `DraftAmount.learn` requires."""
         if not amount.passes:
             self.stale.learn(drafts, drafts)
             return

@@ -83,7 +83,8 @@ class PromptLookup:
     )
 
     def propose(self, row: Row, state: State, parent: State | None) -> Candidates | None:
-        """See `DraftSource.propose`."""
+        """Propose the tokens that followed the last occurrence of the tokens before the state's
+        first mask, as `DraftSource.propose` requires. Return None if no token can be proposed."""
         index = self._indices.setdefault(row, NgramIndex())
         final = row.state.start
         index.read(row.text, final, row.prompt, self.max_ngram_size)

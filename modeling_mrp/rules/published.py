@@ -83,7 +83,7 @@ class FastDLLM(RevealRule, name="fast_dllm"):
 
     @classmethod
     def from_options(cls, options: Any, block_size: int) -> Self:
-        """See `RevealRule.from_options`."""
+        """Make the rule from checked options, as `RevealRule.from_options` requires."""
         return cls(options.factor)
 
     def leading(self, ordered: Sequence[int], log_odds: Sequence[float]) -> int:
@@ -97,13 +97,13 @@ class FastDLLM(RevealRule, name="fast_dllm"):
         return count
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """See `RevealRule.reveal`."""
+        """Choose the columns to reveal, as `RevealRule.reveal` requires."""
         ordered = by_odds(state.free, scores.log_odds)
         return tuple(sorted(ordered[: self.leading(ordered, scores.log_odds)])), memo
 
     def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule.likely`: guess about as many columns as the bound allows under the
-        estimates."""
+        """Guess as `RevealRule.likely` requires. Each guess has about as many columns as the bound
+        allows under the estimates."""
         return likely_first(state.free, log_odds, self.leading, count)
 
 
@@ -118,8 +118,9 @@ class EBSampler(EntropyBound, name="eb_sampler"):
     """
 
     def leading(self, entropies: Sequence[float]) -> int:
-        """See `EntropyBound.leading`. Each sum leaves out its last entropy, which is the largest
-        one because entropies are in increasing order."""
+        """Return the number of columns to reveal, as `EntropyBound.leading` does. Here, each sum
+        leaves out its last entropy, which is the largest one because entropies are in increasing
+        order."""
         return 1 + sum([total <= self.bound for total in accumulate(entropies[:-1])])
 
 
@@ -140,7 +141,7 @@ class Hierarchy(Dynamic, name="hierarchy"):
 
     @classmethod
     def from_options(cls, options: Any, block_size: int) -> Self:
-        """See `RevealRule.from_options`."""
+        """Make the rule from checked options, as `RevealRule.from_options` requires."""
         return cls(*thresholds_of(options, 0.4))
 
     def eased(self, free: Columns, log_odds: Sequence[float]) -> set[int]:
@@ -154,7 +155,7 @@ class Hierarchy(Dynamic, name="hierarchy"):
         return eased
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """See `RevealRule.reveal`."""
+        """Choose the columns to reveal, as `RevealRule.reveal` requires."""
         free = state.free
         log_odds = scores.log_odds
         eased = self.eased(state.free, scores.log_odds)
@@ -167,8 +168,8 @@ class Hierarchy(Dynamic, name="hierarchy"):
         return tuple(columns) or (most_confident(free, log_odds),), memo
 
     def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule.likely`: guess as `Dynamic` does, after raising the estimates of eased
-        columns by the difference between the thresholds."""
+        """Guess as `Dynamic.likely` does, after raising the estimated log-odds of eased columns
+        (`eased`) by the difference between the two thresholds."""
         increase = max(bounded(self.threshold, MOST_ODDS) - bounded(self.low, MOST_ODDS), 0.0)
         eased = self.eased(state.free, log_odds)
         raised_log_odds = list(log_odds)
@@ -193,11 +194,12 @@ class LocalLeap(Hierarchy, name="local_leap"):
 
     @classmethod
     def from_options(cls, options: Any, block_size: int) -> Self:
-        """See `RevealRule.from_options`."""
+        """Make the rule from checked options, as `RevealRule.from_options` requires."""
         return cls(*thresholds_of(options, 0.75))
 
     def eased(self, free: Columns, log_odds: Sequence[float]) -> set[int]:
-        """See `Hierarchy.eased`: return the free columns within the radius of an anchor."""
+        """Return the columns for which the low threshold is enough: the free columns within the
+        radius of an anchor."""
         anchors = [column for column in free if log_odds[column] >= self.threshold]
         neighbours = set[int]()
         for anchor in anchors:
@@ -205,7 +207,7 @@ class LocalLeap(Hierarchy, name="local_leap"):
         return neighbours.intersection(free)
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """See `RevealRule.reveal`."""
+        """Choose the columns to reveal, as `RevealRule.reveal` requires."""
         free = state.free
         log_odds = scores.log_odds
         eased = self.eased(state.free, scores.log_odds)
@@ -237,11 +239,11 @@ class ConfidenceAdaptive(Dynamic, name="cad"):
 
     @classmethod
     def from_options(cls, options: Any, block_size: int) -> Self:
-        """See `RevealRule.from_options`."""
+        """Make the rule from checked options, as `RevealRule.from_options` requires."""
         return cls(logit(options.confidence_threshold), frozenset(options.eos_ids()))
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """See `RevealRule.reveal`."""
+        """Choose the columns to reveal, as `RevealRule.reveal` requires."""
         free = state.free
         block = len(state.ids)
         if 2 * (block - state.masks) < block:
@@ -252,7 +254,7 @@ class ConfidenceAdaptive(Dynamic, name="cad"):
         return at_least(candidates, scores.log_odds, self.threshold), memo
 
     def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule.likely`: guess as `Dynamic` does, over the `max_columns` most confident
+        """Guess as `Dynamic.likely` does, but only among the `max_columns` most confident
         columns."""
         candidates = tuple(sorted(by_odds(state.free, log_odds)[: self.max_columns]))
         return likely_over(candidates, log_odds, self.threshold, count)
@@ -288,11 +290,11 @@ class EosRejection(Static, name="eoser"):
 
     @classmethod
     def from_options(cls, options: Any, block_size: int) -> Self:
-        """See `RevealRule.from_options`."""
+        """Make the rule from checked options, as `RevealRule.from_options` requires."""
         return cls(ascending(block_size), frozenset(options.eos_ids()))
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """See `RevealRule.reveal`."""
+        """Choose the columns to reveal, as `RevealRule.reveal` requires."""
         steps = len(self.schedule)
         share = (2 ** min(state.step + 1, steps) - 1) / 2**steps
         factor = self.gamma + (1 - self.gamma) * share
@@ -326,14 +328,14 @@ class Prophet(Static, name="prophet"):
         return sum(free) / len(free) - bound
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """See `RevealRule.reveal`."""
+        """Choose the columns to reveal, as `RevealRule.reveal` requires."""
         if self.margin(state, scores.log_odds) >= 0:
             return state.free, memo
         return self.first(state, scores.log_odds), memo
 
     def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule.likely`: guess all columns, with the chance that their mean reaches the
-        bound, and also the guesses of `Static`, with the remaining chance."""
+        """Guess as `RevealRule.likely` requires: all columns, with the chance that their mean
+        reaches the bound, and also the guesses of `Static`, with the remaining chance."""
         log_odds = [bounded(value, MOST_ODDS) for value in log_odds]
         chance = sigmoid(2 * self.margin(state, log_odds))
         guesses = super().likely(state, log_odds, count)
@@ -367,12 +369,12 @@ class BoundedAdaptive(Dynamic, name="bacd"):
 
     @classmethod
     def from_options(cls, options: Any, block_size: int) -> Self:
-        """See `RevealRule.from_options`."""
+        """Make the rule from checked options, as `RevealRule.from_options` requires."""
         return cls(*thresholds_of(options, 0.6))
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """See `RevealRule.reveal`. The memo holds the number of columns that the block has
-        revealed, and the sum of their confidences."""
+        """Choose the columns to reveal, as `RevealRule.reveal` requires. The memo holds the number
+        of columns that the block has revealed, and the sum of their confidences."""
         count, total = recalled(memo, state, (0, 0.0))
         if count:
             mean_log_odds = logit(total / count)
@@ -413,12 +415,13 @@ class SlowFast(Dynamic, name="slow_fast"):
 
     @classmethod
     def from_options(cls, options: Any, block_size: int) -> Self:
-        """See `RevealRule.from_options`."""
+        """Make the rule from checked options, as `RevealRule.from_options` requires."""
         return cls(*thresholds_of(options, 0.3))
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """See `RevealRule.reveal`. The memo holds the beginning of the span, its end (0 while
-        exploring), the number of its exploration steps, and the last estimate of its end."""
+        """Choose the columns to reveal, as `RevealRule.reveal` requires. The memo holds the
+        beginning of the span, its end (0 while exploring), the number of its exploration steps, and
+        the last estimate of its end."""
         begin, end, steps, last = recalled(memo, state, (0, 0, 0, 0))
         free = state.free
         log_odds = scores.log_odds
@@ -460,7 +463,8 @@ class Coherent(RevealRule, name="ccd"):
     buffer_size: int = 4
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """See `RevealRule.reveal`. The memo holds the columns of the buffer and their tokens."""
+        """Choose the columns to reveal, as `RevealRule.reveal` requires. The memo holds the columns
+        of the buffer and their tokens."""
         (buffer,) = recalled(memo, state, ((),))
         ordered = by_odds(state.free, scores.log_odds)
         buffered_tokens = dict(buffer)
@@ -474,8 +478,8 @@ class Coherent(RevealRule, name="ccd"):
         return columns, (state.start, tuple(new_buffer[: self.buffer_size]))
 
     def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule.likely`: guess one column in the first step of a block. In later steps
-        guess about `buffer_size` columns, as if all columns of the buffer qualified."""
+        """Guess as `RevealRule.likely` requires: one column in the first step of a block, and about
+        `buffer_size` columns in later steps, as if all columns of the buffer qualified."""
         room = min(self.buffer_size, len(state.free)) if state.step else 1
         return likely_first(state.free, log_odds, lambda *_: room, count)
 
@@ -496,8 +500,8 @@ class Credit(Dynamic, name="credit"):
     beta: float = 0.8
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """See `RevealRule.reveal`. The memo holds columns, their tokens and the credits of these
-        tokens."""
+        """Choose the columns to reveal, as `RevealRule.reveal` requires. The memo holds columns,
+        their tokens and the credits of these tokens."""
         (records,) = recalled(memo, state, ((),))
         credits = {(column, token): credit for column, token, credit in records}
         new_credits = []
@@ -513,8 +517,8 @@ class Credit(Dynamic, name="credit"):
         return at_least(state.free, log_odds, self.threshold), (state.start, tuple(new_credits))
 
     def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule.likely`: guess as `Dynamic` does, assuming at each column the credit of a
-        confident token that has never changed."""
+        """Guess as `Dynamic.likely` does, after adding to the estimated log-odds of each column the
+        credit of a confident token that has never changed."""
         credit = (1 - self.beta ** (state.step + 1)) / (1 - self.beta)
         return likely_over(
             state.free, log_odds, self.threshold - self.alpha * math.log1p(credit), count
@@ -538,8 +542,8 @@ class Klass(Dynamic, name="klass"):
     steps: int = 2
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """See `RevealRule.reveal`. The memo holds, for each column, its token, its log-odds, and
-        the number of steps for which it has been stable."""
+        """Choose the columns to reveal, as `RevealRule.reveal` requires. The memo holds, for each
+        column, its token, its log-odds, and the number of steps for which it has been stable."""
         (records,) = recalled(memo, state, ((),))
         previous_records = {
             (column, token): (log_odds, stable) for column, token, log_odds, stable in records
@@ -566,8 +570,8 @@ class Klass(Dynamic, name="klass"):
         )
 
     def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule.likely`: in the first `steps` steps of a block guess the most confident
-        column; later guess as `Dynamic` does."""
+        """Guess as `RevealRule.likely` requires: the most confident column in the first `steps`
+        steps of a block, and in later steps as `Dynamic.likely` does."""
         return likely_over(
             state.free, log_odds, self.threshold if state.step >= self.steps else math.inf, count
         )

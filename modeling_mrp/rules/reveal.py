@@ -146,7 +146,8 @@ class CheckedRule(RevealRule):
 
     @property
     def left_to_right(self) -> bool:
-        """See `RevealRule.left_to_right`."""
+        """Whether the caller's rule always reveals exactly the leftmost mask
+        (`RevealRule.left_to_right`)."""
         return self.rule.left_to_right
 
     def checked(self, method: str, state: State, columns: Any) -> Columns:
@@ -164,12 +165,14 @@ class CheckedRule(RevealRule):
         return kept
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """See `RevealRule.reveal`."""
+        """Choose the columns to reveal by the caller's rule, and check them. Return them and the
+        rule's memo."""
         columns, new_memo = self.rule.reveal(state, scores, memo)
         return self.checked("reveal", state, columns), new_memo
 
     def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule.likely`."""
+        """Return the guesses of the caller's rule (`RevealRule.likely`), after checking their
+        columns."""
         guesses = self.rule.likely(state, log_odds, count)
         return [(self.checked("likely", state, columns), chance) for columns, chance in guesses]
 
@@ -332,7 +335,7 @@ class Static(RevealRule, name="static"):
 
     @classmethod
     def from_options(cls, options: Any, block_size: int) -> Self:
-        """See `RevealRule.from_options`."""
+        """Make the rule from checked options, as `RevealRule.from_options` requires."""
         return cls(schedule_of(block_size, options.denoising_steps))
 
     def quota(self, state: State) -> int:
@@ -347,12 +350,12 @@ class Static(RevealRule, name="static"):
         return tuple(sorted(by_odds(state.free, log_odds)[:quota]))
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """See `RevealRule.reveal`."""
+        """Choose the columns to reveal, as `RevealRule.reveal` requires."""
         return self.first(state, scores.log_odds), memo
 
     def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule.likely`: the guesses differ only in the least confident of their n
-        columns; the other columns are taken as certain."""
+        """Guess as `RevealRule.likely` requires. The guesses differ only in the least confident of
+        their n columns; the other columns are taken as certain."""
         quota = self.quota(state)
         if count == 1 or len(state.free) < quota:
             return [(self.first(state, log_odds), 1.0)]
@@ -379,11 +382,11 @@ class Dynamic(RevealRule, name="dynamic"):
 
     @classmethod
     def from_options(cls, options: Any, block_size: int) -> Self:
-        """See `RevealRule.from_options`."""
+        """Make the rule from checked options, as `RevealRule.from_options` requires."""
         return cls(logit(options.confidence_threshold))
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """See `RevealRule.reveal`."""
+        """Choose the columns to reveal, as `RevealRule.reveal` requires."""
         log_odds = scores.log_odds
         threshold = self.threshold
         best = most_confident(state.free, log_odds)
@@ -392,7 +395,8 @@ class Dynamic(RevealRule, name="dynamic"):
         ), memo
 
     def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule.likely`."""
+        """Guess as `RevealRule.likely` requires: sets of columns whose log-odds may exceed the
+        threshold."""
         return likely_over(state.free, log_odds, self.threshold, count)
 
 
@@ -402,7 +406,7 @@ class Sequential(Static, name="sequential"):
 
     @property
     def left_to_right(self) -> bool:
-        """See `RevealRule.left_to_right`."""
+        """Whether each step reveals exactly the leftmost mask, which means that n is always 1."""
         return max(self.schedule) == 1
 
     def first(self, state: State, log_odds: Sequence[float]) -> Columns:
@@ -410,7 +414,7 @@ class Sequential(Static, name="sequential"):
         return state.free[: self.quota(state)]
 
     def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule.likely`: return a single guess."""
+        """Return a single guess, the n leftmost free columns, with the chance 1."""
         return [(self.first(state, log_odds), 1.0)]
 
 
@@ -429,7 +433,7 @@ class EntropyBound(RevealRule, name="entropy_bound"):
 
     @classmethod
     def from_options(cls, options: Any, block_size: int) -> Self:
-        """See `RevealRule.from_options`."""
+        """Make the rule from checked options, as `RevealRule.from_options` requires."""
         return cls(options.entropy_threshold)
 
     def leading(self, entropies: Sequence[float]) -> int:
@@ -438,7 +442,7 @@ class EntropyBound(RevealRule, name="entropy_bound"):
         return sum([total < self.bound for total in accumulate(entropies)])
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """See `RevealRule.reveal`."""
+        """Choose the columns to reveal, as `RevealRule.reveal` requires."""
         entropy = scores.entropy
         assert entropy is not None
         ordered = sorted(state.free, key=entropy.__getitem__)
@@ -446,8 +450,8 @@ class EntropyBound(RevealRule, name="entropy_bound"):
         return tuple(sorted(ordered[:count])), memo
 
     def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule.likely`: guess the most confident columns, about as many as the bound
-        allows under their estimated entropies."""
+        """Guess as `RevealRule.likely` requires: the most confident columns, about as many as the
+        bound allows under their estimated entropies."""
 
         def room_of(ordered: list[int], log_odds: list[float]) -> int:
             return self.leading([likely_entropy(log_odds[column]) for column in ordered])

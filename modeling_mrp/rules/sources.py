@@ -72,7 +72,8 @@ class CheckedSource:
     mask_id: int
 
     def propose(self, row: Row, state: State, parent: State | None) -> Candidates | None:
-        """See `DraftSource.propose`. Raise `ValueError` for an invalid proposal."""
+        """Return the proposal of the user's source (`DraftSource.propose`). Raise `ValueError` if
+        it is invalid."""
         candidates = self.source.propose(row, state, parent)
         if candidates is None:
             return None

@@ -1,14 +1,15 @@
 """The networks of a round on the engine. Their forwards use the engine's KV pools in place of this
 package's own cache.
 
-States that have the same prefix and do not attend to each other become rows of one engine batch.
-These rows share the slots of the prefix, so attention needs no mask. If a state attends to a clean
-block (a block without masks) of the same round, the slots of this block are mapped after the
-prefix. This works because every layer writes all keys and values before it reads any.
+Every state of a round becomes a separate row of one engine batch. All states of a request share the
+slots of the prefix, so attention needs no mask. If a state attends to another state of the same
+round (its parent, such as a clean block before it), the slots of the parent's block are mapped
+between the prefix and the state's own block. This works because every layer writes all keys and
+values before it reads any.
 
-The host assigns slots to states. A forward is one copy to the device, one gather of slots, one
-indexed write to the map of positions to slots, the network, and one copy of the chosen tokens to
-the host.
+The host assigns slots to states. A forward consists of one copy to the device, one gather of slots,
+one indexed write to the map of positions to slots, the network, and one copy of the chosen tokens
+to the host.
 """
 
 from collections.abc import Sequence
@@ -34,9 +35,9 @@ class RequestRows:
     """The rows of an engine batch that take part in a round.
 
     Attributes:
-        indices: The index of each of these rows in the batch.
-        rows: The row of each in the pool that maps positions to slots.
-        starts: The absolute position of the current block of each.
+        indices: For each of these rows, its index in the engine batch.
+        rows: For each of these rows, its row in the engine's pool, the map of positions to slots.
+        starts: For each of these rows, the absolute position of its current block.
     """
 
     indices: list[int]
@@ -48,12 +49,13 @@ class SlotPool:
     """The rows of the engine's pool and the blocks of slots that the states of a round may use.
 
     Args:
-        slots: int64 [batch, block], the slots of each batch row's current block.
-        request_rows: The batch rows that take part.
-        loan: The borrowed rows and slots.
+        slots: int64 [batch, block], the slots of the current block of each row of the engine batch.
+        request_rows: The rows of the engine batch that take part in the round.
+        loan: The rows of the pool and the slots that the round has borrowed.
 
     Attributes:
-        blocks: int64 [batch + borrowed, block]: `slots`, then the borrowed slots.
+        blocks: int64 [batch + borrowed, block], blocks of slots: first those in `slots`, then the
+            borrowed ones.
         rows: For each row that takes part, a list: its own row of the pool, then its borrowed rows.
         slot_blocks: For each row that takes part, a list of indices in `blocks`: its own block,
             then its borrowed blocks.
@@ -73,8 +75,18 @@ class SlotPool:
             self.slot_blocks.append([batch_index, *range(begin, begin + loan.width)])
 
     def keep(self, row_index: int, block_index: int) -> int:
-        """Swap a row's own block for its borrowed block `block_index`, which the row then keeps.
-        Return the index in `blocks` of the block that the row has got."""
+        """Make a borrowed block of slots a row's own block. At the end of the round, the former own
+        block goes back to the engine's pool in place of the borrowed one. In `slot_blocks`, the two
+        blocks exchange their places.
+
+        Args:
+            row_index: The index of the row among the rows that take part.
+            block_index: The index of the borrowed block in the row's list in `slot_blocks`, at
+                least 1.
+
+        Returns:
+            The index in `blocks` of the row's new own block.
+        """
         slot_blocks = self.slot_blocks[row_index]
         self.loan.swapped[slot_blocks[block_index] - self.batch] = self.blocks[slot_blocks[0]]
         slot_blocks[0], slot_blocks[block_index] = slot_blocks[block_index], slot_blocks[0]
@@ -88,12 +100,12 @@ class PackedStates:
 
     Attributes:
         states: The states. The next four lists have an entry for each state.
-        row: The index of the state's row among the rows that take part.
-        pool_row: The state's row of the pool.
-        slot_block: The index of the state's block in `SlotPool.blocks`.
+        row: The index, among the rows that take part, of the row to which the state belongs.
+        pool_row: The row of the pool that the state uses.
+        slot_block: The index in `SlotPool.blocks` of the block of slots that the state uses.
         prefix: The length of the state's prefix, the earlier tokens that the state attends to.
-        map_entries: For each block to write to the map: its row of the pool, its position, and its
-            index in `SlotPool.blocks`.
+        map_entries: For each block to write to the map: the row of the pool, the position of the
+            block's first token, and the index of the block in `SlotPool.blocks`.
     """
 
     states: list[State]
@@ -107,17 +119,23 @@ class PackedStates:
 def assign_states(
     slot_pool: SlotPool, packed: Packed, cached_lengths: Sequence[int], block: int, parents: bool
 ) -> PackedStates:
-    """Assign a row of the pool to each state, and list the blocks that must be mapped in this row
-    after the shared prefix.
+    """Assign to each state a row of the pool and a block of slots, and list the blocks that must be
+    written to the map of positions to slots.
 
-    A row's first state uses the row's own slots while its block is the engine's current one.
+    Each row of the batch has a pool row and a block of its own, and borrows more of both. Its first
+    state uses its own pool row and block, unless that block is committed already. All other states
+    use borrowed ones. In a borrowed pool row, the prefix is followed by the block to which the
+    state attends (its parent's block, or the committed block of the row), if there is one, and then
+    by the state's own block. Both must be written to the map.
 
     Args:
-        slot_pool: The rows of the pool and the blocks that states may take.
-        packed: The states of each row, each with the index of its parent.
-        cached_lengths: For each row, the number of tokens that have keys and values.
+        slot_pool: The rows of the pool and the blocks that states may use.
+        packed: For each row that takes part, its states, each with the index of its parent among
+            them, or -1.
+        cached_lengths: For each row that takes part, the number of leading tokens that have keys
+            and values.
         block: The number of tokens of a block.
-        parents: Whether states attend to their clean parents.
+        parents: Whether states attend to their parents.
     """
     packed_states = PackedStates([], [], [], [], [], [])
     for row_index, (start, row_states) in enumerate(
@@ -178,7 +196,7 @@ def packed_batch(
         batch: The engine's batch.
         request_rows: The rows of the batch that take part.
         packed_states: The states, with their rows of the pool and their blocks.
-        on_device: The states' fields on the device, by name.
+        on_device: The fields of the new batch on the device, by name.
         on_host: The same fields on the host.
         slots: [n, block], the slots for the keys and values of n states.
     """
@@ -221,8 +239,8 @@ def packed_batch(
 
 
 class EngineNetworks:
-    """The networks of one round of an engine batch (a `Runner`). They run backbone and head, and
-    pick tokens.
+    """The networks of one round of an engine batch (a `Runner`): they run the backbone and the
+    head, and pick tokens from the outputs of both.
 
     The head's keys and values lie in the same slots as the backbone's, but in layers of their own.
     They are written as soon as a block is committed. So a request that shares a prefix through the
@@ -233,12 +251,12 @@ class EngineNetworks:
         batch: The engine's `ForwardBatch` of the rows.
         request_rows: The rows that take part.
         with_head: Whether the head takes part.
-        pickers: The pickers of tokens, for reveals and drafts.
+        pickers: The pickers of the rows. They pick tokens for reveals and for drafts.
         block: The number of tokens of a block.
 
     Attributes:
-        sampler: Picks tokens from hidden states.
-        graph_ran: Whether the backbone's last forward was a CUDA graph.
+        sampler: Picks tokens at the free columns of states, with the picker of each state's row.
+        graph_ran: Whether the backbone's last forward ran as a CUDA graph.
     """
 
     def __init__(
@@ -266,8 +284,8 @@ class EngineNetworks:
         self._last_result: tuple[Tensor, np.ndarray, Tensor] | None = None
 
     def borrow(self, loan: BorrowedSlots) -> None:
-        """Take the rows and slots that the round has borrowed from the engine's pools. This must be
-        done before the first forward."""
+        """Take over the rows and slots that the round has borrowed from the engine's pools
+        (`loan`). Call this before the first forward."""
         slots = self.batch.out_cache_loc_virtual
         if slots is None:
             slots = self.batch.out_cache_loc
@@ -283,6 +301,14 @@ class EngineNetworks:
         residual: bool = False,
     ) -> Tensor:
         """Run the backbone over packed states or, if `hidden` is given, the head.
+
+        Args:
+            packed: For each row that takes part, its states, each with the index of its parent
+                among them, or -1.
+            cached_lengths: For each row that takes part, the number of leading tokens that have
+                keys and values.
+            hidden: For each state, the hidden states h_A from which the head starts.
+            residual: Whether the head's own output is returned without h_A.
 
         Returns:
             [states, block, hidden_size]: from the backbone, its hidden states; from the head, h_A +
@@ -354,8 +380,9 @@ class EngineNetworks:
         table.view(-1).index_copy_(0, on_device["map_indices"], slots.flatten().to(table.dtype))
 
     def _state_vectors(self, packed_states: PackedStates) -> dict[str, IntVector]:
-        """Return the fields of a `ForwardBatch` in which each state is a row, and as "free" the
-        indices of the states' free columns, by name."""
+        """Return the states' vectors of integers, by name: the fields of a `ForwardBatch` in which
+        each state is a row and, under the name "free", the indices of the states' free columns. The
+        index of a column is that of its state times the block size, plus the column."""
         block = self.block
         count = len(packed_states.states)
         batch = self.batch
@@ -385,13 +412,14 @@ class EngineNetworks:
         return vectors
 
     def _apply_head(self, batch: Any, hidden: Tensor, residual: bool) -> Tensor:
-        """Run the head on hidden states h_A [tokens, hidden_size]. Return h_A + h_C, where h_C is
-        the head's output, or h_C alone if `residual`; the result has the shape of h_A."""
+        """Run the head on hidden states h_A [tokens, hidden_size] of the states in the engine batch
+        `batch`. Return h_A + h_C, where h_C is the head's output, or h_C alone if `residual`; the
+        result has the shape of h_A."""
         residual_output: Tensor = self.engine.model.run_head(self.engine, batch, hidden)
         return residual_output if residual else hidden + residual_output
 
     def score(self, rows: Sequence[Row], drafts: Sequence[Sequence[Node]]) -> list[list[Scores]]:
-        """Score all rows' nodes in one backbone forward. See `Runner.score`."""
+        """Score all rows' nodes in one backbone forward, as `Runner.score` requires."""
         packed = []
         for row, nodes in zip(rows, drafts, strict=True):
             row.counts.forwards += bool(nodes)
@@ -406,8 +434,8 @@ class EngineNetworks:
         queries: Sequence[Sequence[tuple[State, Hidden]]],
         residual: bool = False,
     ) -> list[list[Hidden]]:
-        """Run one head pass over states of each row. See `Runner.head`. In this runner, the head
-        has already read every committed block."""
+        """Run one head pass over states of each row, as `Runner.head` requires. In this runner, the
+        head has read every committed block when this is called."""
         packed = []
         hidden: list[Hidden] = []
         for states in queries:
@@ -423,7 +451,8 @@ class EngineNetworks:
         return results
 
     def commit(self, rows: Sequence[Row], clean: Sequence[Sequence[int]]) -> None:
-        """Keep the accepted clean state of each row, and let the head read it. See `Runner.commit`.
+        """Commit the accepted clean state of each row that has one, as `Runner.commit` requires,
+        and let the head read it.
 
         A clean state that was drafted lies in borrowed slots. The row keeps these slots, and gives
         back its own in their place.
@@ -448,10 +477,13 @@ class EngineNetworks:
             row.held += self.block * bool(slots)
 
     def _at_columns(self, columns: np.ndarray, *several: Sequence[Hidden]) -> list[Tensor]:
-        """Copy column indices to the device, and gather the hidden states of each list of blocks at
-        these columns. Return the indices [n], then the hidden states [n, size] of each list. See
-        `Gather`. Indices that have been on the device since the last forward are not copied
-        again."""
+        """Copy column indices to the device, and gather the hidden states at these columns from
+        each list of blocks in `several` (a `Gather`). The index of a column is that of its state
+        times the block size, plus the column.
+
+        Return the indices [n], then the hidden states [n, size] for each list. Indices that are
+        still on the device from the last forward are not copied again.
+        """
         last_output, last_columns, last_index = self._last_result or (None, None, None)
         is_last = last_columns is not None and np.array_equal(columns, last_columns)
         vectors = {}

@@ -1,5 +1,5 @@
-"""Requests of the engine: whether a request can be served, the options and the end of its text, and
-its progress."""
+"""Requests of the engine: whether a request can be served, the options by which its text is
+decoded, the end of its text, and its progress."""
 
 import hashlib
 import re
@@ -26,7 +26,7 @@ class RequestOptions:
 
     Attributes:
         mode: The decoding mode: reveal rule, refinement and drafting.
-        sampling: How tokens are picked.
+        sampling: The sampling options, by which tokens are picked.
         seed: The seed of the noise.
         eos: Ids that end the text; empty if the text is decoded in the way of the engine's own
             algorithms, which do not stop at an eos.
@@ -62,7 +62,8 @@ class EngineRow(Row):
 
 
 class Progress:
-    """The progress of a request. It is kept when the request gets another row.
+    """The progress of a request. It outlives the request's row: if the request gets another row, it
+    keeps its progress.
 
     Attributes:
         options: How the request's text is decoded.
@@ -87,9 +88,9 @@ class Progress:
         return max(self.step, default=-1) + 1
 
     def finish(self, row: Row, end: int) -> int:
-        """Record the log-confidences and steps of those generated tokens of a row that lie before
-        the position `end`, as they are finished now. Return the number of tokens that were not
-        recorded before."""
+        """Record the log-confidences and denoising steps of a row's generated tokens before the
+        position `end`, which are final now. Return the number of tokens that were not recorded
+        before."""
         begin = len(self.step)
         size = max(0, end - row.prompt)
         self.logprob += row.logprob[begin:size]
@@ -155,8 +156,8 @@ def seed_of(rid: str) -> int:
 
 
 def refusal(req: Any) -> str | None:
-    """Return the reason why the algorithm cannot serve a request, with its remedy; None if it
-    can."""
+    """Return the reason why the plugin cannot serve a request, with a remedy; None if it can serve
+    it."""
     try:
         if unserved := [feature for feature, requested in _unserved(req).items() if requested]:
             return f"MRP does not serve requests with {'; '.join(unserved)}. Leave that out"
@@ -170,8 +171,8 @@ def refusal(req: Any) -> str | None:
 
 
 def _unserved(req: Any) -> dict[str, Any]:
-    """Return a dict that maps a description of each feature that is not served to whether the
-    request uses this feature."""
+    """Map a description of each feature that the plugin does not serve to a truthy value if the
+    request uses this feature, and to a falsy one otherwise."""
     params = req.sampling_params
     counts = {name: getattr(params, name) for name in ("max_new_tokens", "min_new_tokens", "top_k")}
     return {
@@ -212,7 +213,7 @@ def refusal_of_body(body: Any, prompt: Sequence[int]) -> str | None:
 
     Args:
         body: The engine's `GenerateReqInput` of one request.
-        prompt: The ids of its prompt.
+        prompt: The ids of the request's prompt.
     """
     first = body.logprob_start_len
     if body.return_logprob and first is not None and 0 <= first < len(prompt):
@@ -230,7 +231,14 @@ def refusal_of_body(body: Any, prompt: Sequence[int]) -> str | None:
 
 
 def end_of_text(req: Any, block: int, context_length: int) -> int:
-    """Compute the end position of the last block that the text of a request can reach."""
+    """Compute the position of the end of the last block that the text of a request can reach.
+
+    Args:
+        req: The request.
+        block: The number of tokens of a block.
+        context_length: The largest number of tokens of a text, prompt included. Only whole blocks
+            within it are decoded.
+    """
     length = len(req.origin_input_ids) + req.sampling_params.max_new_tokens
     return min(-(-length // block) * block, context_length // block * block)
 
@@ -250,22 +258,24 @@ def stop_ids(req: Any) -> set[int]:
 def text_of_block(
     req: Any, options: RequestOptions, ids: Sequence[int], start: int, mask_id: int
 ) -> list[int] | None:
-    """Return the final ids of a block in which the text ends. Return None if the text does not end
-    before the end of the block, or if a mask is left before the end of the text.
+    """If a request's text ends within a block, return the final ids of the whole block. Return None
+    if the text does not end before the end of the block, or if a mask is left before the end of the
+    text.
 
-    Tokens after the end are cut off, so they need no decoding. Masks stand in for them, and the
+    Ids after the end of the text need no decoding. In the result, masks stand in their place. The
     engine keeps no keys and values of a block that the text does not fill.
 
-    A text that is decoded in the way of the engine's own algorithms does not stop at an eos. For
-    such a text, all ids stay as they are. If the request has stop strings, the result is then None,
-    since a stop string may end the text earlier.
+    If the text is decoded in the way of the engine's own algorithms (`Sampling.stock`), decoding
+    goes on after an eos. So ids after the end of the text are returned as they are. If such a
+    request has stop strings, the result is always None, since a stop string may end the text
+    earlier.
 
     Args:
         req: The request.
         options: How the request's text is decoded.
-        ids: The ids of the block so far.
-        start: The block's absolute position.
-        mask_id: The mask's id.
+        ids: The present ids of the block, masks included.
+        start: The absolute position where the block begins.
+        mask_id: The id of the mask.
     """
     params = req.sampling_params
     prompt = len(req.origin_input_ids) - start

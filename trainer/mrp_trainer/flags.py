@@ -45,14 +45,20 @@ _METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
 class Help(str):
-    """The help text of a dataclass field. Its attribute `declared` maps the names of the field's
-    other declarations to their values. The declarations are attached to the text because tools that
-    read dataclasses, such as `HfArgumentParser`, pass a field's metadata on to argparse."""
+    """The help text of a dataclass field, with other declarations of the field attached to it.
+
+    They are not entries of the field's metadata, because tools that read dataclasses, such as
+    `HfArgumentParser`, pass all metadata on to argparse, which knows only some names.
+
+    Attributes:
+        declared: Maps the name of each other declaration to its value.
+    """
 
     declared: Mapping[str, Any]
 
     def __new__(cls, text: str, **declared: Any) -> "Help":
-        """Make a help text with the given declarations, each passed as a keyword argument."""
+        """Make a help text with the given declarations, each passed as a keyword argument. `text`
+        is the help text."""
         made = super().__new__(cls, text)
         made.declared = MappingProxyType(declared)
         return made

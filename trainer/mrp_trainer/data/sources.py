@@ -59,9 +59,13 @@ class DataPath:
 
 @dataclass(frozen=True)
 class Source:
-    """A source of records: tables, by the names that error messages use. An item of a table is a
-    row, or a line of JSON as bytes; blank lines are skipped. `weights` maps the name of a table to
-    how often each of its records is used, by default 1."""
+    """A source of records: one or more named tables. Each record is a mapping or, in a table of
+    JSON lines, a line as bytes. Blank lines are skipped.
+
+    Attributes:
+        tables: Maps the name of each table, as error messages show it, to its records.
+        weights: Maps the name of a table to how often each of its records is used, by default 1.
+    """
 
     tables: Mapping[str, Iterable[Any]]
     weights: Mapping[str, float] = field(default_factory=dict)
@@ -69,8 +73,8 @@ class Source:
 
 @dataclass(frozen=True)
 class JsonFile:
-    """A JSON file, optionally compressed by gzip. It holds one object per line, or one array of
-    objects. Iteration yields the lines as bytes, or the items of the array; `FieldError` if the
+    """A JSON file, optionally compressed by gzip. It holds one record per line, or one array of
+    records. Iteration yields the lines as bytes, or the records of the array; `FieldError` if the
     array is not JSON. With `begin` and `end`, which count bytes, only this part of a file of lines
     is read."""
 
@@ -174,8 +178,8 @@ def source_of(dataset: Any, name: str) -> Source | None:
     another map-style dataset of mappings, a path that `open_source` accepts, or already a source.
     `name` is its name in error messages.
 
-    Return None if the first item is not a mapping. `ValueError` if the dataset has no length,
-    `RecordError` if a path cannot be read.
+    Return None if the first element of the dataset is not a mapping. `ValueError` if the dataset
+    has no length, `RecordError` if a path cannot be read.
     """
     if isinstance(dataset, str | os.PathLike):
         return open_source([os.fspath(dataset)])
@@ -194,8 +198,8 @@ def source_of(dataset: Any, name: str) -> Source | None:
 
 @dataclass(frozen=True)
 class TableRows:
-    """The rows of a `datasets.Dataset`, without nulls. A table fills missing fields of a row with
-    null, even in the arguments of a tool call, and templates would print these nulls."""
+    """The records of a `datasets.Dataset`, without nulls. A table fills missing fields of a record
+    with null, even in the arguments of a tool call, and templates would print these nulls."""
 
     table: Any
 
@@ -269,9 +273,18 @@ class Outcome:
 def outcomes(
     name: str, rows: Iterable[Any], first: int, weight: float, read: Callable[[Any], Any]
 ) -> Iterator[Outcome]:
-    """Read the rows of a table with the function `read`, and yield the outcome of each. `first` is
-    the number of the first row, and `weight` is how often each row is used. An error in one record
-    is the outcome of that record. An error of the whole file is an outcome with number 0."""
+    """Read the records of a table with the function `read`, and yield the outcome of each.
+
+    An error in one record is the outcome of that record. An error of the whole table is an outcome
+    with number 0.
+
+    Args:
+        name: The name of the table.
+        rows: The records of the table.
+        first: The number of the first record.
+        weight: How often each record is used.
+        read: Parses a record; it raises `FieldError` if the record is malformed.
+    """
     try:
         for number, row in enumerate(rows, start=first):
             if isinstance(row, bytes) and not row.strip():

@@ -72,7 +72,8 @@ class Check:
 
 
 def checked(name: str, check: Callable[[], Check]) -> Check:
-    """Run a check; turn an exception into a failed check, so that other checks still run."""
+    """Run the function `check` and return its result. If it raises an exception, return a failed
+    check with the name `name` instead, so that other checks still run."""
     try:
         return check()
     except Exception as error:
@@ -163,8 +164,8 @@ def drafters(model: MRPForCausalLM) -> tuple[str, ...]:
 
 
 def check_weights(model: MRPForCausalLM) -> Iterator[Check]:
-    """Check that the weights of the backbone are finite, and those of the head if the model has
-    one."""
+    """Yield a check for the backbone, and one for the head if the model has one: whether all
+    weights are finite."""
     for component in ("backbone", *["head"] * model.config.has_head):
         weights = {}
         for name, weight in model.named_parameters():
@@ -178,8 +179,9 @@ def check_weights(model: MRPForCausalLM) -> Iterator[Check]:
 
 
 def check_noise(device: torch.device) -> Iterator[Check]:
-    """Compare the noise that a device makes for sampling with the noise that the host makes for
-    drafts. The keys must be equal to the bit; the noise must be equal up to rounding."""
+    """Yield one check: whether a device makes the same noise for sampling as the host makes for
+    drafts. The noise keys, which are integers, must be exactly equal; the noise made from them must
+    be equal up to rounding."""
     seeds = (0, 1, (1 << 31) + 1, (1 << 62) - 1)
     table = [(seed, 9999 * index, index + 1) for index, seed in enumerate(seeds)]
 
@@ -201,8 +203,8 @@ def check_noise(device: torch.device) -> Iterator[Check]:
 
 
 def check_kernels(model: MRPForCausalLM) -> Iterator[Check]:
-    """Compare each kernel with its PyTorch twin on sample arguments that have the sizes of the
-    model."""
+    """Yield a check for each kernel: whether it agrees with its PyTorch twin on sample arguments
+    that have the sizes of the model."""
     weight = model.lm_head.weight.detach()
     template = weight if weight.dtype in KERNEL_DTYPES else weight.float()
     if unusable(template.device, template.dtype, interpreted=True) is not None:
@@ -226,8 +228,9 @@ def check_kernels(model: MRPForCausalLM) -> Iterator[Check]:
 
 
 def check_drafts(model: MRPForCausalLM, inputs: dict[str, Tensor], states: int) -> Iterator[Check]:
-    """Compare the texts that each drafting mode decodes with the texts that its target decodes
-    without drafts. `states` is the option `num_draft_states`."""
+    """Yield a check for each target and each drafting mode: whether the texts that the mode decodes
+    agree (`compare_texts`) with the texts that its target decodes without drafts. `inputs` are
+    those of `generate`, and `states` is the option `num_draft_states`."""
     plain: dict[str, Any] = {}
     if model.device.type == "cpu":
         plain = {"graphs": False, "kernels": False}
@@ -248,12 +251,13 @@ def check_drafts(model: MRPForCausalLM, inputs: dict[str, Tensor], states: int) 
 def check_fast_paths(
     model: MRPForCausalLM, inputs: dict[str, Tensor], states: int
 ) -> Iterator[Check]:
-    """Compare texts decoded with CUDA graphs to texts decoded without graphs, and texts decoded
-    with kernels to texts decoded without kernels. A check also fails if decoding fell back to
-    PyTorch.
+    """Yield a check for CUDA graphs and, on a GPU, one for kernels: whether texts decoded with them
+    agree (`compare_texts`) with texts decoded without them. A check also fails if decoding fell
+    back to PyTorch.
 
-    Texts decoded with kernels are compared on a GPU only; for interpreted kernels, `check_kernels`
-    compares single results. `states` is the option `num_draft_states`.
+    Texts decoded with interpreted kernels are not compared; `check_kernels` compares single results
+    of these kernels. `inputs` are those of `generate`, and `states` is the option
+    `num_draft_states`.
     """
     mode: dict[str, Any] = {"decoding": drafters(model)[0], "num_draft_states": states}
 

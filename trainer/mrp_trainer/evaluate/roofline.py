@@ -219,8 +219,8 @@ class Counts:
 
 
 def masks_per_state(block_size: int) -> float:
-    """Compute the mean number of masked positions (positions that need a pick) in a state of a
-    block, over states from all positions masked to none."""
+    """Return the mean number of masked positions (positions that need a pick) in a state of a
+    block, if all numbers of masks from 0 to `block_size` are equally frequent."""
     return block_size / 2
 
 

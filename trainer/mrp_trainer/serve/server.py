@@ -134,13 +134,15 @@ class Service:
         self.manager.start()
 
     def stop(self) -> None:
-        """Accept no more requests, and end the running ones before their next round."""
+        """Accept no more requests, and tell the decoding thread to end the running ones before
+        their next round. Do not wait for that."""
         self.ending = True
         if self.manager.is_running():
             self.manager.stop(block=False, hard_stop=True)
 
     def close(self) -> None:
-        """Wait briefly for the threads to end."""
+        """Drop the requests that wait to be read, and wait briefly for the decoding thread to end.
+        The thread that reads requests is not waited for."""
         self._reader.shutdown(wait=False, cancel_futures=True)
         if self.manager.is_running():
             self.manager.stop(hard_stop=True, timeout=_END_SECONDS)

@@ -50,13 +50,16 @@ class EndpointDecoder:
         self.fingerprint = {**self.decoded_by, "endpoint": self.endpoint}
 
     def batches(self, begins: Sequence[int], count: int) -> Iterator[tuple[int, list[str]]]:
-        """Request the answers to batches of chats, as `TextMaker.batches` requires."""
+        """Request the answers to batches of `count` chats each, as `TextMaker.batches` requires;
+        the chats of a batch are sent at the same time. `begins` holds the index of the first chat
+        of each batch. For each batch, yield this index and the JSON lines of the answers that were
+        not cut."""
         for begin in begins:
             yield begin, self._lines(self.chats[begin : begin + count], count)
 
     def _lines(self, chats: Sequence[Chat], count: int) -> list[str]:
-        """Request the answers to chats, `count` at the same time. Return the JSON lines of those
-        answers that were not cut."""
+        """Request the answers to chats, `count` of them at the same time. Return the JSON lines of
+        those answers that were not cut at `max_new_tokens`."""
         with (
             network_errors(f"the server at {self.endpoint}", "repeat the command"),
             ThreadPoolExecutor(count) as threads,
@@ -65,7 +68,8 @@ class EndpointDecoder:
         return [json.dumps(record) for record in records if record is not None]
 
     def note(self, lines: Sequence[str]) -> str:
-        """Return a remark about answers that were cut, as `TextMaker.note` requires."""
+        """Return a remark on the number of answers that were cut and left out, or an empty text if
+        there are none. `lines` are the JSON lines of all other answers."""
         cut = len(self.chats) - len(lines)
         return f"; {cut} that max_new_tokens cut are left out" if cut else ""
 

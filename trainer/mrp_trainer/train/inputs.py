@@ -32,15 +32,19 @@ def bare_model(model: Any) -> MRPForCausalLM:
 
 
 def prepare_model(model: Any, args: MRPTrainingArguments) -> None:
-    """Prepare a model for training. Weights that the objective does not train are frozen; in a peft
-    model, only the weights that are trainable already are trained. Trainable weights in 16 bits are
-    cast to float32, since in bfloat16 rounding would discard most updates. With objective `mrp`, a
-    bare model decodes with `mrp_spec` by default, unless its generation config names a mode.
+    """Prepare a model for training, in place.
+
+    In a peft model, the weights that are trainable already are trained. In any other model,
+    objective `mrp` freezes all weights but those of the head, and other objectives freeze those of
+    the head. Trainable weights in 16 bits are cast to float32, since in bfloat16 rounding would
+    discard most updates. With objective `mrp`, the generation config of a model without peft names
+    the mode `mrp_spec` afterwards, unless it named a mode before.
 
     Raises:
         ValueError: if objective `mrp` or `eval_prompts` is given for a model without a head; if
-            objective `mrp` is given for a model in bfloat16 or float16 without the argument `bf16`
-            or `fp16`; or if the generation config is one that no checkpoint can hold.
+            objective `mrp` is given for a model without peft in bfloat16 or float16 without the
+            argument `bf16` or `fp16`, respectively; or if transformers would refuse to save the
+            generation config in a checkpoint.
     """
     bare = bare_model(model)
     if args.objective == "mrp" and bare.mrp_head is None:

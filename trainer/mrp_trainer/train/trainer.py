@@ -411,8 +411,9 @@ class MRPTrainer(Trainer):
 
     @contextmanager
     def decoding_model(self) -> Iterator[Any]:
-        """Yield the bare model with complete weights, even if they are sharded. Autocast is on,
-        since frozen weights may be bfloat16 while trained weights are float32."""
+        """Yield the model, without the wrapper of peft if it has one, with complete weights even if
+        they are sharded. Autocast is on, since frozen weights may be bfloat16 while trained weights
+        are float32."""
         with gathered(self.model), self.accelerator.autocast():
             yield bare_model(self.model)
 
@@ -592,8 +593,8 @@ class MRPTrainer(Trainer):
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Gather the weights of a model that FSDP2 shards while the context is open. Calls that do not
-    begin at the model's forward need this."""
+    """Context manager: while it is open, the weights of a model sharded by FSDP2 are gathered.
+    Needed for calls that do not start at the model's `forward`."""
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in sharded:
         module.unshard()
