@@ -71,6 +71,22 @@ def test_the_queue_has_an_end(server: Served) -> None:
     assert server.chat(max_tokens=1).choices
 
 
+def test_a_request_counts_once(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it is read or while it waits: counted as both, it would take the last place of
+    another."""
+    service, counted = server.service, list[int]()
+    add = service.manager.add_request
+
+    def noted(*args: Any, **options: Any) -> str:
+        name = add(*args, **options)
+        counted.append(len(service.reading))
+        return name
+
+    monkeypatch.setattr(service.manager, "add_request", noted)
+    assert server.chat(max_tokens=1).choices
+    assert counted == [0]
+
+
 def test_a_large_body_keeps_nobody_waiting(server: Served) -> None:
     """It is refused by its bytes, declared or not; others are answered while it comes."""
     length = 8 << 20

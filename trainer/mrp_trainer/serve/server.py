@@ -118,7 +118,8 @@ class Service:
         self.listed = Model(id=name, object="model", created=int(time.time()), owned_by="mrp")
         self.metrics = Metrics()
         self.most_waiting = waiting
-        self.reading = 0  # number of requests that are being read, and will then wait
+        # one entry for each request that is being read; it goes where the request begins to wait
+        self.reading: set[object] = set()
         self.ending = False
         limits = ContinuousBatchingConfig(max_requests_per_batch=texts)
         self.manager: ContinuousBatchingManager = model.init_continuous_batching(
@@ -151,7 +152,7 @@ class Service:
         """Raise `HTTPException` if the queue is full, or if the server is ending."""
         if self.ending:
             raise HTTPException(503, "the server is shutting down: ask again later")
-        if self.manager.waiting + self.reading >= self.most_waiting:
+        if self.manager.waiting + len(self.reading) >= self.most_waiting:
             raise HTTPException(
                 429,
                 f"{self.most_waiting} texts wait already: ask again later",
@@ -175,7 +176,8 @@ class Service:
         """
         self.check_room()
         loop = asyncio.get_running_loop()
-        self.reading += 1
+        entry = object()
+        self.reading.add(entry)
         try:
             job = await loop.run_in_executor(self._reader, self._read, kind, body)
             echoed = await self.echoed(job) if job.echo else []
@@ -183,9 +185,9 @@ class Service:
             if job.limit:
                 for index in range(len(job.prompts) * job.copies):
                     texts.append(self._text(job, f"{uuid4().hex}-{index}"))
-                await loop.run_in_executor(self._reader, self._enqueue, job, texts)
+                await loop.run_in_executor(self._reader, self._enqueue, job, texts, entry)
         finally:
-            self.reading -= 1
+            self.reading.discard(entry)
         return Answer(job, self.name, self._decode, texts, echoed)
 
     def cancel(self, answer: Answer) -> None:
@@ -334,8 +336,10 @@ class Service:
         check_ids(torch.tensor([ids], dtype=torch.long), None, self.model.config)
         return ids
 
-    def _enqueue(self, job: Job, texts: Sequence[TextOfAnswer]) -> None:
-        """Submit the texts of a request to the manager: all of them, or none."""
+    def _enqueue(self, job: Job, texts: Sequence[TextOfAnswer], entry: object) -> None:
+        """Submit the texts of a request to the manager: all of them, or none. The request's entry
+        among those that are read is removed first, as `check_room` counts both kinds."""
+        self.reading.discard(entry)
         try:
             for index, text in enumerate(texts):
                 prompt = job.prompts[index // job.copies]
