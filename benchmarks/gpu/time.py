@@ -46,7 +46,7 @@ def time_rounds(
         for replayed in replay_rounds(model, rates, count, prefix, widths):
             parts = {}
             for part in replayed.parts:
-                parts[part.name.replace("'s", "_s").replace(" ", "_")] = 1e3 * part.wall
+                parts[part.name.replace("'s", "").replace(" ", "_")] = 1e3 * part.wall
             busy = None if replayed.busy is None else 1e3 * replayed.busy
             fields: dict[str, Any] = {
                 "round_ms": 1e3 * replayed.wall,
