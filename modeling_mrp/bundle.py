@@ -390,9 +390,9 @@ def modules_of(family: str = DENSE) -> dict[str, Module]:
     """Read the modules that the bundle of a model family contains: `modeling`, the module of the
     family's backbone, and all modules of this package that they import, directly or indirectly.
 
-    Return them by name, in the order of `READING`, except that modules which a module needs for its
-    import come before it. `family` is the name of the family. Its own module is left out if it lies
-    outside this package.
+    Return them by name, in reading order (the list `READING` in this module), except that modules
+    which a module needs for its import come before it. `family` is the name of the family. Its own
+    module is left out if it lies outside this package.
     """
     family_module = backbone_of(family).__module__.removeprefix(f"{__package__}.")
     pending = ["modeling"]
@@ -417,9 +417,10 @@ def modules_of(family: str = DENSE) -> dict[str, Module]:
 
 
 def reading_rank(name: str) -> tuple[int, str]:
-    """Return a key that sorts modules by reading order. It begins with the index of an entry of
-    `READING`: the longest one that is the module or a package around it. A module without such an
-    entry comes last."""
+    """Return a key that sorts modules by reading order, given the name of a module. The key begins
+    with the index of an entry of `READING`, the list of modules and packages in that order: the
+    longest entry that is the module or a package around it. A module without such an entry comes
+    last."""
     components = name.split(".")
     for length in range(len(components), 0, -1):
         entry = ".".join(components[:length])

@@ -25,7 +25,8 @@ def version_note() -> str | None:
 
 @contextmanager
 def tested_versions() -> Iterator[None]:
-    """Add `version_note` to any error raised within the context."""
+    """Context manager: add the note of `version_note`, if there is one, to any error that is raised
+    within the context."""
     try:
         yield
     except Exception as error:

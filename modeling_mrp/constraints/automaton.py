@@ -16,7 +16,8 @@ States = int
 
 
 def members(states: States) -> list[int]:
-    """List the numbers of the states in a set, in increasing order."""
+    """List the numbers of the states in a set, in increasing order. The set is an int with a bit
+    for each state."""
     listed = []
     while states:
         lowest = states & -states
@@ -161,7 +162,8 @@ class PackedSet:
     @classmethod
     def of(cls, is_member: np.ndarray, only: int | None = None) -> Self:
         """Make a set from a bool array [vocab] that says whether each token id belongs to the set.
-        `only` is the attribute of this name."""
+        `only` becomes the attribute of this name: the single id in the set, or the first eos if all
+        ids are eos."""
         return cls(np.packbits(is_member), len(is_member), only)
 
     def is_member(self) -> np.ndarray:
@@ -170,7 +172,8 @@ class PackedSet:
 
 
 class TokenAutomaton:
-    """A deterministic automaton over token ids. Texts start at state 0.
+    """A deterministic automaton over token ids. Texts start at state 0. A set of states (`States`)
+    is an int with a bit for each state.
 
     The last state is the end. An eos leads from each final state to the end, where only eos tokens
     may follow.

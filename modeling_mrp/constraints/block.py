@@ -47,7 +47,8 @@ class AutomatonConstraint(Constraint):
         self, origin: int, start: int, ids: tuple[int, ...], columns: Sequence[int]
     ) -> list[TokenSet | None]:
         """List the sets of tokens that the masked `columns` of a state may take, each column
-        considered alone. See `Constraint.allowed`."""
+        considered alone; None for each column if the text cannot be completed any more. See
+        `Constraint.allowed`."""
         paths = self.paths(origin, start, ids)
         if not paths[0]:
             return [None] * len(columns)
@@ -87,7 +88,14 @@ class AutomatonConstraint(Constraint):
     def paths(self, origin: int, start: int, ids: tuple[int, ...]) -> list[States]:
         """Return the automaton's states on all paths through a block on which the text can still be
         completed, as a list of sets: one set before each column after the prompt, and one after the
-        last column. All sets are empty if there is no such path."""
+        last column. All sets are empty if there is no such path. A set is an int with a bit for
+        each state.
+
+        Args:
+            origin: The automaton's state before the block.
+            start: The position in the text where the block begins.
+            ids: The token ids of the block, masks included.
+        """
         key = (origin, start, ids)
         paths = self._paths.get(key)
         if paths is None:

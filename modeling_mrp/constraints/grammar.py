@@ -54,8 +54,8 @@ class GrammarConstraint(Constraint):
         )
 
     def prefix_of(self, origin: tuple[int, ...], start: int, ids: Sequence[int]) -> tuple[int, ...]:
-        """Return the new tokens before the first mask or eos of a block: those of `origin`, then
-        those of the block itself."""
+        """Return the new tokens before the first mask or eos of a block: first those before the
+        block, which are `origin`, then those of the block itself."""
         tokens = []
         for token in ids[max(0, self.prompt - start) :]:
             if token == self.mask_id or token in self.eos:

@@ -129,7 +129,7 @@ def language_of(languages: Languages, name: str, value: Any) -> Language:
     Args:
         languages: The languages of the tokenizer and the model.
         name: The option: "regex", "choices", "json_schema" or "grammar".
-        value: The value of the option.
+        value: The value of the option for one prompt.
     """
     vocabulary = languages.vocabulary
     try:

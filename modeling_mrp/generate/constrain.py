@@ -52,8 +52,9 @@ def languages_by_row(
 
 
 def values_by_row(name: str, value: Any, rows: int) -> Sequence[Any]:
-    """Return the value of an option for each prompt. Raise `ValueError` if the option is a list of
-    another length than the number of prompts."""
+    """Return the value of the option `name` for each of `rows` prompts. `value` is one value for
+    all prompts, or a list with one value per prompt; a list of strings under "choices" is one
+    value. Raise `ValueError` for a list of another length."""
     is_choices = name == "choices" and all(isinstance(choice, str) for choice in value)
     if is_choices or not isinstance(value, list | tuple):
         return [value] * rows

@@ -33,7 +33,8 @@ class Blank(NamedTuple):
         name: The name of the question.
         start: Index of the blank's first token in the form.
         values: The possible answers.
-        labels: The tokens of each answer. All answers have the same number of tokens.
+        labels: The tokens of each answer, in the order of `values`. All answers have the same
+            number of tokens.
     """
 
     name: str
@@ -80,8 +81,15 @@ class MRPDecideOutput:
 
 
 def answers_of(name: str, question: Any) -> tuple[list[Any], list[str]]:
-    """Return the possible answers to a question and their texts; raise `ValueError` for a question
-    of another kind."""
+    """Return the possible answers to a question, and their texts in a form.
+
+    Args:
+        name: The name of the question, for error messages.
+        question: A list of texts; `bool` for "yes" and "no"; or a `range` of numbers.
+
+    Raises:
+        ValueError: for any other question, and if there are no answers, equal or empty ones.
+    """
     if question is bool:
         return [True, False], ["yes", "no"]
     values = list(question) if isinstance(question, Iterable) else []
@@ -104,6 +112,13 @@ def read_form(
     A space before a blank becomes part of its answers, as in most tokenizers. A prefix that all
     answers of a blank share is shown in the form. Answers of different lengths are filled up with
     eos tokens.
+
+    Args:
+        form: The text, with a blank `{name}` for each question.
+        questions: Maps the name of each question to its possible answers (see `answers_of`).
+        tokenizer: The tokenizer of the model.
+        mask_id: The id of the mask token.
+        eos: Ids that end a text.
 
     Raises:
         ValueError: for a blank without a question, a question without a blank, and answers that do
@@ -178,21 +193,24 @@ class Sheet:
                 self.groups.append([positioned])
 
     def start_of(self, group: Sequence[Blank]) -> int:
-        """Return the position at which the first block of a group begins."""
+        """Return the position at which the first block of a group (see `groups`) begins."""
         return group[0].start // self.block_size * self.block_size
 
     def blocks_of(self, group: Sequence[Blank]) -> int:
-        """Return the number of blocks in which a group lies."""
+        """Return the number of blocks over which a group of blanks (see `groups`) extends."""
         return (group[-1].end - 1 - self.start_of(group)) // self.block_size + 1
 
     def states(
         self, group: Sequence[Blank], length: int
     ) -> dict[tuple[int, tuple[int, ...]], list[int]]:
-        """Return the states at which the labels of a group are scored.
+        """Return the states at which the answers to a group of blanks are scored: for each blank,
+        one state for each sequence of tokens with which an answer can begin, the empty one
+        included.
 
-        Each state is given by its ids: `length` ids from the beginning of the group's first block.
-        Its key is the column of a blank, counted from there, and the prefix of a label that is
-        shown in the blank.
+        The result maps pairs to states. A pair is the column of a blank, counted from the beginning
+        of the group's first block, and the first tokens of an answer. The state shows these tokens
+        in the blank, and masks in the rest of the blank and in the other blanks of the group. It
+        is a list of `length` ids from the beginning of the group's first block.
         """
         start = self.start_of(group)
         old_ids = self.text[start : start + length]

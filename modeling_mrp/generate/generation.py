@@ -271,7 +271,7 @@ class MRPGenerationMixin(GenerationMixin):
             A dict from names to transformers' `GenerationOutput`. The names are "req_0", "req_1"
             and so on, in the order of the prompts. Each output has `prompt_ids`, `generated_tokens`
             including the eos, and `logprobs`, the log-probabilities of these tokens when they were
-            committed. With `num_return_sequences`, the names of a prompt's further texts end in
+            revealed. With `num_return_sequences`, the names of a prompt's further texts end in
             "__child#1" and so on.
 
         Raises:
@@ -407,7 +407,9 @@ def _prepare(
             f"infill_ids hold {filled} tokens a row, max_new_tokens (max_length) leaves room for "
             f"{new}: raise it"
         )
-    mixed = describe_token_mixing(getattr(model.config, "quantization_config", None), model)
+    quantization = getattr(model.config, "quantization_config", None)
+    look = partial(describe_token_mixing, quantization, model)
+    mixed = decide(model, model_key, ("mixing", id(quantization)), look)
     if mixed and (mode.drafting is not None or len(input_ids) > 1):
         logger.warning_once(mixed)
     prompts = [ids[keep] for ids, keep in zip(input_ids, real, strict=True)]
@@ -607,8 +609,9 @@ def laid_out(
         config: The checked options.
         least: None of the first `least` new tokens is an eos.
         ours: The config of the model.
-        bans: Banned sequences, or None.
-        languages: The language of each row, or empty.
+        bans: Banned sequences (`Bans`), or None.
+        languages: For each row, the language to which its new text must belong, or None; empty if
+            no text is constrained.
         fills: Whether tokens that a language forces are filled in. They never are if there are
             bans.
     """

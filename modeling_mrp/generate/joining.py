@@ -81,8 +81,8 @@ class Batch:
         return fits and len(self.requests) < self.places
 
     def add(self, request: Request, slot: int) -> None:
-        """Add a request to the batch; its row joins before the next round. `slot` becomes the row's
-        `place`."""
+        """Add a request to the batch; its row joins before the next round. `slot` is a number that
+        no other request of the batch has; it becomes the row's `place`, the key in `requests`."""
         request.begin()
         request.row.place = slot
         self.requests[slot] = request
@@ -147,11 +147,11 @@ class JoinedRows(Decoder):
         return self.requests.requests[row.place].call.mode.rule
 
     def join(self, batch: list[Row], waiting: Iterator[Row]) -> bool:
-        """See `Decoder.join`. Here, the rows that join are those of the requests that have arrived
-        since the last round, not those of `waiting`.
+        """Let the rows of the requests that have arrived join `batch`, in place of ended rows or in
+        new places. `waiting` is not used.
 
         Prompts are computed in parts, so that a long prompt does not delay the next round of the
-        other rows.
+        other rows. Return whether a row joined, or has to wait until its prompt is complete.
         """
         self.requests.drop_cancelled()
         for index, row in list(self.reading.items()):
@@ -175,8 +175,8 @@ class JoinedRows(Decoder):
         return joined
 
     def make_room(self, batch: list[Row]) -> None:
-        """Assign rows of the batch to the requests that have arrived. The batch grows if
-        necessary."""
+        """Assign places of the batch to the requests that have arrived. The batch grows if
+        necessary. Until its prompt is complete, an ended row stands in for each of them."""
         joining, self.requests.joining = self.requests.joining, []
         if not joining:
             return
@@ -199,8 +199,9 @@ class JoinedRows(Decoder):
             self.reading[index] = row
 
     def read_part(self, stand_in: Row, row: Row, index: int, tokens: int) -> None:
-        """Compute keys and values of the next `tokens` tokens of a row's prompt. Until the prompt
-        is complete, `stand_in` takes part in rounds in place of the row."""
+        """Compute keys and values of the next `tokens` tokens of a row's prompt. `index` is the
+        place in the batch that the row will take. Until the prompt is complete, the ended row
+        `stand_in` is there in its place."""
         if tokens:
             self.networks.read_ahead(row, index, row.held, row.held + tokens)
             stand_in.held, stand_in.head_held = row.held, row.head_held
@@ -215,8 +216,14 @@ def vacant(row: Row) -> Row:
 
 
 def setting_of(call: Call, options: dict[str, Any]) -> Hashable:
-    """Return the settings that all requests of a batch must share. `options` are the arguments of
-    the request."""
+    """Return the settings that all requests of a batch must share, as one value: two requests may
+    share a batch if their values are equal.
+
+    Args:
+        call: The checked call of a request.
+        options: The arguments with which the request was made. Of these, `logits_processor` and
+            `draft_sources` must be the same objects.
+    """
     shared = []
     for name, value in vars(call.config).items():
         if name not in _OF_REQUEST and value is not None and not name.startswith("_"):

@@ -235,11 +235,11 @@ class RoundDecoder:
         size: int,
         estimates: Sequence[Mapping[Key, Scores]] | None = None,
     ) -> list[list[Node]]:
-        """Build a draft of at most `size` states for each row that has not ended. A row that ends a
-        block gets at least two states.
+        """Build a draft of at most `size` states for each row that has not ended; an ended row gets
+        no nodes. A row that ends a block gets up to two states even if `size` is 1.
 
-        `estimates` has, for each row, the head's estimates of scores, by the key of the state. It
-        is None if the head has not read any state.
+        `estimates` has, for each row, the head's estimates of scores, by `State.key`. It is None if
+        the head has not read any state.
         """
         drafting = self.mode.drafting
         branches = 1 if drafting is None else drafting.branches
@@ -269,11 +269,11 @@ class RoundDecoder:
         estimates: Sequence[dict[Key, Scores]],
     ) -> None:
         """Run the head once over drafted states. Store its estimates of the backbone's scores at
-        these states in `estimates`, which has a dict from state keys to scores for each row.
+        these states in `estimates`, which has, for each row, a dict from `State.key` to scores.
 
         The head reads a state together with the hidden states of its source, which is the state
-        from which it was made. Clean states (where nothing is picked) and first states of blocks
-        (which have no source) are left out.
+        from which it was made. States without masks (where nothing is picked) and first states of
+        blocks (which have no source) are left out.
         """
         inputs: list[list[tuple[State, Hidden]]] = [[] for _ in rows]
         states: list[tuple[Row, State]] = []
@@ -303,9 +303,9 @@ class RoundDecoder:
         drafts: Sequence[Sequence[Node]],
         scores: Sequence[Sequence[Scores]],
     ) -> list[PendingReveal | None]:
-        """Accept the longest verified path of each row, and commit the clean blocks on it. Return
-        the pending reveal of each row; None for an ended row, and where the path ends in a clean
-        block.
+        """Accept the longest verified path of each row, and commit the finished blocks on it
+        (`Runner.commit`). Return the pending reveal of each row; None for an ended row, and where
+        the path ends in a state without masks.
 
         Args:
             rows: The rows.

@@ -152,8 +152,9 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
         return self.pad_token_id if self.pad_token_id is not None else next(iter(self.eos_ids()), 0)
 
     def seeds(self, rows: int) -> list[int]:
-        """Return one seed per row. Raise `ValueError` if `seed` is a list whose length is not the
-        number of rows."""
+        """Return one seed per row: those of the option `seed` if it is a list, `seed` + i for row i
+        if it is an int. If it is None, draw them by torch, or return zeros if tokens are not
+        sampled. Raise `ValueError` if `seed` is a list whose length is not the number of rows."""
         if self.seed is None:
             return torch.randint(1 << 62, (rows,)).tolist() if self.do_sample else [0] * rows
         seeds = (
@@ -170,12 +171,11 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
 def _check_values(fields: Mapping[str, Any]) -> None:
     """Raise `ValueError` for the first option of this package or of transformers whose value is
     invalid for every model."""
+    sampled = bool(fields.get("do_sample"))
     for option in (*OPTIONS, *OPTIONS_OF_TRANSFORMERS):
-        option.check(
-            fields.get(option.name),
-            None,
-            bool(fields.get("do_sample")) or option.name not in OF_SAMPLING,
-        )
+        value = fields.get(option.name)
+        if value is not None:
+            option.check(value, None, sampled or option.name not in OF_SAMPLING)
 
 
 OPTION_NAMES = frozenset({*vars(GenerationConfig()), *(option.name for option in OPTIONS)})

@@ -83,9 +83,9 @@ class MRPGenerateOutput(CacheOutput):
         tokens_per_forward: float [rows], the number of generated tokens (without given ones)
             divided by `row_forwards`.
         reveal_step: int64 [rows, generated], for each token, the denoising step of its row that
-            committed it. -1 in padding and at tokens given with `infill_ids`.
+            revealed it. -1 in padding and at tokens given with `infill_ids`.
         token_logprobs: float32 [rows, generated], the log-probability of each token when it was
-            committed; 0 at padding and at given tokens.
+            revealed; 0 at padding and at given tokens.
         scores: With `output_scores=True`, a float tensor [rows, vocab] for each new position in
             order: the scores from which its token was drawn, after processors, temperature and
             truncation. Excluded tokens have -inf. At padding and given tokens, their own id has 0
@@ -112,7 +112,13 @@ class Progress:
 
     These are the counts of each row after the prefill and after each round, the reveals that were
     masked again, and, if `logits` or `scores` are requested, the hidden states from which they are
-    computed. If rows wait for others, no counts are recorded.
+    computed. If rows wait for others, no counts are recorded. The object is called with the rows of
+    the batch after the prefill and after each round.
+
+    Args:
+        rows: All rows of the call.
+        logits, scores: Whether the output is to have `logits` and `scores`.
+        waiting: Whether some rows of the call wait for others.
     """
 
     def __init__(self, rows: Sequence[Row], logits: bool, scores: bool, waiting: bool) -> None:
@@ -186,7 +192,17 @@ class Progress:
 
 class Streams:
     """Feeds one streamer per row: first with the prompt [1, length], then with finished blocks. If
-    a streamer has a method `put_draft`, that method gets unfinished blocks."""
+    a streamer has a method `put_draft`, that method gets unfinished blocks.
+
+    The object is called with the rows of the batch after the prefill and after each round.
+
+    Args:
+        streamer: A streamer, or a list of one streamer per row.
+        prompts: For each row, the ids of its prompt, without padding.
+
+    Raises:
+        ValueError: unless there is one streamer for each row, with methods `put` and `end`.
+    """
 
     def __init__(self, streamer: Any, prompts: Sequence[Tensor]) -> None:
         streamers = list(streamer) if isinstance(streamer, list | tuple) else [streamer]
@@ -247,6 +263,12 @@ class Stopping:
     padding, and then n tokens of every row. A row with fewer than n final tokens is filled up with
     the mask id, and an ended row with padding. The answer of the criterion applies to the rows
     whose n-th token has just become final.
+
+    Args:
+        criteria: The stopping criteria.
+        rows: All rows of the call.
+        input_ids: int64 [rows, prompt], the prompts as given.
+        pad_id: The id that pads ended rows.
     """
 
     def __init__(

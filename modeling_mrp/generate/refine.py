@@ -21,9 +21,10 @@ class Reveal:
         columns: The columns that the refined reveal reveals. The refinement adds or removes some.
         token, log_odds: For each column of the block, the picked token and its log-odds, as in
             `Scores`. The log-odds are NaN where the head's estimate is NaN.
-        hidden: The hidden states from which the next head pass starts: at first the backbone's
-            hidden states h_A of `state`. After the head has revealed a column, they are its
-            estimate (h_A + h_C) for the state at which it revealed that column.
+        hidden: The hidden states from which the next head pass starts, in the form of
+            `Scores.hidden`: at first the backbone's hidden states h_A of `state`. After the head
+            has revealed a column, they are its estimate (h_A + h_C) for the state at which it
+            revealed that column.
         drawn: Maps each column that the head revealed to the state at which it was revealed and the
             hidden states from which its token was picked.
     """
@@ -46,8 +47,12 @@ class Reveal:
         return self.row.successor(self.state, columns, self.token)
 
     def keep(self, columns: Sequence[int], estimates: Sequence[float]) -> None:
-        """Reduce the reveal to `columns`. `estimates` has the head's estimate for each column of
-        the block; where it is NaN, the log-odds of a column of the reveal become NaN first."""
+        """Reduce the reveal to `columns`.
+
+        `estimates` has a number from the head for each column of the block. Where it is NaN, the
+        log-odds of the reveal's token become NaN, too; to write that token is then an
+        `UnscoredError`.
+        """
         for column in self.columns:
             if estimates[column] != estimates[column]:
                 self.log_odds[column] = estimates[column]
@@ -101,8 +106,12 @@ def run_head(
     queries: list[tuple[Reveal, State]],
     residual: bool = False,
 ) -> list[Hidden]:
-    """Run one head pass. For each query, a reveal and a state after it, the head reads the state.
-    Return h_A + h_C at each of these states, or h_C alone if `residual`."""
+    """Run one head pass at some states; return the hidden states h_A + h_C at each of them (h_C
+    alone if `residual`), in the form of `Scores.hidden`.
+
+    Each query is a reveal and the state that the head reads. The head starts from the reveal's
+    `hidden`. A row has at most one query.
+    """
     inputs: list[list[tuple[State, Hidden]]] = [[] for _ in rows]
     for reveal, state in queries:
         inputs[reveal.index].append((state, reveal.hidden))
@@ -113,8 +122,8 @@ def run_head(
 def head_log_odds(
     networks: Runner, rows: Sequence[Row], queries: Sequence[tuple[Reveal, Columns]]
 ) -> list[tuple[Reveal, list[float]]]:
-    """Compute with the head the log-odds [block] of each reveal's tokens. They are -inf at columns
-    that the reveal does not have.
+    """Compute with the head the log-odds of each reveal's tokens. Return, for each query, its
+    reveal and a list [block] of log-odds, which are -inf at columns that the reveal does not have.
 
     Each query is a reveal and some columns. The head reads the state in which the reveal's tokens
     stand at these columns. For a token at one of these columns, a trained head estimates the
@@ -164,12 +173,14 @@ class Direct:
 
 @dataclass(frozen=True)
 class ThresholdRemask:
-    """The published rule of `mrp_remask`: mask tokens again if their corrected confidence falls
-    below tau.
+    """The published rule of `mrp_remask`: mask tokens again if the head's confidence in them, given
+    the other reveals of the step, is below tau.
 
-    The head is conditioned on all the fresh reveals. A token whose corrected confidence is below
-    tau becomes a mask again (MRP, arXiv 2605.18817). Under every remasking rule, at least one
-    reveal stays.
+    The head reads the state after all reveals of the step (MRP, arXiv 2605.18817). Under every
+    remasking rule, at least one reveal stays.
+
+    Attributes:
+        threshold: tau, in log-odds.
     """
 
     threshold: float  # tau, in log-odds
@@ -188,7 +199,10 @@ class ResidualRemask:
     by much.
 
     The head reads the state before the reveal. A token becomes a mask again if its logit changes by
-    more than `delta`, up or down.
+    more than `delta`, up or down. At least one reveal stays.
+
+    Attributes:
+        delta: The largest change, in logits.
     """
 
     delta: float  # in logits
@@ -215,6 +229,10 @@ class RereadRemask:
     are wrong together still support each other. So the head finally reads them given only the most
     confident token; a token whose confidence is then below `alone_threshold` becomes a mask again,
     too (`benchmarks/NOTES.md`, Remasking). A single token needs no head pass.
+
+    Attributes:
+        threshold: tau, in log-odds.
+        alone_threshold: The log-odds of half of tau.
     """
 
     threshold: float  # tau, in log-odds

@@ -35,9 +35,11 @@ class Call:
         rows: The `Row` of each text.
         prompts: For each row, the ids of its prompt, without padding.
         input_ids: int64 [rows, length], the prompts as given, which stopping criteria get.
-        criteria: Stopping criteria, without those that each row decides by itself.
+        criteria: Stopping criteria, without those of length and eos, which each row follows by
+            itself.
         sources: Draft sources that are used in addition to scores.
-        model_key: The model's `fingerprint`.
+        model_key: Identifies the model's weights, by their memory, and its settings
+            (`fingerprint`).
     """
 
     config: Any
@@ -127,7 +129,8 @@ class Request:
         return len(self.row.text)
 
     def restart(self) -> None:
-        """Start again from the prompt; results that were already reported stay valid."""
+        """Start the text again from the prompt, with a new row. It becomes the same text, so
+        results that were already reported stay valid."""
         mode = self.call.mode
         self.row = self.call.rows[self._index].rewound(0)
         self.row.counts = Counts(mode.width, mode.drafting is not None)

@@ -37,7 +37,8 @@ class MRPScoreOutput(ModelOutput):
         sums: [batch], the summed log-probability of each row's scored tokens.
         perplexity: [batch], exp of minus the mean log-probability of each row's scored tokens; NaN
             for a row without scored tokens.
-        forwards: Number of forwards of the whole batch, by role: `prefill` and `score`.
+        forwards: Number of forwards of the whole batch: those that computed keys and values of the
+            texts under the key `prefill`, those that scored tokens under `score`.
         top_ids, top_logprobs: [batch, length, top_tokens], if `top_tokens` is given: the likeliest
             tokens at the state of each scored token, and their log-probabilities; 0 elsewhere.
     """
@@ -65,7 +66,8 @@ class MRPScoringMixin:
         tokens_per_forward: int = 512,
         top_tokens: int = 0,
     ) -> MRPScoreOutput:
-        """Compute the log-probabilities of given texts under `sequential`, without gradients.
+        """Compute the log-probabilities of given texts under the mode `sequential`, which reveals
+        tokens from left to right. No gradients are computed.
 
         `generate(decoding="sequential", do_sample=True)` draws tokens with these probabilities, one
         token per step, if there are no processors and no truncation.

@@ -123,9 +123,9 @@ def log_odds(scores: Tensor, token: Tensor, picked: bool = False) -> Tensor:
     `scores` [n, vocab]. If `picked`, the log-odds are NaN where the token's score is not finite."""
     token_score = scores.gather(1, token[:, None])
     other_logsumexp = scores.scatter(1, token[:, None], -torch.inf).logsumexp(-1, keepdim=True)
-    odds = (
-        token_score - other_logsumexp + 0 * token_score if picked else token_score - other_logsumexp
-    )
+    odds = token_score - other_logsumexp
+    if picked:
+        odds.add_(token_score, alpha=0)  # 0 times what is not finite is NaN
     return odds[:, 0]
 
 
@@ -143,8 +143,9 @@ def odds_of(scores: Tensor, ids: Tensor) -> Tensor:
 
 
 def gumbel_noise(keys: Tensor, vocab: int, dtype: torch.dtype) -> Tensor:
-    """Compute Gumbel noise [n, vocab] for all token ids, from the n keys that `noise_key` made.
-    float32 and float64 noise come from the same random bits."""
+    """Compute Gumbel noise [n, vocab] for all token ids, from `keys`, int64 [n], which `noise_key`
+    made. The same keys always give the same noise; float32 and float64 noise come from the same
+    random bits."""
     bits: Tensor = mix_bits(
         mix_bits(torch.arange(vocab, device=keys.device) * 0x9E3779B1 & _UINT32) ^ keys[:, None]
     )
@@ -220,7 +221,7 @@ def pick_rows_ref(
     truncated_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Pick as `pick_rows` does, in PyTorch. `truncated_logits` [n, vocab], if given, are the logits
-    with -inf at tokens that must not be picked."""
+    with -inf at tokens that must not be picked; log-odds are still computed over all tokens."""
     scores = unembedding.tempered(logits)
     candidates = scores if truncated_logits is None else unembedding.tempered(truncated_logits)
     if min_logit is not None:
@@ -312,7 +313,8 @@ def list_rows_ref(
     count: int,
     truncated_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """List as `list_rows` does, in PyTorch. `truncated_logits` is as in `pick_rows_ref`."""
+    """List as `list_rows` does, in PyTorch. `truncated_logits` [n, vocab], if given, are the logits
+    with -inf at tokens that must not be picked, in addition to those below `min_logit`."""
     token, odds = pick_rows_ref(unembedding, logits, min_logit, keys, truncated_logits)
     scores = unembedding.tempered(logits)
     ids = _likeliest_ids(upcast(logits), count)

@@ -34,8 +34,8 @@ the top of {PACKAGE}.""",
 
 def code_files(family: str = DENSE) -> dict[str, str]:
     """Return the remote code of a repository as a dict that maps the path of each file to its text.
-    If this code itself runs as remote code, the texts are those of its own files; otherwise, they
-    are generated for a family."""
+    The texts are generated for a family of backbones (`MRPConfig.family`). If this code itself runs
+    as remote code, they are those of its own files, whatever the family."""
     this_file = Path(__file__)
     if this_file.name == PACKAGE:
         files = {
@@ -53,21 +53,24 @@ def code_files(family: str = DENSE) -> dict[str, str]:
 
 
 def write_code(folder: Path, family: str = DENSE) -> None:
-    """Write the remote code of a family into the folder of a checkpoint."""
+    """Write the remote code for a family of backbones (`code_files`) into the folder of a
+    checkpoint. Files of these names are overwritten."""
     for name, text in code_files(family).items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
 
 
 def model_tags(family: str) -> list[str]:
-    """List the tags that the repository of a model of this family should have on the Hub."""
+    """List the tags that the repository of a model should have on the Hub. One of them is `family`,
+    the name of the family of its backbone."""
     return ["dllm", "diffusion-lm", "block-diffusion", "speculative-decoding", family, "mrp"]
 
 
 def generate_on_stock(inputs: Any = None, *, model: Any, **kwargs: Any) -> Any:
     """Decode with a stock SDAR model and the head of the Hub repository that holds this file; an
     MRP model decodes with its own head. The call is `sdar.generate(custom_generate="org/head",
-    trust_remote_code=True)`.
+    trust_remote_code=True)`. Return what `generate` of an MRP model returns; `inputs` and `kwargs`
+    are its arguments, and options for fetching the head, such as `token`.
 
     The file `custom_generate/generate.py` holds only this function, under the name `generate`, so
     the function itself imports everything that it needs. The path at which transformers caches that

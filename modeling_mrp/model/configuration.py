@@ -143,7 +143,8 @@ AUTOREGRESSIVE = {"qwen3": DENSE, "qwen2": "Fast_dLLM_Qwen"}
 
 def as_block_diffusion(fields: dict[str, Any]) -> dict[str, Any]:
     """Convert the config fields of an autoregressive checkpoint into those of a block-diffusion
-    model with the same layers."""
+    model with the same layers: replace `model_type`, which is `qwen2` or `qwen3`. The other fields
+    stay as they are."""
     return {**fields, "model_type": AUTOREGRESSIVE[fields["model_type"]]}
 
 
@@ -311,8 +312,9 @@ class MRPConfig(Qwen3Config):
     def get_config_dict(
         cls, pretrained_model_name_or_path: Any, **kwargs: Any
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Read the fields of a `config.json` as transformers does. Return the fields, translated by
-        `translate_fields`, and the keyword arguments that were not used."""
+        """Read the fields of a `config.json` as transformers does. Return the fields, translated
+        into those of this class (`translate_fields`), and the keyword arguments that were not
+        used."""
         fields, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
         return translate_fields(fields, str(pretrained_model_name_or_path)), kwargs
 

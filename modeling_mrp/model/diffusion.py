@@ -75,7 +75,13 @@ def taken_from(hidden: Tensor, previous: Tensor) -> Tensor:
 def noise_of(ids: Tensor, valid: Tensor, training: bool) -> Tensor:
     """Draw uniform noise, float32 [batch, 1 + length]: for each text, one number for the noise
     level of the text, then one for each token. Outside training, the seed of a text's noise is
-    derived from its tokens."""
+    derived from its tokens, and padding gets 0.
+
+    Args:
+        ids: int64 [batch, length].
+        valid: bool [batch, length], False for padding.
+        training: Whether the noise is random, from torch's generator.
+    """
     if training:
         return torch.rand(len(ids), 1 + ids.shape[1], device=ids.device)
     noise = torch.zeros(len(ids), 1 + ids.shape[1])

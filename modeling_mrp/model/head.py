@@ -122,9 +122,10 @@ def pad_rotary(rotary: tuple[Tensor, Tensor], head_dim: int) -> tuple[Tensor, Te
 
 
 def check_same_backbone(head: MRPConfig, backbone: MRPConfig, origin: str) -> None:
-    """Raise `ValueError` unless the configs of a head and of a backbone agree in the fields that
-    they share (`_SHARED`). The message lists all differences; `origin` says where the head comes
-    from."""
+    """Raise `ValueError` unless the configs of a head and of a backbone agree in `family`,
+    `block_size`, `mask_token_id`, the sizes of the head's layers, and all other fields that matter
+    to the head (`_SHARED`). The message lists all differences; `origin` is the name or folder of
+    the head's checkpoint, for the message."""
     differences = []
     for name in _SHARED:
         value = getattr(head, name)

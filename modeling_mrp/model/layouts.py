@@ -63,7 +63,7 @@ def stored_json(
     Args:
         source: The checkpoint: a folder, or the id of a repository.
         name: The name of the file.
-        hub: Options of the Hub.
+        hub: Options for fetching from the Hub, such as `revision` and `token` (`HUB_OPTIONS`).
 
     Raises:
         OSError: if the file is missing.
@@ -88,15 +88,22 @@ def read_gguf(
     source: str, gguf_file: str, dtype: Any, **hub: Any
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Read a GGUF file of a folder or repository with transformers, which takes minutes. Return the
-    fields of the config, and the tensors by name. Quantized tensors are converted to `dtype`."""
+    fields of the config, and the tensors by name. Quantized tensors are converted to `dtype`. `hub`
+    are options for fetching from the Hub, such as `revision` (`HUB_OPTIONS`)."""
     model = AutoModelForCausalLM.from_pretrained(source, gguf_file=gguf_file, dtype=dtype, **hub)
     return model.config.to_dict(), model.state_dict()
 
 
 def weight_files(source: str, prefixes: tuple[str, ...] = ("",), **hub: Any) -> list[Path]:
-    """Find the safetensors files of a checkpoint. If there are several (shards), return only those
-    with tensors whose names begin with one of `prefixes`. Raise `ValueError` if the checkpoint has
-    none."""
+    """Find the safetensors files of a checkpoint; fetch them from the Hub if needed. If there are
+    several (shards), return only those with tensors whose names begin with one of `prefixes`. Raise
+    `ValueError` if the checkpoint has none.
+
+    Args:
+        source: The checkpoint: a folder, or the id of a repository.
+        prefixes: Beginnings of tensor names; by default, all shards are returned.
+        hub: Options for fetching from the Hub, such as `revision` and `token` (`HUB_OPTIONS`).
+    """
     names = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
     file = None
     for name in names:  # the first one that exists
@@ -137,7 +144,12 @@ def weight_map(index: Path) -> dict[str, str]:
 
 def stored_names(source: str, **hub: Any) -> set[str]:
     """Return the names of a checkpoint's tensors, as this package spells them (`our_name`). The set
-    is empty if there are no safetensors files under the usual names."""
+    is empty if there are no safetensors files under the usual names.
+
+    Args:
+        source: The checkpoint: a folder, or the id of a repository.
+        hub: Options for fetching from the Hub, such as `revision` and `token` (`HUB_OPTIONS`).
+    """
     single, index = (
         cached_file(source, name, _raise_exceptions_for_missing_entries=False, **hub)
         for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
@@ -153,8 +165,9 @@ def check_depth(config: Any, names: Collection[str], source: str) -> None:
     before they make any layer.
 
     Args:
-        config: The config.
-        names: The names of the checkpoint's tensors.
+        config: The `MRPConfig`.
+        names: The names of the checkpoint's tensors (`stored_names`). If there are none, nothing is
+            checked.
         source: The checkpoint, for the message.
     """
     for field, prefix in (

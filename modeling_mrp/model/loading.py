@@ -104,7 +104,7 @@ class MRPPreTrainedModel(PreTrainedModel):
         cls, pretrained_model_name_or_path: Any, *args: Any, config: Any = None, **kwargs: Any
     ) -> Any:
         """Load a checkpoint as transformers does: a full checkpoint of this package, a checkpoint
-        in a published layout, or a head repository.
+        in a published layout, or a head repository, which holds a head alone.
 
         The config of a head repository names the backbone to load and the backbone's revision; the
         arguments `revision` and `subfolder` are those of the head. Only safetensors files are read,
@@ -300,7 +300,13 @@ class MRPPreTrainedModel(PreTrainedModel):
     def from_stock_model(cls: Any, stock: Any, repository: str, **download: Any) -> Any:
         """Make an MRP model that shares the parameters of a stock Qwen3 model and has the head of a
         repository. Return the model of an earlier call if repository, revision and parameters are
-        still the same."""
+        still the same.
+
+        Args:
+            stock: The stock model, such as a `Qwen3ForCausalLM` of transformers.
+            repository: The id of the head's repository, or a folder.
+            download: Options for fetching the head from the Hub, such as `revision` and `token`.
+        """
         # concurrent threads share one model, since their caches belong to it
         with _SHARED_MODELS_LOCK:
             return cls._shared_model(stock, repository, download)
@@ -356,8 +362,9 @@ class MRPPreTrainedModel(PreTrainedModel):
         **kwargs: Any,
     ) -> None:
         """Save the weights, the config, the generation config and the remote code, as transformers
-        does. With `head_only`, save only the weights of the head, and a config that names
-        `backbone_source` as the backbone to load.
+        does. With `head_only`, save only the weights of the head, and a config that names the
+        backbone to load: that of the attribute `backbone_source`, which is the checkpoint from
+        which this model's backbone was loaded.
 
         Raises:
             ValueError: if layers were made by `quantize_dynamic`; with `head_only`, if the head
@@ -520,8 +527,8 @@ def check_head_folder(folder: Path) -> None:
 
 
 def check_quantization(fields: Any) -> None:
-    """Raise `ValueError` for a stored `quantization_config` that transformers would ignore with a
-    warning, or could not read."""
+    """Raise `ValueError` if `fields`, the `quantization_config` stored in a checkpoint (None if it
+    has none), is one that transformers would ignore with a warning, or could not read."""
     if fields is None:
         return
     method = fields.get("quant_method") if isinstance(fields, dict) else None

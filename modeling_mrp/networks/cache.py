@@ -30,26 +30,30 @@ def devices_of_layers(model: Any, with_head: bool) -> tuple[torch.device, ...]:
 
 
 class BlockCache(Cache):
-    """KV memory of fixed size: one buffer per device, `[rows, slots, layers, 2, kv_heads,
-    head_dim]`, written in place.
+    """Keys and values, in memory that is allocated once: one buffer per device, `[rows, slots,
+    layers, 2, kv_heads, head_dim]`, written in place.
 
-    A committed token lies in the slot of its absolute position, so padding takes no slots. The
-    states of a round are written after the longest text, so that attention reads one slice. `move`
-    copies the keys and values of an accepted clean state to the text of its row. A call of
-    `generate` that gets a cache overwrites it after the prefix that the cache shares with the new
-    prompt. To keep the cache, pass a `copy.deepcopy` of it.
+    A committed token, whose keys and values are final, lies in the slot of its absolute position,
+    so padding takes no slots. The states of a round are written after the longest text, so that
+    attention reads one slice. `move` copies the keys and values of an accepted clean state (a block
+    without masks) to the text of its row. A call of `generate` that gets a cache overwrites it
+    after the prefix that the cache shares with the new prompt. To keep the cache, pass a
+    `copy.deepcopy` of it.
 
     Args:
-        model: The model.
+        model: The `MRPForCausalLM`.
         rows: Number of rows of a batch.
         capacity: Number of slots per row for committed tokens, a multiple of the block size.
         scratch: Number of slots per row for tokens that are being scored.
         with_head: Whether the cache also has the head's layers, after those of the backbone, and
             hidden states that the head reads later.
-        fixed: Whether the number of slots that attention reads of the texts is rounded up to a
-            power of two, since CUDA graphs need fixed shapes.
+        fixed: Whether forwards on this cache are recorded as CUDA graphs, which need fixed shapes.
+            If so, the number of slots that attention reads of the texts is rounded up to a power of
+            two.
 
     Attributes:
+        shifted: Whether the backbone's hidden state at a position predicts the token at the next
+            position, instead of the one there.
         hidden: [rows, slots, hidden_size], the hidden states by position. If `shifted`, a slot
             holds the hidden state of the position before.
         ids: For each row, the text whose tokens the slots hold.
@@ -122,11 +126,15 @@ class BlockCache(Cache):
         return sum(buffer.nbytes for buffer in (*self._buffers.values(), self.hidden))
 
     def target(self, used: int, width: int, prefill: bool = False) -> None:
-        """Set the slots that the next forward uses.
+        """Set the slots that the next forward uses: it writes `width` slots of each row, and its
+        attention reads all slots up to the last one written.
 
-        It writes `width` slots per row, from slot `used` on. If the cache is `fixed` and the
-        forward is not a `prefill`, it writes from slot `bucket(used)` on instead. It reads all
-        slots up to the last one written.
+        Args:
+            used: The first slot to write, usually the number of slots that the texts take.
+            width: The number of slots to write in each row.
+            prefill: Whether the forward computes tokens of the texts, in their own slots. Any other
+                forward scores states after the texts. If the cache is `fixed` (made for CUDA
+                graphs), it starts at `used` rounded up to a power of two (`bucket`).
         """
         self.begin = bucket(used) if self.fixed and not prefill else used
         self.end = self.begin + width
@@ -165,8 +173,9 @@ class BlockCache(Cache):
         *args: object,
         **kwargs: object,
     ) -> tuple[Tensor, Tensor]:
-        """Write new keys and values, [rows, heads, new, head_dim] each, to the target; return all
-        keys and values that attention reads."""
+        """Write new keys and values of a layer, [rows, heads, new, head_dim] each, to the slots
+        that `target` has set; return all keys and values that attention reads in this layer, [rows,
+        heads, seen, head_dim] each. Further arguments are ignored."""
         keys, values = self.written[layer_idx]
         keys.copy_(key_states)
         values.copy_(value_states)
@@ -211,7 +220,8 @@ class BlockCache(Cache):
 
     @contextmanager
     def exchanging(self) -> Iterator[None]:
-        """Context manager: while it is open, the cache is marked as empty. If an error or an
+        """Context manager for changes that must be completed: while it is open, the cache is marked
+        as empty. At its end, the record of what the cache holds is as before. If an error or an
         interrupt ends the context, the cache stays marked as empty."""
         contents = self.ids, self.held, self.head_held, self.hidden_held
         self.empty()
@@ -221,15 +231,23 @@ class BlockCache(Cache):
     def hold(
         self, ids: list[list[int]], held: list[int], head_held: list[int], hidden_held: list[int]
     ) -> None:
-        """Record what the cache holds, for each row. The arguments are as the attributes of the
-        same names."""
+        """Record what the cache holds in each row, as attributes of the same names. No keys or
+        values are written.
+
+        Args:
+            ids: The text whose tokens the slots hold.
+            held, head_held: The number of leading tokens whose keys and values are in all layers of
+                the backbone (`held`) and in all layers of the head (`head_held`).
+            hidden_held: The number of leading tokens that the head has read, or can still read from
+                the attribute `hidden`.
+        """
         self.ids, self.held, self.head_held, self.hidden_held = ids, held, head_held, hidden_held
         # a copy of the cache needs no copies of views
         self.written = []
         self.read = []
 
     def empty(self) -> None:
-        """Mark the cache as empty."""
+        """Record that the cache holds no tokens. No memory is freed or overwritten."""
         nothing = [0] * self.rows
         self.hold([[] for _ in nothing], nothing, nothing, nothing)
 
@@ -268,8 +286,10 @@ class BlockCache(Cache):
         return lengths
 
     def fits(self, rows: int, capacity: int, scratch: int, with_head: bool) -> bool:
-        """Return whether the cache can be used for a call: it can be written to, has exactly `rows`
-        rows, enough slots, and, if needed, the head's layers."""
+        """Return whether the cache can be used for a call: it can be written to (a cache made in
+        inference mode only within that mode), has exactly `rows` rows, has at least `capacity`
+        slots per row for committed tokens and `scratch` for tokens that are being scored, and has
+        the head's layers if the call is `with_head`."""
         writable = torch.is_inference_mode_enabled() or not self.hidden.is_inference()
         large_enough = (
             capacity <= self.capacity and scratch <= self.scratch and self.head_layers >= with_head
@@ -277,8 +297,9 @@ class BlockCache(Cache):
         return writable and rows == self.rows and large_enough
 
     def fill_from(self, other: "BlockCache") -> None:
-        """Copy the content of another cache, which must have as many layers. Each row of the other
-        cache is repeated `self.rows // other.rows` times."""
+        """Copy into this cache the content of another one, which must have as many layers, and the
+        record of it (`hold`). Each row of the other cache is repeated `self.rows // other.rows`
+        times."""
         copies = self.rows // other.rows
         used = max(other.held)
         records: list[list[Any]] = []
@@ -314,8 +335,15 @@ class BlockCache(Cache):
 
 
 def check_past(past: Any, model: Any, rows: int, model_key: Hashable = None) -> None:
-    """Raise `ValueError` if a call with `rows` prompts cannot continue from the cache `past`.
-    `model_key` is the model's `fingerprint`, if the caller has it."""
+    """Raise `ValueError` if a call cannot continue from a cache: if another model filled it, it has
+    another number of rows, weights have changed since, or dtype or devices are not the model's.
+
+    Args:
+        past: What the caller passed as the cache; an object that is no `BlockCache` is refused.
+        model: The model of the call.
+        rows: The number of prompts of the call.
+        model_key: The model's `fingerprint`, which saves time; None if the caller does not have it.
+    """
     reason, owner = None, getattr(past, "owner", None)
     if owner is None or owner() is not model:
         reason = (

@@ -96,9 +96,10 @@ class Graphs:
         weights: The model's `fingerprint`, on which the recordings depend.
 
     Attributes:
-        inputs, recorded, compared: For each key, the tensors that the recording reads (`inputs`),
-            the function that replays it (`recorded`), and how many of its replays were compared
-            (`compared`).
+        inputs, recorded, compared: Dicts by recording: the tensors that the recording reads
+            (`inputs`), the function that replays it (`recorded`), and how many of its replays were
+            compared with ordinary forwards (`compared`). A key of these dicts is a pair: the `key`
+            given to `call`, and the shapes and dtypes of the inputs.
         failed: Whether a forward could not be recorded or gave wrong results. If so, no more
             recordings are made.
         busy: Whether a call is using the recordings.
@@ -196,14 +197,16 @@ _LOCK = threading.Lock()  # guards `_KEPT` and `_IN_USE`
 
 
 def release_graphs(model: nn.Module) -> None:
-    """Free the recordings that are kept for a model, and their cache."""
+    """Free the CUDA graphs that are kept for a model between calls of `generate`, and the KV cache
+    to which they write."""
     with _LOCK:
         _KEPT.pop(model, None)
 
 
 def recording_report(model: nn.Module) -> dict[str, int]:
-    """Report what is kept for a model: the number of `recordings`, the number of their `replays` so
-    far, the size of their cache in `bytes`, and whether recording has `failed` (0 or 1)."""
+    """Report what is kept for a model between calls of `generate`, as a dict: the number of CUDA
+    graphs (`recordings`), the number of their `replays` so far, the size of their KV cache in
+    `bytes`, and whether recording has `failed` (0 or 1)."""
     recordings = _KEPT.get(model)
     if recordings is None:
         return {"recordings": 0, "replays": 0, "bytes": 0, "failed": 0}
@@ -226,22 +229,26 @@ def cache_for(
     scratch: int,
     with_head: bool,
 ) -> Iterator[tuple[BlockCache, Graphs | None]]:
-    """Yield the cache of a call, and the recordings of its forwards or None. Both may be kept from
-    earlier calls.
+    """Context manager: yield the cache of a call, and the `Graphs` that record its forwards as CUDA
+    graphs, or None if forwards are not recorded. Both may be kept from earlier calls.
 
-    The cache continues `past`, if that is given and has the head's layers where these are needed.
-    If `graphs` is None, forwards are recorded if possible. If it is True, `ValueError` is raised
-    where they cannot be recorded. If it is False, they are never recorded.
+    The cache holds the content of `past`, unless that lacks the head's layers and the head takes
+    part.
 
     Args:
         model: The model.
         weights: The model's `fingerprint`.
-        graphs: The option `graphs` of `generate`.
+        graphs: None: record forwards where possible. True: record them where no other call is using
+            the model's recordings. False: never record them.
         past: The cache of an earlier call, or None.
         rows: The number of rows of the cache.
-        capacity, scratch: The numbers of slots that the cache must have at least, as for
-            `BlockCache`.
+        capacity, scratch: The least number of slots per row for committed tokens (`capacity`) and
+            for tokens that are being scored (`scratch`).
         with_head: Whether the head takes part in the call.
+
+    Raises:
+        ValueError: if `graphs` is True and forwards of this model cannot be recorded, or if another
+            call is using `past`.
     """
     if past is not None and with_head and not past.head_layers:
         past = None
@@ -348,10 +355,11 @@ def _separate(model: Any, past: BlockCache) -> None:
 
 
 def obstacle(model: Any, weights: Hashable = None) -> str | None:
-    """Explain why forwards of this model cannot be recorded, with the remedy; return None if they
-    can.
+    """Explain why forwards of this model cannot be recorded as CUDA graphs, with the remedy; return
+    None if they can.
 
-    If the model's `fingerprint` is given as `weights`, tensors are examined only if it has changed.
+    If the model's `fingerprint` is given as `weights`, the model's tensors are examined only if it
+    has changed since the last call.
     """
     # checked first: the rest reads all weights, which calls on other devices need not do
     device = model.device

@@ -22,6 +22,7 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 # By the names of all attributes of a module, a function that reads those that not every module has.
 _SETTINGS_READERS: dict[tuple[str, ...], Callable[[dict[str, Any]], Any]] = {}
 _PLAIN_VALUES = frozenset({bool, int, float, str, type(None)})
+_PRINTED = (bool, int, float, str, list, tuple)
 _PLAIN_TENSORS = frozenset({Tensor, nn.Parameter, nn.Buffer})
 # By model, the fingerprint for which decisions were made, and the decisions by name.
 _DECISIONS: "weakref.WeakKeyDictionary[nn.Module, tuple[Hashable, dict[Hashable, Any]]]" = (
@@ -30,8 +31,12 @@ _DECISIONS: "weakref.WeakKeyDictionary[nn.Module, tuple[Hashable, dict[Hashable,
 
 
 class PassingReference(weakref.ref[Any]):
-    """A weak reference that can be copied and pickled. Two such references are equal if they refer
-    to the same live object."""
+    """A weak reference, for attributes of objects that are copied and pickled. In a deep copy of
+    such an object, it still refers to the same object; once unpickled, it refers to nothing.
+
+    Two such references are equal if they refer to the same live object. A reference to nothing
+    equals none, not even itself.
+    """
 
     def __reduce__(self) -> tuple[Any, ...]:
         # nothing else refers to this set, so an unpickled reference is dead
@@ -63,9 +68,9 @@ def decide(
 
 
 def fingerprint(model: Any) -> Hashable:
-    """Collect everything on which recordings of a model and decisions about it depend: the
-    addresses of its weights, the classes, settings and hooks of its modules, and the implementation
-    of its attention."""
+    """Collect, as one value to compare, everything on which CUDA graphs of a model and decisions
+    about it (`decide`) depend: the addresses of its weights, the classes, settings and hooks of its
+    modules, and the implementation of its attention."""
     weights: list[Hashable] = []
     settings: list[Hashable] = []
     classes: dict[type, Any] = {}
@@ -134,9 +139,8 @@ def _plain_values(attributes: dict[str, Any]) -> Iterator[Hashable]:
             continue
         if type(value) in _PLAIN_VALUES:
             yield value
-        elif isinstance(value, bool | int | float | str | list | tuple) or (
-            type(value) is dict and name[0] != "_"
-        ):
+        # of the type itself: configs answer slowly when they are asked for their class
+        elif issubclass(type(value), _PRINTED) or (type(value) is dict and name[0] != "_"):
             yield repr(value)
 
 
@@ -152,11 +156,13 @@ def _hook_key(item: tuple[int, Any]) -> Hashable:
 
 
 def weight_versions(module: nn.Module, model_key: Hashable = None) -> list[Any]:
-    """Return a record of a module's parameters and active adapters.
+    """Return a record of a module's parameters and active adapters, which serves only to be
+    compared with a later one.
 
-    Two records are equal if no parameter was replaced, moved or written to between them. Writes
-    through `.data` are not noticed, because autograd does not count them. If a `fingerprint` is
-    given as `model_key`, references to the parameters are made only if it has changed.
+    Two records are equal if, between them, no parameter was replaced, moved or written to, and the
+    active adapters stayed the same. Writes through `.data` are not noticed, because autograd does
+    not count them. If the model's `fingerprint` is given as `model_key`, references to the
+    parameters are made only if it has changed since the last call.
     """
     weights: list[Tensor] = []
     # adapters of peft

@@ -38,11 +38,24 @@ _OWN_PACKAGES = ("torch.nn.", "transformers.", __name__.partition(".networks.")[
 def plan_layers(
     model: Any, with_head: bool, dispatch: Dispatch, model_key: Hashable = None
 ) -> Plans | None:
-    """Plan the fused layers of the backbone, and of the head if `with_head`.
+    """Plan how `run_fused` computes the layers of the backbone and, if `with_head`, of the head,
+    with few launches in place of calls of their modules.
 
-    Return None if layers must be called as modules; if `dispatch` forces kernels, raise
-    `ValueError` instead. If the model's `fingerprint` is given as `model_key`, modules are examined
-    only if it has changed.
+    Args:
+        model: The `MRPForCausalLM`.
+        with_head: Whether the head takes part.
+        dispatch: Decides between kernels and PyTorch.
+        model_key: The model's `fingerprint`. If it is given, modules are examined only if it has
+            changed since the last call.
+
+    Returns:
+        A dict from `model.model` and, if `with_head`, `model.mrp_head` to a list with a tuple for
+        each layer: the layer; a function that computes queries, keys and values, and one that
+        computes gate and up (see `product`); and whether the gate goes through a plain SiLU. None
+        if layers must be called as modules.
+
+    Raises:
+        ValueError: if layers must be called as modules, and `dispatch` forces kernels.
     """
     layers: dict[Any, list[Any]] = {
         model.model: list(model.model.layers)[: model.config.num_hidden_layers]
@@ -200,7 +213,8 @@ def pack(model: nn.Module) -> bool:
 
 def packed_weight(linears: Sequence[Any]) -> Tensor | None:
     """Return a view of the weights of linear layers as one matrix [sum of out_features,
-    in_features]. Return None if the weights are not adjacent."""
+    in_features]. Return None if the weights are not adjacent in memory, or if one of `linears` is
+    more than a plain `nn.Linear` without bias."""
     if not all(map(_plain, linears)):
         return None
     first = linears[0].weight

@@ -118,9 +118,10 @@ class Networks:
     def read_ahead(self, row: Row, index: int, begin: int, end: int) -> None:
         """Compute keys and values of a part of a prompt, in whole blocks from position `begin` to
         position `end`, before its row joins the batch. The later `prefill` of the row reuses them.
+        Set `row.held` to `end` and, if the head takes part, `row.head_held` as well.
 
         Until then, rounds need a stand-in for the row in the batch: an ended row at `index` that
-        has the same text, `held` and `head_held` as `row`.
+        has the same text, `held` and `head_held` as `row` (see `Row`).
 
         Args:
             row: The row that will join.
@@ -156,15 +157,19 @@ class Networks:
         first: int = 0,
         chunk: int | None = None,
     ) -> Iterator[tuple[int, int, Tensor]]:
-        """Compute keys and values of texts from `begin` to `length`, in whole blocks. For each
-        forward, yield its begin, its end and its hidden states [texts, end - begin, hidden_size].
+        """Compute keys and values of texts from position `begin` to position `length`, in whole
+        blocks, by one forward or several. After each forward, yield its begin, its end and its
+        hidden states [texts, end - begin, hidden_size]. At the column of a token is the hidden
+        state that predicts that token.
 
         Args:
-            texts: The texts of rows that lie side by side. A shorter text is filled up with masks.
-            begin, length: Begin and end of the part that is read.
+            texts: The token ids of rows that lie side by side. A shorter text is filled up with
+                masks.
+            begin, length: Begin and end of the part that is read. The tokens before `begin` must
+                have been read already.
             first: The index in the batch of the first of these rows.
             chunk: The largest number of tokens of a row in a forward, but at least a block. None:
-                as for prompts.
+                `PREFILL_CHUNK`, 2048.
         """
         cached_hidden = self.cache.hidden[first : first + len(texts)]
         for start, end, *inputs in self._chunks(texts, begin, length, chunk):
@@ -296,12 +301,13 @@ class Networks:
 
     def hidden(self, states: Sequence[Sequence[State]], read: int) -> Tensor:
         """Run the backbone over states of each row, wherever in the row's text they lie. Each state
-        sees the blocks before its own, as far as they are among the first `read` tokens, which must
-        have been read.
+        sees the blocks before its own, as far as they are among the first `read` tokens of the row,
+        whose keys and values the method `read` must have computed.
 
         Returns:
-            [rows, width, block, hidden_size], where width is the largest number of states of a row.
-            At the column of a token is the hidden state that predicts that token.
+            [rows, width, block, hidden_size], where width is at least the largest number of states
+            of a row; what lies beyond a row's states is arbitrary. At the column of a token is the
+            hidden state that predicts that token.
         """
         packed = [[(state, -1) for state in of_row] for of_row in states]
         width = self._width(packed)
@@ -316,12 +322,20 @@ class Networks:
         queries: Sequence[Sequence[tuple[State, Hidden]]],
         residual: bool = False,
     ) -> list[list[Hidden]]:
-        """Run one head pass over states of each row; return its outputs by row and state. The
-        output at a state is h_A + h_C, or h_C alone if `residual`.
+        """Run one head pass over states of each row; return its outputs by row and state.
 
-        In `queries`, each row has states, each paired with the hidden states h_A (or an estimate
-        of them) from which the head starts. At least one row has states. If a row with states has a
-        committed block that the head has not read yet, the pass also reads that block.
+        The output at a state is h_A + h_C, which estimates the backbone's hidden states there, or
+        the head's own output h_C alone if `residual`. If a row with states has one committed block
+        that the head has not read yet, the pass also reads that block. If it has several, passes of
+        their own read them first.
+
+        Args:
+            rows: All rows of the batch.
+            queries: For each row, its states, each with h_A: the backbone's hidden states before
+                the reveal that led to the state, or an estimate of them. At least one row has
+                states. Like an output, h_A is a pair: a tensor [n, block, hidden_size], and the
+                index in it of the block that is meant.
+            residual: Whether outputs leave out h_A.
         """
         lagging = [
             index
@@ -374,8 +388,9 @@ class Networks:
         return results
 
     def commit(self, rows: Sequence[Row], clean: Sequence[Sequence[int]]) -> None:
-        """Copy keys, values and (for the head) hidden states of accepted clean states to the slots
-        of their rows' texts, and add the length of these states to `held` of the rows.
+        """Copy keys, values and (for the head) hidden states of accepted clean states (those
+        without masks) to the slots of their rows' texts, and add the block size to `row.held` for
+        each of these states.
 
         For each row, `clean` has the indices of its accepted clean states among the nodes of the
         row in the last `score`, in order. There is at least one such state.
@@ -555,9 +570,9 @@ class Networks:
         return torch.cat([previous[:, :, None], states], 2)
 
     def shrink_batch(self, rows: list[Row], size: int) -> list[Row]:
-        """Shrink the batch to `size` rows. Before that, move all unfinished rows to the first
-        `size` places, into which they must fit. Return the rows that are left, in their new
-        order."""
+        """Shrink the batch to `size` rows. Before that, move all unfinished rows, with their part
+        of the cache, to the first `size` places, into which they must fit. Return the rows that are
+        left, in their new order; `rows` itself is not changed."""
         free_indices = []
         row_indices = []
         for target, row in enumerate(rows):
@@ -605,17 +620,23 @@ def networks_for(
     with_head: bool,
     model_key: Hashable = None,
 ) -> Iterator[Networks]:
-    """Yield the networks of a call. They use kernels and recordings where these can be used, and a
-    cache that continues `past`.
+    """Context manager: yield the networks of a call. They use kernels and CUDA graphs where these
+    can be used.
 
     Args:
         model: An `MRPForCausalLM`.
         picker: Picks tokens; its `dispatch` decides between kernels and PyTorch.
-        graphs: The option `graphs` of `generate`.
-        past: The cache of an earlier call, or None.
-        rows, capacity, scratch: The sizes that the cache must have at least.
+        graphs: Whether forwards are recorded as CUDA graphs; None to record them where possible.
+        past: The cache of an earlier call, whose content the call can reuse; or None.
+        rows: The number of rows of the batch.
+        capacity, scratch: The least number of slots per row for committed tokens (`capacity`) and
+            for tokens that are being scored (`scratch`).
         with_head: Whether the head takes part.
         model_key: The model's `fingerprint` if the caller has computed it, or None.
+
+    Raises:
+        ValueError: if kernels or CUDA graphs are demanded and cannot be used, or if another call is
+            using `past`.
     """
     model_key = fingerprint(model) if model_key is None else model_key
     # Also with kernels=False: packing in a later call would move the weights, and so invalidate

@@ -81,7 +81,8 @@ class Spots:
     parents: Sequence[State | None] = ()
 
     def keys(self) -> Tensor:
-        """Compute the noise key of each position, int64 [n]."""
+        """Compute a key of the sampling noise for each position, int64 [n]: a hash of the row's
+        seed, the absolute position, and the number of masks of the state."""
         numbers: list[int] = []
         for row, state in self.states:
             for column in state.free:
@@ -187,13 +188,13 @@ class Picker:
 
     @cached_property
     def for_drafts(self) -> "Picker":
-        """The picker for drafts. It computes no entropies. It returns candidates only if tokens are
-        sampled, because the host then draws among them."""
+        """A copy of this picker that picks tokens for drafts. It computes no entropies. It returns
+        candidates only if tokens are sampled, because the host then draws among them."""
         return replace(self, entropy=False, candidates=self.candidates if self.sample else 0)
 
     @cached_property
     def masks(self) -> TokenMasks:
-        """The masks of the tokens that constraints allow, on the device."""
+        """Keeps on the device the masks of the token sets that constraints allow."""
         return TokenMasks()
 
     def __call__(self, hidden: Tensor, spots: Spots | None = None) -> Picks:
@@ -210,8 +211,9 @@ class Picker:
         return _join(picks)
 
     def among(self, hidden: Tensor, candidates: Tensor, spots: Spots) -> Picks:
-        """Pick greedily at n positions, each time among the first `shortlist` tokens of
-        `candidates`. All other tokens keep the scores that they had at the earlier state.
+        """Pick greedily at n positions, each time among the first `shortlist` of the candidates
+        that were found there at an earlier state. All other tokens keep the scores that they had at
+        that state.
 
         The argmax after a reveal is nearly always one of the likeliest tokens before it, so drafts
         need no other rows of `lm_head`. Processors and bans are not applied. Tokens that truncation
@@ -250,8 +252,9 @@ class Picker:
         return _join(picks)
 
     def token_odds(self, hidden: Tensor, token: Tensor, spots: Spots) -> Tensor:
-        """Compute the log-odds [n] of the tokens `token`, int64 [n], one for each of n positions,
-        from hidden states [n, hidden_size]. They are under the same softmax as `Picks.log_odds`."""
+        """Compute the log-odds [n] of the tokens `token`, int64 [n], one for each of n positions
+        (`spots`), from hidden states [n, hidden_size]. They are those of the token's probability
+        after temperature and processors, before truncation."""
         shape = self._shaper(spots)
         odds = []
         for chunk in self.unembedding.chunks(len(hidden)):
@@ -425,7 +428,8 @@ def _join(picks: Sequence[Picks]) -> Picks:
 
 def check_scores(processor: LogitsProcessor, answer: Any, scores: Tensor) -> Tensor:
     """Check what a logits processor returned (`answer`) for `scores` [n, vocab], and return it in
-    the dtype of the scores. Raise `ValueError` if it is malformed."""
+    the dtype of the scores. Raise `ValueError` if it is not a floating-point tensor of the same
+    shape, or contains +inf."""
     if (
         not isinstance(answer, Tensor)
         or answer.shape != scores.shape

@@ -75,9 +75,15 @@ def predicted_costs(config: Any, weight: Tensor, shortlist: int = 0) -> RoundCos
 
 
 def costs_at(config: Any, rates: Rates, item_bytes: float, shortlist: int = 0) -> RoundCosts:
-    """Predict the costs of a model's forwards, in seconds, at given rates. Each number of the
-    model's weights takes `item_bytes` bytes. `config` and `shortlist` are as in
-    `predicted_costs`."""
+    """Predict the costs of a model's forwards, in seconds, at given rates.
+
+    Args:
+        config: The model's sizes, named as in config.json.
+        rates: The rates of the device.
+        item_bytes: The bytes that each number of the model's weights takes.
+        shortlist: Number of tokens among which a head pass chooses at each position; 0 for all
+            tokens.
+    """
     hidden_size = config.hidden_size
     heads = config.num_attention_heads
     key_heads = getattr(config, "num_key_value_heads", None) or heads

@@ -35,15 +35,24 @@ class Runner(Protocol):
     ) -> list[list[Hidden]]:
         """Run one head pass over states of each row; return its outputs by row and state.
 
-        In `queries`, each row has its states, each paired with the hidden states h_A from which the
-        head starts. The output at a state is h_A + h_C, or h_C alone if `residual`. The head sees
-        the committed text of the row. Each block of this text enters the head with its own h_A. Add
-        1 to `row.counts.head_forwards` of each row that has states.
+        The output at a state is h_A + h_C, which estimates the backbone's hidden states there, or
+        the head's own output h_C alone if `residual`. The head sees the committed text of the row.
+        Each block of this text enters the head with its own h_A. Add 1 to
+        `row.counts.head_forwards` of each row that has states.
+
+        Args:
+            rows: All rows of the batch.
+            queries: For each row, its states, each with h_A: the backbone's hidden states before
+                the reveal that led to the state, or an estimate of them. Like an output, h_A is a
+                pair: a tensor [n, block, hidden_size], and the index in it of the block that is
+                meant.
+            residual: Whether outputs leave out h_A.
         """
 
     def commit(self, rows: Sequence[Row], clean: Sequence[Sequence[int]]) -> None:
-        """Keep the keys, values and hidden states of accepted clean states, because attention and
-        the head need them later. Increase `row.held` by the block size for each of these states.
+        """Keep the keys, values and hidden states of accepted clean states (those without masks),
+        because attention and the head need them later. Increase `row.held` by the block size for
+        each of these states.
 
         For each row, `clean` has the indices of its accepted clean states among the nodes of the
         row in the last `score`, in order. There is at least one such state.

@@ -31,7 +31,7 @@ Gather = Callable[..., list[Tensor]]
 
 
 class Sampler:
-    """Picks tokens at the free columns of states.
+    """Picks tokens at the free columns of states, which are the masked ones that may be revealed.
 
     Args:
         picker_of: A function that returns the picker of a row.
@@ -93,7 +93,8 @@ class Sampler:
 
         Args:
             states: The states, each with its row.
-            hidden: For each state, its hidden states.
+            hidden: For each state, its hidden states: a tensor [n, block, hidden_size], and the
+                index of the state in it.
             parents: For each state, its parent (see `Spots`), or None; processors see the parent's
                 tokens. The sequence may be empty if no state has a parent.
         """
@@ -110,10 +111,15 @@ class Sampler:
         states; return the scores of each state.
 
         Args:
-            states, hidden, parents: As in `pick`.
-            candidates: For each state, the candidates (`Scores.candidates`) that were found at the
-                state from which it was made, or None. If all states whose rows have the same picker
-                have candidates, tokens are chosen among these, and otherwise among all tokens.
+            states: The states, each with its row.
+            hidden: For each state, the estimate of its hidden states: a tensor [n, block,
+                hidden_size], and the index of the state in it.
+            parents: For each state, its parent (see `Spots`), or None. The sequence may be empty if
+                no state has a parent.
+            candidates: For each state, the likeliest tokens that were found at the state from which
+                it was made (`Scores.candidates`), or None. If all states whose rows have the same
+                picker have candidates, tokens are chosen among these, and otherwise among all
+                tokens.
         """
         return self._by_picker(self._estimate, states, hidden, parents, candidates)
 
@@ -201,7 +207,8 @@ class Sampler:
         Args:
             queries: For each state, its row, the state, some of its free columns, and a sequence
                 that has the given token for each of these columns, by column.
-            hidden: For each state, its hidden states.
+            hidden: For each state, its hidden states: a tensor [n, block, hidden_size], and the
+                index of the state in it.
         """
         log_odds: dict[int, list[float]] = {}
         for picker, indices in self._groups([row for row, *_ in queries]):
@@ -220,13 +227,15 @@ class Sampler:
         return [log_odds[index] for index in range(len(queries))]
 
     def magnitudes(self, queries: TokensAt, hidden: Sequence[Hidden]) -> list[list[float]]:
-        """Compute from h_C the magnitude |C| of the residual logits of given tokens, [block] for
-        each state; they are -inf at all other columns.
+        """Compute the magnitudes |C| of the residual logits of given tokens, [block] for each
+        state; they are -inf at all other columns. Residual logits are `lm_head` applied to the
+        head's output h_C.
 
         Args:
             queries: For each state, some of its columns, and a sequence that has the given token
                 for each of these columns, by column.
-            hidden: For each state, its h_C.
+            hidden: For each state, its h_C: a tensor [n, block, hidden_size], and the index of the
+                state in it.
         """
         weight = self.lm_head_weight
         return self._compute_at_tokens(
@@ -259,43 +268,61 @@ class Sampler:
 def gather_columns(
     device: torch.device, columns: np.ndarray, *several: Sequence[Hidden]
 ) -> list[Tensor]:
-    """Copy the indices `columns` [n] to the device. Return them, and for each list of blocks in
-    `several` the values at these columns, [n, size].
+    """Gather values at columns of blocks. Return the indices `columns` [n], copied to the device,
+    then for each list of blocks in `several` the values at these columns, [n, size].
 
-    An index in `columns` is that of a block in its list times the block size, plus a column of the
-    block. All indices go to the device in one copy.
+    All indices go to the device in one copy.
+
+    Args:
+        device: The device.
+        columns: int64 [n]. Each index is that of a block in its list times the block size, plus a
+            column of the block.
+        several: Lists of blocks. A block is a pair: a tensor [m, block, size] that holds it, and
+            its index in that tensor.
     """
     vectors = [columns]
-    pieces: list[list[tuple[Tensor, bool]]] = []
+    # By list, the pieces of its result: values, the numbers of the vectors that index them and the
+    # places at which they belong; None for a piece that is the whole result.
+    pieces: list[list[tuple[Tensor, int, int | None]]] = []
     for blocks in several:
-        block = blocks[0][0].shape[1]
-        owners = np.array([id(holder) for holder, _ in blocks])[columns // block]
-        indices = np.array([index for _, index in blocks], np.int64)[columns // block]
-        positions = indices * block + columns % block
         holders = {id(holder): holder for holder, _ in blocks}
+        indices = [index for _, index in blocks]
+        if len(holders) == 1 and indices == list(range(len(blocks))):
+            pieces.append([(blocks[0][0].flatten(0, 1), 0, None)])
+            continue
+        block = blocks[0][0].shape[1]
+        block_index, offset = np.divmod(columns, block)
+        positions = np.array(indices, np.int64)[block_index] * block + offset
+        if len(holders) == 1:
+            pieces.append([(blocks[0][0].flatten(0, 1), len(vectors), None)])
+            vectors.append(positions)
+            continue
+        owners = np.array([id(holder) for holder, _ in blocks])[block_index]
         pieces.append([])
         for key, holder in holders.items():
             chosen = np.flatnonzero(owners == key)
-            whole = len(chosen) == len(columns)
-            pieces[-1].append((holder.flatten(0, 1), whole))
-            vectors += [positions[chosen]] if whole else [positions[chosen], chosen]
-    on_device = iter(upload_all(vectors, device))
-    gathered = [next(on_device)]
+            pieces[-1].append((holder.flatten(0, 1), len(vectors), len(vectors) + 1))
+            vectors += [positions[chosen], chosen]
+    on_device = upload_all(vectors, device)
+    gathered = [on_device[0]]
     for parts in pieces:
-        out = parts[0][0].new_empty(0 if parts[0][1] else len(columns), parts[0][0].shape[1])
-        for values, whole in parts:
-            found = values[next(on_device).to(values.device)]
-            if whole:
+        out = parts[0][0].new_empty(0)
+        for values, source, target in parts:
+            found = values[on_device[source].to(values.device)]
+            if target is None:
                 out = found
-            else:
-                out[next(on_device).to(out.device)] = found.to(out.device)
+                continue
+            if not len(out):
+                out = found.new_empty(len(columns), found.shape[1])
+            out[on_device[target].to(out.device)] = found.to(out.device)
         gathered.append(out)
     return gathered
 
 
 def gather_blocks(hidden: Sequence[Hidden]) -> Tensor:
-    """Gather the hidden states of n blocks from the tensors that hold them; return one tensor [n,
-    block, hidden_size]."""
+    """Gather the hidden states of n blocks in one tensor [n, block, hidden_size], in the given
+    order. Each block is given as a pair: a tensor [m, block, hidden_size] that holds it, and its
+    index in that tensor. The result can be the given tensor itself."""
     first = hidden[0][0]
     indices = [index for _, index in hidden]
     tensors = {id(tensor): tensor for tensor, _ in hidden}
@@ -333,11 +360,17 @@ def spread_columns(numbers: Tensor, columns: np.ndarray, states: int, block: int
 def on_host(
     picks: Picks, columns: np.ndarray, states: int, block: int, draws: bool
 ) -> list[tuple[list[int], list[float], Any, Any]]:
-    """Copy picks to the host in one transfer. Candidates are copied only if the host `draws` tokens
-    among them.
+    """Copy picks to the host in one transfer. Return, for each state, the fields `token`,
+    `log_odds`, `entropy` and `drawable` of its `Scores`.
 
-    Return, for each state, its token, log_odds, entropy and drawable, which are as in `Scores`.
-    `columns` is as in `spread_columns`.
+    Args:
+        picks: Picks at n columns of the states.
+        columns: [n], for each pick, the index of its state times `block`, plus its column in the
+            state.
+        states: The number of states.
+        block: The number of tokens of a block.
+        draws: Whether the host draws tokens among the picks' candidates. If not, these are not
+            copied, and `drawable` is None.
     """
     candidates = picks.candidates if draws else None
     numbers = []

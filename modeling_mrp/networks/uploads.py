@@ -34,5 +34,7 @@ def upload(numbers: Integers, device: torch.device) -> Tensor:
 def upload_all(vectors: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
     """Copy several vectors of integers to a device in one copy; return each of them there as an
     int64 tensor."""
+    if len(vectors) == 1:
+        return [upload(vectors[0], device)]
     sizes = [len(vector) for vector in vectors]
     return list(upload(np.concatenate(vectors), device).split(sizes))

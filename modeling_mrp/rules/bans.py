@@ -25,7 +25,7 @@ class Bans:
 
     def barred(self, ids: Sequence[int], position: int, mask_id: int) -> set[int]:
         """Return the token ids that would complete a banned sequence at `position` of the text
-        `ids`."""
+        `ids`, where `mask_id` stands at unknown tokens."""
         tokens = set()
         for word in self.words:
             for hole in range(len(word)):

@@ -7,10 +7,11 @@ from typing import Any, Protocol
 
 
 class TokenSet(Protocol):
-    """A set of token ids. Of the objects in use, no two hold the same ids.
+    """A set of token ids, hashed and compared as an object, not by its ids.
 
     Attributes:
-        only: The id in the set if there is exactly one; else None.
+        only: The id in the set if there is exactly one, or the first eos if all ids are eos; else
+            None.
     """
 
     only: int | None
@@ -20,39 +21,54 @@ class TokenSet(Protocol):
 
 
 class Constraint(ABC):
-    """Decides which tokens one row may reveal.
+    """Decides which tokens one row may reveal, given a state and an *origin*: a hashable value that
+    sums up the text before the state's block.
 
-    The decision is a function of a state and an *origin*, which is the knowledge at the start of
-    the state's block. So it applies to drafted states as to any others, whatever the order of
-    reveals.
+    The decision depends on nothing else. So it applies to drafted states as to any others, whatever
+    the order of reveals.
 
-    An origin is a hashable value. The attribute `first` is the origin of a text without tokens. The
-    methods take a block as `start`, its position in the text, and `ids`, its token ids, masks
-    included.
+    The attribute `first` is the origin of every block before which there is no new token; for later
+    blocks, `advance` makes it. The methods take a block as `start`, its position in the text, and
+    `ids`, its token ids, masks included.
     """
 
     first: Any
 
     @abstractmethod
     def advance(self, origin: Any, start: int, ids: Sequence[int]) -> Any:
-        """Return the origin of the block that follows the given block. Return None if the given
-        block has masks, or cannot be part of a text."""
+        """Return the origin of the next block, given a block and its origin. Return None if the
+        given block has masks, is not allowed or, in a `GrammarConstraint`, ends the text.
+
+        Args:
+            origin: The origin of the given block.
+            start: The position in the text where the block begins.
+            ids: The token ids of the block.
+        """
 
     @abstractmethod
     def allowed(
         self, origin: Any, start: int, ids: tuple[int, ...], columns: Sequence[int]
     ) -> list[TokenSet | None]:
         """Return, for each of the masked `columns` of a state, the set of tokens that it may take.
-        Each column is considered alone. None stands for all tokens."""
+        Each column is considered alone. None stands for all tokens.
+
+        Args:
+            origin: The origin of the state's block (see `Constraint`).
+            start: The position in the text where the block begins.
+            ids: The token ids of the block, masks included.
+            columns: Masked columns of the block.
+        """
 
     @abstractmethod
     def is_possible(self, origin: Any, start: int, ids: tuple[int, ...]) -> bool:
-        """Return whether a text that contains the given state can still be completed."""
+        """Return whether a text can still be completed that contains the given state: the block at
+        position `start` with the token ids `ids`, masks included."""
 
     def forced(
         self, origin: Any, start: int, ids: tuple[int, ...], columns: Sequence[int]
     ) -> dict[int, int]:
-        """Map each of the masked `columns` that can take only one token to that token."""
+        """Map each of the masked `columns` that can take only one token to that token. The
+        arguments are those of `allowed`."""
         tokens = {}
         allowed = self.allowed(origin, start, ids, columns)
         for column, token_set in zip(columns, allowed, strict=True):
@@ -74,8 +90,9 @@ class Constraint(ABC):
         be completed with it and with the columns kept before it.
 
         Args:
-            origin: The origin of the state's block.
-            key: The key of the state before the reveal.
+            origin: The origin of the state's block (see `Constraint`).
+            key: The state before the reveal, as a pair: the position in the text where its block
+                begins, and the token ids of the block, masks included.
             columns: Columns that the rule reveals.
             token, log_odds: [block], for each column, the picked token and its log-odds.
         """

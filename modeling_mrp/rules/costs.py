@@ -77,7 +77,8 @@ class RoundCosts:
         return cost
 
     def of_head(self, rows: int, width: int, passes: int) -> float:
-        """Return the cost of all head passes in such a round (see `of_round`)."""
+        """Return the cost of all head passes of a round of `rows` rows in which each row submits
+        `width` states and the head runs `passes` times; 0 without head passes."""
         if not passes:
             return 0.0
         sizes = draft_sizes(width, passes)
@@ -100,10 +101,10 @@ def interpolated(points: Sequence[int], values: Sequence[float], point: int) -> 
 
 
 def draft_sizes(width: int, passes: int) -> list[int]:
-    """Return the number of states in the draft at each head pass of a round.
+    """Return, for each head pass of a round, the number of states of a row's draft that it reads.
 
     The numbers increase evenly up to `width` - 1, where `width` is the number of states that a row
-    submits. So there are at most `width` - 1 passes.
+    submits. So there are at most `width` - 1 passes, even if `passes` is larger.
     """
     passes = min(passes, width - 1)
     return [-(-count * (width - 1) // passes) for count in range(1, passes + 1)]

@@ -46,13 +46,15 @@ class Node:
 
     Attributes:
         state: The state.
-        parent: Index, among the row's nodes, of the node whose uncommitted state this state attends
-            to besides the prefix. That is a clean state or, for a preview, the row's own state. -1
-            if there is none.
+        parent: Index, among the row's nodes, of the node with the block before this state's block,
+            if the state attends to that node because the block is not in the cache yet. The node's
+            state has no masks or, for a preview (`is_preview`), is the row's own state. -1 if all
+            text before this state's block is in the cache.
         source: Scores of the state from which this one was made, or the head's estimate of these
             scores; None if there are none.
         parent_state: The state of the parent node; None if there is none.
-        chance: The estimated chance that the row's path reaches the state.
+        chance: The estimated chance that the row's path, on which the rule leads it from state to
+            state, reaches the state.
         depth: Number of drafts on the path to the state, itself included; 0 for the row's own
             state.
         accepted: Whether the row's path reached the state. Set once the round is over.
@@ -69,13 +71,13 @@ class Node:
     @property
     def opens(self) -> bool:
         """Whether this is the first state of a block, submitted together with the block before it.
-        Such a state is not a draft: it is what comes next, or a preview of that."""
+        Such a state is not a draft: it is what comes next, or a preview of that (`is_preview`)."""
         return self.parent >= 0 and self.state.step == 0
 
     @property
     def is_preview(self) -> bool:
-        """Whether the block before the state's block still has masks. If so, the scores made here
-        belong to no state of any path, and serve only drafts."""
+        """Whether this is the first state of a block before which the row's block still has masks.
+        If so, the row never accepts it: its scores only serve as estimates for later drafts."""
         return self.parent_state is not None and self.parent_state.masks > 0
 
 
@@ -96,8 +98,13 @@ def followers(
     parent: int = -1,
     clean: State | None = None,
 ) -> Iterator[tuple[Key, Follower, float]]:
-    """Yield the key, the candidate and the chance of each state to which a reveal at `state` may
-    lead.
+    """Yield each state to which a reveal at `state` may lead, as a candidate for a draft.
+
+    Each is yielded as its key (`State.key`), a `Follower` and the chance that the reveal leads to
+    it. A `Follower` is a tuple from which the state is made once it is drafted: the state before,
+    the columns to reveal there, the key of the resulting state, its `Node.source` and
+    `Node.parent`, and the log-odds by column. Without columns, the first entry is already the
+    resulting state.
 
     States at which the text is complete are left out. A state that the last round scored is
     replaced by the first unscored state to which the rule leads from there.
@@ -110,7 +117,7 @@ def followers(
         branches: The largest number of sets of columns that are considered.
         candidates: What other sources propose at the state.
         parent: `Node.parent` of the state, which is also that of its followers.
-        clean: The state of the parent node; None if there is none.
+        clean: The state of the node `parent`, which has no masks; None if there is none.
     """
     scored: tuple[Sequence[int], Sequence[float]] | None = None
     if scores is not None and scores.drawable is None:
@@ -164,8 +171,8 @@ def follower(
     parent: int,
     clean: State | None = None,
 ) -> Follower | None:
-    """Return the candidate for the state that results from revealing `token[column]` at each of
-    `columns`. Return None if the text is complete at the resulting state.
+    """Return the candidate for a draft (a `Follower`, see `followers`) that stands for the state
+    after revealing `token[column]` at each of `columns`. Return None if the text is complete there.
 
     If the last round scored this state, the candidate is instead for the first unscored state to
     which the rule leads from there (`unscored_follower`). For a row with a constraint, neither is
@@ -196,7 +203,12 @@ def constrained_follower(
 ) -> Follower | None:
     """Reduce a candidate to those of its columns that the row's constraint allows. Return the
     candidate for the first unscored state after the reduced reveal (`unscored_follower`). Return
-    None if the constraint allows none of the columns, or if the text is complete at that state."""
+    None if the constraint allows none of the columns, or if the text is complete at that state.
+
+    Args:
+        row, rule, clean: As in `followers`.
+        candidate: A `Follower` (see `followers`) that has columns to reveal.
+    """
     state, columns, (_, token), scores, parent, log_odds = candidate
     columns = possible_columns(row, state, columns, token, log_odds, clean)
     if not columns:
@@ -214,8 +226,8 @@ def unscored_follower(
     parent: int,
     clean: State | None,
 ) -> Follower | None:
-    """Return the candidate for the first unscored state after revealing `token[column]` at each of
-    `columns`. Return None if the text is complete at this state.
+    """Return the candidate (a `Follower`, see `followers`) for the first unscored state after
+    revealing `token[column]` at each of `columns`. Return None if the text is complete there.
 
     While the resulting state is one that the last round scored, the rule's reveal at that state
     leads on to the next one. The arguments are as in `follower`.
@@ -246,18 +258,20 @@ def build_draft(
     that of the next state first.
 
     A small draft is the beginning of a larger one. A draft of one state is the row's own state. If
-    that state is clean, the second state is always the first state of the next block.
+    that state has no masks, the second state is always the first state of the next block.
 
     Args:
         row: The row to draft for.
         rule: Guesses what a step reveals (`RevealRule.likely`).
         size: The largest number of states in the draft.
         branches: The largest number of sets of columns that are considered per state.
-        estimates: The head's estimates of scores, by the key of the state.
+        estimates: The head's estimates of scores, by `State.key`; empty if the head has not run.
         sources: Draft sources that are asked in addition to scores.
         previews: Whether the first state of the next block may be scored while the present block is
             unfinished, so that later drafts can continue into the next block.
     """
+    if size == 1:
+        return [Node(row.state, -1, row.source, None, 1.0, 0)]
     waiting: list[Follower] = [(row.state, (), row.state.key, row.source, -1, ())]
     # By candidate, the chance that the path reaches it, summed over orders, -inf once drafted; the
     # number of drafts on the way to it; and candidates' indices by parent and key.
@@ -317,7 +331,8 @@ def build_draft(
 
 
 def previewed(row: Row) -> State | None:
-    """Return the first state of the block after the row's present block, for a preview.
+    """Return the first state of the block after the row's present block, to be scored before the
+    present block is finished (a preview).
 
     Return None if the present block has no masks, if the text ends in it, or if nothing can be
     revealed in the next block. Also return None if the row has a constraint, because what it allows
@@ -334,8 +349,9 @@ def previewed(row: Row) -> State | None:
 
 
 def draw_tokens(row: Row, state: State, scores: Scores) -> tuple[Sequence[int], Sequence[float]]:
-    """Sample one of the likeliest tokens at each free column of a state, with the noise of that
-    state. Return two sequences [block]: the tokens and their log-odds."""
+    """Sample one of the likeliest tokens (`scores.drawable`) at each free column of a state, with
+    the noise that the backbone's pick has at that state. Return two sequences [block]: the tokens
+    and their log-odds, which are 0 and -inf at other columns."""
     assert scores.drawable is not None
     free = list(state.free)
     ids, numbers = np.split(scores.drawable[free], [scores.drawable.shape[1] // 2], axis=1)
@@ -377,8 +393,16 @@ def noise_key(seed: Any, position: Any, masks: Any) -> Any:
 
 
 def gumbel(keys: list[int], tokens: Any) -> Any:
-    """Compute the Gumbel noise of `kernels.pick` on the host. Return a float64 array [n, m] for n
-    `keys` and token ids `tokens`, int64 [n, m]."""
+    """Compute Gumbel noise on the host. It is a function of a key (`noise_key`) and a token id, and
+    equals the noise that is added on the device (`gumbel_noise`) up to rounding.
+
+    Args:
+        keys: n keys.
+        tokens: int64 array [n, m], for each key, m token ids.
+
+    Returns:
+        A float64 array [n, m].
+    """
     hashed = mix_bits(tokens * 0x9E3779B1 & _MASK)
     bits = mix_bits(hashed ^ np.array(keys, dtype=np.int64)[:, None])
     # -log(u) for u = (bits + 1/2) / 2^32, computed from the nearer end of the unit interval, for
@@ -392,7 +416,7 @@ class UnscoredError(ValueError):
     """No token has a finite score at a position.
 
     Args:
-        place: `Row.place` of the row.
+        place: Index of the row in the call (`Row.place`).
         position: The position in the row's text.
     """
 
@@ -404,22 +428,23 @@ class UnscoredError(ValueError):
 def accept(
     row: Row, rule: RevealRule, nodes: Sequence[Node], scores: Sequence[Scores], drafts: bool
 ) -> tuple[PendingReveal | None, list[int]]:
-    """Accept the longest verified path of a row: write all reveals of the path except the last one,
-    and remember the scored states.
+    """Accept the longest verified path of a row: follow the rule from the row's state through
+    scored states, and write all reveals on the way except the last one. If the round drafted, keep
+    the states that it scored (`row.memory`).
 
     Args:
-        row: The row. Its state becomes the last accepted state or, if the path ends in a clean
-            block, the first state of the next block.
+        row: The row. Its state becomes the last accepted state or, if that one has no masks, the
+            first state of the next block.
         rule: Decides what a step reveals.
         nodes: The row's nodes in the round, that of its own state first.
         scores: The backbone's scores of each node.
-        drafts: Whether the round drafted. If so, the path may continue through remembered states,
-            the states scored in this round then replace those in `row.memory`, and drafts are
-            counted.
+        drafts: Whether the round drafted. If so, the path may also continue through states that
+            the last round scored (`row.memory`), those scored in this round then replace them, and
+            drafts are counted. If not, `row.memory` stays as it is.
 
     Returns:
-        The pending reveal, which is not written yet (None if the path ends in a clean block), and
-        the indices in `nodes` of the accepted clean states.
+        The pending reveal, which is not written yet (None if the path ends in a state without
+        masks), and the indices in `nodes` of the accepted states without masks.
 
     Raises:
         UnscoredError: if no token had a finite score at a position that is revealed.
@@ -490,9 +515,15 @@ def possible_columns(
     log_odds: Sequence[float],
     parent: State | None = None,
 ) -> tuple[int, ...]:
-    """Return the columns of a reveal with which the row's constraint can still be satisfied.
+    """Return the columns of a reveal with which the row's constraint can still be satisfied; all of
+    them if the row has no constraint.
 
-    `parent` is the clean state before the state, if that is not yet written into the row's text.
+    Args:
+        row: The row.
+        state: The state before the reveal.
+        columns: Columns that the rule reveals.
+        token, log_odds: [block], for each column, the picked token and its log-odds.
+        parent: The finished state of the block before, if the row's text does not hold it yet.
     """
     origin = row.origin(state.start, parent)
     if row.constraint is None or origin is None:
@@ -535,10 +566,14 @@ def write(row: Row, pending: PendingReveal) -> None:
 
 
 def count_drafts(row: Row, nodes: Sequence[Node], last: State, parent: int, depth: int) -> None:
-    """Add a round's drafts to the row's counts.
+    """Add a round's drafts to the row's counts: those submitted, offered and accepted.
 
-    `depth` drafts, of this round or remembered, were accepted. They led to the state `last`, whose
-    `Node.parent` is `parent`.
+    Args:
+        row: The row.
+        nodes: The row's nodes in the round, that of its own state first.
+        last: The state to which the accepted path leads.
+        parent: `Node.parent` of that state.
+        depth: Number of accepted drafts, including states that the last round had scored.
     """
     counts = row.counts
     drafted = [node for node in nodes[1:] if not node.opens]

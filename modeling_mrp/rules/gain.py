@@ -25,7 +25,8 @@ class Amount:
 
     Attributes:
         states: The largest number of states that a row submits, its own state included.
-        passes: Number of head passes in the round. If 0, drafts come from stale logits.
+        passes: Number of head passes in the round. If 0, drafts come from scores that the backbone
+            has made at earlier states.
     """
 
     states: int
@@ -46,8 +47,8 @@ class DraftAmount(Protocol):
         the head."""
 
     def plan(self, drafts: Drafts) -> Amount:
-        """Choose the amount of a round. `drafts` has a draft of up to `outline` states for each
-        row."""
+        """Choose the amount of a round. `drafts` has, for each row, a draft of up to `outline`
+        states that is made without the head."""
 
     def cut(self, amount: Amount, drafts: Drafts) -> int:
         """Choose how many states each row submits, at most `amount.states`. `drafts` are the drafts
@@ -121,13 +122,15 @@ class Calibration:
         return factors
 
     def doubt(self) -> float:
-        """Return the weight of the assumed factor at depth 1, from 1 (nothing observed) to 0."""
+        """Return how far the factor at depth 1 is still assumed rather than observed: from 1
+        (nothing observed yet) down to nearly 0."""
         observed = self.predicted[0] if self.predicted else 0.0
         return self.WEIGHT / (self.WEIGHT + observed)
 
     def learn(self, predicted: Drafts, drafts: Drafts) -> None:
         """Update the factors after a round, from the chances of the nodes in `predicted` and from
-        the number of accepted nodes in `drafts`."""
+        the number of accepted nodes (`Node.accepted`) in `drafts`, by depth. Both have, for each
+        row, its nodes; they may be the same."""
         for index in range(len(self.predicted)):
             self.predicted[index] *= self.FADE
             self.accepted[index] *= self.FADE
@@ -151,7 +154,7 @@ class ExpectedGain:
         states: The largest number of states that a row submits.
         passes: Number of head passes in a round in which the head drafts. If 0, the head never
             drafts.
-        costs: The costs of states.
+        costs: What backbone forwards and head passes cost by their number of states.
     """
 
     # Initial factors by which acceptance falls with each depth: for stale drafts, for the head's
@@ -214,7 +217,8 @@ class ExpectedGain:
         return widths[rates.index(max(rates))]
 
     def learn(self, amount: Amount, outlines: Drafts, drafts: Drafts) -> None:
-        """Update the calibrations from a round, as `DraftAmount.learn` requires."""
+        """Update the corrections of estimated chances (`Calibration`) after a round, as
+        `DraftAmount.learn` requires."""
         if not amount.passes:
             self.stale.learn(drafts, drafts)
             return
@@ -224,8 +228,9 @@ class ExpectedGain:
 
 
 def expected_steps(drafts: Drafts, calibration: Calibration, widths: Sequence[int]) -> list[float]:
-    """Return, for each n in `widths`, the number of denoising steps that the first n nodes of every
-    row are expected to make, summed over all rows."""
+    """Return, for each n in the increasing `widths`, the number of denoising steps that the first n
+    nodes of every row are expected to make, summed over all rows. This is the sum of the nodes'
+    chances, corrected by `calibration`; states without masks make no step."""
     totals = [0.0] * widths[-1]
     factors = calibration.factors(widths[-1])
     for nodes in drafts:

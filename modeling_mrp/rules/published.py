@@ -50,10 +50,13 @@ LOW_THRESHOLD = Option(
 
 
 def thresholds_of(options: Any, published: float) -> tuple[float, float]:
-    """Return a rule's two thresholds, the high and the low one, in log-odds.
+    """Return a rule's two thresholds in log-odds: first the high one, then the low one.
 
-    The low threshold is that of the option `low_threshold`, or of the probability `published` if
-    the option is unset.
+    Args:
+        options: Checked options (an `MRPGenerationConfig`). The high threshold is the option
+            `confidence_threshold`, the low one is the option `low_threshold`; both are
+            probabilities.
+        published: The probability that is used if `low_threshold` is None.
     """
     low = published if options.low_threshold is None else options.low_threshold
     return logit(options.confidence_threshold), logit(low)
@@ -307,8 +310,8 @@ class EosRejection(Static, name="eoser"):
 
 @dataclass(frozen=True)
 class Prophet(Static, name="prophet"):
-    """Reveal the n most confident columns. Once the mean log-odds of all masked columns are high
-    enough, reveal all of them.
+    """Reveal the n most confident columns, where n is that of `Static`. Once the mean log-odds of
+    all masked columns are high enough, reveal all of them.
 
     This is the early commit of Prophet (arXiv 2508.19982), within a block: the mean must reach 7.5
     in the first third of the block's steps, 5 in the second and 2.5 in the last.
@@ -347,8 +350,9 @@ class Prophet(Static, name="prophet"):
 
 
 def recalled(memo: Any, state: State, default: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the values of `memo` if it is a tuple `(start, *values)` of the state's block; else
-    return `default`."""
+    """Return what a memo remembers of the state's block: the values after the first of a tuple
+    `(start, *values)` if `start` is where this block begins. Return `default` for a memo of another
+    block, and for None."""
     return memo[1:] if memo is not None and memo[0] == state.start else default
 
 

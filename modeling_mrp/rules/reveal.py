@@ -102,10 +102,11 @@ class RevealRule(ABC):
         """Choose the columns to reveal: at least one of `state.free`, which is not empty. Return
         these columns and the memo after the reveal.
 
-        The memo covers all columns chosen here, also those that a ban or the head later turns into
-        masks again. Drafting also calls this method for remembered states, with the memo of the
-        row's accepted path so far, and uses only the columns. So a rule must accept any state with
-        any memo: None, or its own memo of another state.
+        `memo` is what this method returned at the state before; None at the first state of a text.
+        It covers all columns chosen there, also those that a ban or the head then turned into masks
+        again. Drafting also calls this method for states that the last round scored, with the memo
+        of the row's accepted path so far, and uses only the columns. So a rule must accept any
+        state with any memo: None, or its own memo of another state.
         """
 
     def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
@@ -316,7 +317,8 @@ def logit(probability: float) -> float:
 
 def schedule_of(block_size: int, denoising_steps: int | None) -> Columns:
     """Return the number of columns that each denoising step of a block reveals. Each step reveals
-    an equal share of the block; if that leaves a remainder, the first steps reveal one more."""
+    an equal share of the block; if that leaves a remainder, the first steps reveal one more. If
+    `denoising_steps` is None, each step reveals one column."""
     steps = denoising_steps or block_size
     return tuple([block_size // steps + (step < block_size % steps) for step in range(steps)])
 

@@ -43,8 +43,8 @@ class State:
         return self.key[1]
 
     def revealing(self, columns: Sequence[int], key: Key) -> "State":
-        """Return the state that results from revealing `columns`, and whose key is `key`. No
-        revealed token may be an eos."""
+        """Return the state that results from revealing `columns`. `key` is its `State.key`, so it
+        holds the revealed tokens, none of which may be an eos."""
         if len(columns) == 1:
             index = self.free.index(columns[0])
             free = self.free[:index] + self.free[index + 1 :]
@@ -109,7 +109,13 @@ class PendingReveal:
 
 
 class Counts:
-    """The counts of one row's forwards and drafts. `MRPGenerateStats` explains each of them."""
+    """The counts of one row's forwards and drafts, at first 0. `MRPGenerateStats` explains each of
+    them.
+
+    Args:
+        width: The largest number of states of the row in a round.
+        drafts: Whether rounds draft. If not, there are no counts by depth.
+    """
 
     def __init__(self, width: int, drafts: bool) -> None:
         # a path continues through states that the previous round scored
@@ -146,12 +152,12 @@ class Row:
             tokens that force it, so that it needs no forward.
         state: The next state. The last reveal made it; at first it is the state of the block with
             the first mask.
-        source: Scores of the last accepted state, from which drafts start; None after a clean
-            block.
+        source: Scores of the last accepted state, from which drafts start; None if that state had
+            no masks.
         memo: The rule's memo at `state`.
         memory: States with masks that the last round with drafts scored, each with its scores, by
             the state's key. A later path may still reach such a state. First states of next blocks,
-            which were scored after a clean state, are not kept.
+            which were scored behind an unwritten block, are not kept.
         preview: The key of the next block's first state, and the scores of that state made while
             the block before it was unfinished. Drafts of the next block start from these scores.
             Both are None if there is no preview.
@@ -163,7 +169,8 @@ class Row:
         stop: One past the last token once the text is complete; else None.
         counts: Counts of forwards and drafts.
         written: The reveals written so far if the caller wants them; else None.
-        origins: Maps positions where blocks begin to the constraint's origin there.
+        origins: Maps positions where blocks begin to the constraint's origin there (see
+            `Constraint`), as far as it has been computed.
         filled_in: Positions of the tokens that the constraint filled in.
     """
 
@@ -225,9 +232,10 @@ class Row:
         return replace(self, text=text)
 
     def text_at(self, state: State, parent: State | None = None) -> list[int]:
-        """Return the text as it is at a state, up to the last given token.
+        """Return the text as it is at a state, up to the end of the state's block or, if that is
+        later, up to the last given token.
 
-        `parent` is the clean state before it, if that is not yet written into `text`.
+        `parent` is the finished state of the block before, if `text` does not hold it yet.
         """
         ids = self.text[: state.start]
         if parent is not None:
@@ -238,8 +246,8 @@ class Row:
         """Return the first state of the block at `start`.
 
         It consists of masks, given tokens, and tokens that the constraint fills in. A given eos
-        does not end the text. `parent` is the clean state before it, if that is not yet written
-        into `text`.
+        does not end the text. `parent` is the finished state of the block before, if `text` does
+        not hold it yet.
         """
         ids = tuple(self.text[start : start + self.block_size])
         ids += (self.mask_id,) * (self.block_size - len(ids))
@@ -253,9 +261,10 @@ class Row:
         token: Sequence[int],
         parent: State | None = None,
     ) -> State:
-        """Return the state that results from revealing `token[column]` at each column of `columns`.
+        """Return the state that results from revealing `token[column]` at each column of `columns`,
+        and then filling in the tokens that the constraint forces.
 
-        `parent` is the clean state before its block, if that is not yet written into `text`.
+        `parent` is the finished state of the block before, if `text` does not hold it yet.
         """
         start, old_ids = state.key
         ids = list(old_ids)
@@ -274,10 +283,12 @@ class Row:
         )
 
     def origin(self, start: int, parent: State | None = None) -> Any:
-        """Return the constraint's origin for the block at `start`.
+        """Return the constraint's origin for the block at `start`: what the constraint needs to
+        know of the text before the block (see `Constraint`).
 
-        The block follows `parent` if that is given, and otherwise the row's text. Return None if
-        there is no constraint, or if the text before the block is not known.
+        That text ends with the block of the state `parent`, if it is given, and otherwise is the
+        row's text. Return None if there is no constraint, or if the text before the block has masks
+        or is not allowed.
         """
         constraint = self.constraint
         if constraint is None:
@@ -300,7 +311,10 @@ class Row:
 
     def allowed(self, state: State, parent: State | None = None) -> list[TokenSet | None] | None:
         """Return, for each free column of a state, the tokens that the constraint allows there
-        (None for all tokens). Return None if all columns may take all tokens."""
+        (None for all tokens). Return None if all columns may take all tokens.
+
+        `parent` is the finished state of the block before, if `text` does not hold it yet.
+        """
         if self.constraint is None:
             return None
         origin = self.origin(state.start, parent)
@@ -308,7 +322,10 @@ class Row:
 
     def filled(self, state: State, parent: State | None = None) -> State:
         """Return the state after filling in the tokens that the constraint forces, up to the first
-        eos among them. This takes no denoising step."""
+        eos among them. This takes no denoising step.
+
+        `parent` is the finished state of the block before, if `text` does not hold it yet.
+        """
         if self.constraint is None or not self.fills or not state.free:
             return state
         origin = self.origin(state.start, parent)

@@ -27,8 +27,13 @@ def alone(answer: bool) -> bool:
 
 
 def agree_in(group: Any) -> Agree:
-    """Make the agreement function of the processes in a group. It exchanges their answers through
-    the hosts. For a group of one process, return `alone`."""
+    """Make the function by which the processes of a group agree: every process calls it with its
+    own answer, and each gets True only if all answers are True. It exchanges the answers through
+    the hosts. For a group of one process, return `alone`.
+
+    Args:
+        group: A `ProcessGroup` of torch.distributed that exchanges tensors on the CPU.
+    """
     if dist.get_world_size(group) == 1:
         return alone
 
@@ -45,7 +50,8 @@ class CheckedReplays:
     graph replaces.
 
     Args:
-        agree: The agreement function of all processes.
+        agree: Called by every process with its own answer; returns whether all answers are True
+            (see `agree_in`).
         give_up: Called with a description of a failure and with its error; after this call, graphs
             are not used any more.
 

@@ -73,7 +73,12 @@ class MRP(DllmAlgorithm):
         return refusal(req)
 
     def run(self, model_runner: Any, forward_batch: Any, algo_states: Any = None) -> Any:
-        """Run one round of a batch.
+        """Run one round of a batch, as the engine requires.
+
+        Args:
+            model_runner: The engine's `ModelRunner`.
+            forward_batch: The engine's `ForwardBatch`, which has one block of each row.
+            algo_states: Not used.
 
         Returns:
             The five results that the engine expects: logits (None), each row's block of ids, the
@@ -90,7 +95,8 @@ class MRP(DllmAlgorithm):
 
 def rows_of(server_args: Any) -> int:
     """Compute the largest number of rows of a forward: `--max-running-requests`, which counts
-    requests, times the number of states per request."""
+    requests, times the largest number of states per request (`Mode.width`). Log a warning if CUDA
+    graphs are recorded for fewer rows."""
     view = resolving_view(server_args)
     config = DllmConfig.from_server_args(server_args)
     rows = int(view.max_running_requests * config.mrp_settings.mode.width)
@@ -111,7 +117,7 @@ def abort(req: Any, message: str) -> None:
 
 def writes_first(engine: Any, batch: Any) -> bool:
     """Return whether each layer writes the keys and values of all rows before its attention reads
-    any of them."""
+    any of them. `engine` is the engine's `ModelRunner`, and `batch` the `ForwardBatch`."""
     if engine.prefill_attention_backend_str in WRITES_FIRST:
         return True
     with forward_context(ForwardContext(attn_backend=engine.attn_backend)):

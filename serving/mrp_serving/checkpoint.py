@@ -46,12 +46,12 @@ class Checkpoint(NamedTuple):
 @cache
 def open_checkpoint(source: str, revision: str | None, weights: bool = True) -> Checkpoint:
     """Read the configs of a checkpoint. Check its stored tensors against its config before the
-    engine loads any tensor.
+    engine loads any tensor. A later call with the same arguments reads nothing again.
 
     Args:
         source: A folder or a repository's id.
         revision: A commit, branch or tag.
-        weights: Whether the checkpoint has weights to check.
+        weights: Whether to check the tensors. Those of quantized checkpoints are never checked.
 
     Raises:
         ValueError: if the model is not supported; if a tensor is missing, is unexpected or has

@@ -28,7 +28,8 @@ class HeadGraphs(DecodeCudaGraphRunner):
 
     Args:
         engine: The engine's `ModelRunner`, which has already recorded the backbone's graphs.
-        agree: The agreement function of all processes.
+        agree: Called by every process with its own answer; returns whether all answers are True
+            (see `agree_in`).
 
     Attributes:
         checked: Decides between replays and runs of the head without graphs.
@@ -50,14 +51,14 @@ class HeadGraphs(DecodeCudaGraphRunner):
         return LogitsProcessorOutput(next_token_logits=None, hidden_states=residual)
 
     def takes(self, batch: Any) -> bool:
-        """Return whether a recorded graph fits a batch."""
+        """Return whether a recorded graph fits a batch, the engine's `ForwardBatch`."""
         return bool(batch.forward_mode.is_cuda_graph() and self.can_run_graph(batch))
 
     def replay(self, batch: Any, hidden: Tensor) -> tuple[int, Tensor]:
         """Replay the graph that fits a batch.
 
         Args:
-            batch: The batch.
+            batch: The engine's `ForwardBatch`, in which each row is a block.
             hidden: [tokens, hidden_size], the hidden states that the head reads.
 
         Returns:
@@ -70,7 +71,13 @@ class HeadGraphs(DecodeCudaGraphRunner):
 
 def record_head(engine: Any, agree: Agree) -> HeadGraphs | None:
     """Record CUDA graphs of the head if the engine has graphs of the backbone. Return None if the
-    engine has no such graphs, or if recording fails in any process."""
+    engine has no such graphs, or if recording fails in any process.
+
+    Args:
+        engine: The engine's `ModelRunner`.
+        agree: Called by every process with its own answer; returns whether all answers are True
+            (see `agree_in`).
+    """
     if type(engine.decode_cuda_graph_runner) is not DecodeCudaGraphRunner:
         return None
     graphs: HeadGraphs | None = None

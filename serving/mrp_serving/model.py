@@ -102,8 +102,9 @@ class MRPForCausalLM(SDARForCausalLM):
         input_embeds: Any = None,
         pp_proxy_tensors: Any = None,
     ) -> Any:
-        """Compute logits. Under the algorithm `MRP`, which needs logits at only a few positions,
-        return the final hidden states [tokens, hidden_size] instead."""
+        """Compute logits, as a `LogitsProcessorOutput` of the engine. Under the algorithm `MRP`,
+        which needs logits at only a few positions, its field `hidden_states` has the final hidden
+        states [tokens, hidden_size] instead."""
         if not self.hands_out_hidden:
             return super().forward(
                 input_ids, positions, forward_batch, input_embeds, pp_proxy_tensors
@@ -113,8 +114,14 @@ class MRPForCausalLM(SDARForCausalLM):
 
     @torch.no_grad()
     def run_head(self, engine: Any, batch: Any, hidden: Tensor) -> Tensor:
-        """Compute the head's residual h_C from hidden states, by a CUDA graph if one fits the
-        batch. Hidden states and residual are [tokens, hidden_size]."""
+        """Compute the head's residual h_C, [tokens, hidden_size], by a CUDA graph if one fits the
+        batch.
+
+        Args:
+            engine: The engine's `ModelRunner`.
+            batch: The `ForwardBatch` with the ids and positions of the tokens.
+            hidden: [tokens, hidden_size], the hidden states h_A that the head reads.
+        """
 
         def eagerly() -> Tensor:
             with forward_context(ForwardContext(attn_backend=engine.attn_backend)):
@@ -127,8 +134,9 @@ class MRPForCausalLM(SDARForCausalLM):
         return graphs.checked.run(partial(graphs.replay, batch, hidden), eagerly)
 
     def residual(self, ids: Tensor, positions: Tensor, batch: Any, hidden: Tensor) -> Tensor:
-        """Compute the head's residual h_C from ids [tokens], positions [tokens] and hidden states.
-        Hidden states and residual are [tokens, hidden_size]."""
+        """Compute the head's residual h_C from ids [tokens], positions [tokens] and hidden states
+        h_A, without a CUDA graph. Hidden states and residual are [tokens, hidden_size]. `batch` is
+        the engine's `ForwardBatch` of the tokens."""
         assert self.mrp_head is not None
         output: Tensor = self.mrp_head(self.model.embed_tokens(ids), hidden, positions, batch)
         return output

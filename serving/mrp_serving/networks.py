@@ -36,7 +36,8 @@ class RequestRows:
 
     Attributes:
         indices: For each of these rows, its index in the engine batch.
-        rows: For each of these rows, its row in the engine's pool, the map of positions to slots.
+        rows: For each of these rows, its row in the engine's `req_to_token_pool`, the table that
+            maps the positions of texts to slots for keys and values.
         starts: For each of these rows, the absolute position of its current block.
     """
 
@@ -46,7 +47,8 @@ class RequestRows:
 
 
 class SlotPool:
-    """The rows of the engine's pool and the blocks of slots that the states of a round may use.
+    """The rows and the blocks of slots that the states of a round may use: rows of the engine's
+    pool, which is the table that maps positions to slots, and slots for keys and values.
 
     Args:
         slots: int64 [batch, block], the slots of the current block of each row of the engine batch.
@@ -95,8 +97,8 @@ class SlotPool:
 
 @dataclass(frozen=True)
 class PackedStates:
-    """The states of a forward as flat lists, and the blocks to write to the map of positions to
-    slots for them.
+    """The states of a forward as flat lists, and the blocks of slots to write for them to the
+    engine's pool (`req_to_token_pool`), the table that maps positions to slots.
 
     Attributes:
         states: The states. The next four lists have an entry for each state.
@@ -104,7 +106,7 @@ class PackedStates:
         pool_row: The row of the pool that the state uses.
         slot_block: The index in `SlotPool.blocks` of the block of slots that the state uses.
         prefix: The length of the state's prefix, the earlier tokens that the state attends to.
-        map_entries: For each block to write to the map: the row of the pool, the position of the
+        map_entries: For each block to write to the pool: the row of the pool, the position of the
             block's first token, and the index of the block in `SlotPool.blocks`.
     """
 
@@ -119,14 +121,15 @@ class PackedStates:
 def assign_states(
     slot_pool: SlotPool, packed: Packed, cached_lengths: Sequence[int], block: int, parents: bool
 ) -> PackedStates:
-    """Assign to each state a row of the pool and a block of slots, and list the blocks that must be
-    written to the map of positions to slots.
+    """Assign to each state a row of the engine's pool, which is the table that maps positions to
+    slots, and a block of slots for keys and values. List the blocks that must be written to the
+    pool.
 
     Each row of the batch has a pool row and a block of its own, and borrows more of both. Its first
     state uses its own pool row and block, unless that block is committed already. All other states
     use borrowed ones. In a borrowed pool row, the prefix is followed by the block to which the
     state attends (its parent's block, or the committed block of the row), if there is one, and then
-    by the state's own block. Both must be written to the map.
+    by the state's own block. Both must be written there.
 
     Args:
         slot_pool: The rows of the pool and the blocks that states may use.
@@ -174,7 +177,8 @@ def map_positions(
     positions to slots.
 
     Args:
-        map_entries: The blocks, as in `PackedStates`.
+        map_entries: For each block, the row of the map, the position of the block's first token,
+            and a number that is not used (see `PackedStates`).
         block: The number of tokens of a block.
         stride: The number of entries in each row of the map.
     """
@@ -196,7 +200,11 @@ def packed_batch(
         batch: The engine's batch.
         request_rows: The rows of the batch that take part.
         packed_states: The states, with their rows of the pool and their blocks.
-        on_device: The fields of the new batch on the device, by name.
+        on_device: Fields of the new batch as tensors on the device. By token: `ids` and
+            `positions`, [n * block] each. By state, [n] each: `pool_row`; `prefix`, the number of
+            tokens before the state's block; `lengths`, the same with the block; `sizes`, the number
+            of tokens of the block; `begins`, the index of its first token in `ids`; and
+            `orig_lengths`, equal to `lengths`, if the engine's batch has `orig_seq_lens`.
         on_host: The same fields on the host.
         slots: [n, block], the slots for the keys and values of n states.
     """
@@ -512,14 +520,20 @@ class EngineNetworks:
 
 
 def join_blocks(blocks: Sequence[Hidden]) -> Tensor:
-    """Concatenate the tensors that hold the given blocks, each tensor once, along their first
-    dimension."""
+    """Concatenate the tensors that hold the given blocks; return one tensor [n, block, size].
+
+    Each block is given as a pair: a tensor [m, block, size], and the index of the block in it.
+    Several blocks may lie in the same tensor. Whole tensors are concatenated along their first
+    dimension, each once, in the order in which they first occur. `block_indices` finds the blocks
+    in the result.
+    """
     first, *further = {id(tensor): tensor for tensor, _ in blocks}.values()
     return torch.cat([first, *further]) if further else first
 
 
 def block_indices(blocks: Sequence[Hidden]) -> list[int]:
-    """Return the index of each block in the result of `join_blocks`."""
+    """Return, for each block, its index along the first dimension of the tensor that
+    `join_blocks(blocks)` returns."""
     sizes = {id(tensor): len(tensor) for tensor, _ in blocks}
     begins = dict(zip(sizes, np.cumsum([0, *sizes.values()]).tolist(), strict=False))
     return [begins[id(tensor)] + index for tensor, index in blocks]

@@ -199,8 +199,8 @@ def decodes_as_stock(config: MRPGenerationConfig, block_size: int) -> bool:
 
 
 def check_names(names: Mapping[str, Any]) -> None:
-    """Raise `ValueError` if any of the given options is not served; the message lists all of
-    these."""
+    """Raise `ValueError` if any of the options in the server's file, the keys of `names`, is
+    unknown or not served; the message lists all of these."""
     problems = []
     for name in map(str, names):
         if name in _NOT_SERVED:

@@ -271,5 +271,5 @@ class Pickers:
         return self.pickers[sampling]
 
     def of_row(self, row: Any) -> Picker:
-        """Return the picker of a request's row."""
+        """Return the picker of an `EngineRow`, by its sampling options."""
         return self.of(row.sampling)

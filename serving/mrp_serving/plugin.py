@@ -71,8 +71,12 @@ def dllm_config(
     original: Callable[[Any], DllmConfig | None], server_args: Any
 ) -> DllmConfig | None:
     """Make the engine's `DllmConfig` for an MRP checkpoint, with the block size and the mask id
-    from the checkpoint's config. Leave other checkpoints to `original`. Return None if no algorithm
-    for diffusion models is chosen.
+    from the checkpoint's config. Return None if no algorithm for diffusion models is chosen.
+
+    Args:
+        original: The engine's `DllmConfig.from_server_args`, in whose place the engine calls this
+            function; it is called for other checkpoints.
+        server_args: The engine's `ServerArgs`.
 
     Raises:
         ValueError: if the checkpoint is damaged, if the algorithm does not serve it, or if options
@@ -122,7 +126,9 @@ def dllm_config(
 
 
 def check_arguments(args: Any) -> None:
-    """Raise `ValueError` for server arguments that the algorithm does not work with."""
+    """Raise `ValueError` for server arguments with which the algorithm does not work: without
+    first-done-first-out scheduling or `--max-running-requests`, or with
+    `--enable-dp-attention`."""
     problems = {
         "--no-dllm-fdfo is given, and MRP needs first-done-first-out scheduling, in which no row "
         "waits: leave it out": (not args.dllm_fdfo),
@@ -156,14 +162,16 @@ def yaml_mapping(path: str | None) -> dict[str, Any]:
 
 def sampling_defaults(original: Callable[[Any], dict[str, Any]], config: Any) -> dict[str, Any]:
     """Return the default sampling parameters, which fill in what a chat leaves out. Under the
-    algorithm `MRP`, they make chats without a temperature greedy; otherwise, they are the engine's
-    defaults."""
+    algorithm `MRP`, they make chats without a temperature greedy; otherwise, they are those of
+    `original`, the engine's own method, in whose place this function is called. `config` is the
+    engine's `ModelConfig`."""
     return dict(GREEDY) if get_exec().dllm.dllm_algorithm == ALGORITHM else original(config)
 
 
 def record_graphs(original: Callable[..., None], engine: Any, *args: Any, **more: Any) -> None:
-    """Record the backbone's CUDA graphs as the engine does; then record the head's graphs, if the
-    head is used."""
+    """Record the backbone's CUDA graphs by `original`, the engine's own method, in whose place this
+    function is called; then record the head's graphs, if the head is used. `engine` is the engine's
+    `ModelRunner`; further arguments are passed to `original`."""
     original(engine, *args, **more)
     if (
         get_exec().dllm.dllm_algorithm == ALGORITHM
@@ -175,8 +183,15 @@ def record_graphs(original: Callable[..., None], engine: Any, *args: Any, **more
 def hold_batch(
     original: Callable[..., Any], worker: Any, forward_batch: Any, batch: Any = None
 ) -> Any:
-    """Give the algorithm access to the scheduler's batch while a round runs. This batch has the
-    requests and the cache of prefixes."""
+    """Run a round by `original`, the engine's own method, in whose place this function is called,
+    and give the algorithm access to the scheduler's batch meanwhile.
+
+    Args:
+        original: Runs the round; its results are returned.
+        worker: The engine's `TpModelWorker`, which has the algorithm.
+        forward_batch: The engine's `ForwardBatch`.
+        batch: The scheduler's batch, which has the requests and the cache of prefixes.
+    """
     if not isinstance(worker.dllm_algorithm, MRP):
         return original(worker, forward_batch, batch)
     worker.dllm_algorithm.batch = batch
@@ -189,8 +204,9 @@ def hold_batch(
 async def reject_retract(
     original: Callable[..., Awaitable[None]], manager: Any, request: Any
 ) -> None:
-    """Raise an `HTTPException` with status 400 for the pause mode 'retract', which would end the
-    engine."""
+    """Raise an `HTTPException` with status 400 if a request to pause asks for the mode 'retract',
+    which would end the engine. Pass other requests to `original`, the engine's own method, in whose
+    place this function is called."""
     if request.mode == "retract" and get_exec().dllm.dllm_algorithm == ALGORITHM:
         raise HTTPException(
             400,
@@ -202,8 +218,16 @@ async def reject_retract(
 def check_body(
     original: Callable[..., None], manager: Any, request: Any, prompt: Sequence[int] | None
 ) -> None:
-    """Raise `ValueError` for an invalid request that the engine would accept; the error becomes a
-    response with status 400."""
+    """Check a request by `original`, the engine's own method, in whose place this function is
+    called. Then raise `ValueError` if the request is one that the engine accepts by mistake; the
+    error becomes a response with status 400.
+
+    Args:
+        original: The engine's check.
+        manager: The engine's `TokenizerManager`.
+        request: The engine's `GenerateReqInput`.
+        prompt: The ids of the prompt, or None.
+    """
     original(manager, request, prompt)
     if get_exec().dllm.dllm_algorithm == ALGORITHM and (
         reason := refusal_of_body(request, prompt or ())
@@ -214,7 +238,9 @@ def check_body(
 def stream_reports(
     original: Callable[..., dict[str, list[Any]]], streamer: Any, reqs: Sequence[Any]
 ) -> dict[str, list[Any]]:
-    """Add the costs and traces of requests to the results that the engine streams."""
+    """Return what the engine adds to the results that it streams, a dict of lists with an item for
+    each request of `reqs`: what `original` returns, the engine's own method, in whose place this
+    function is called, and under `META_KEY` the costs and traces of each request (`report_of`)."""
     # the engine counts a token as sent by an empty answer, and would omit that token's
     # log-probability
     for req in reqs:
@@ -232,7 +258,18 @@ def add_report(
     *rest: Any,
 ) -> None:
     """Add the costs and traces of a request to the metadata of its response, with the provisional
-    tokens as text."""
+    tokens as text.
+
+    Args:
+        original: The engine's own method, in whose place this function is called. It is called with
+            the rest of `info`, if there is any.
+        manager: The engine's `TokenizerManager`.
+        meta_info: The metadata of the response, which is changed.
+        state: The engine's state of the request, for `original`.
+        info: Maps names to lists with an item for each request, as `stream_reports` returns them.
+        index: The index of the request in these lists.
+        rest: Further arguments of `original`.
+    """
     other_info = {key: values for key, values in info.items() if key != META_KEY}
     if other_info:
         original(manager, meta_info, state, other_info, index, *rest)

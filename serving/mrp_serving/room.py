@@ -37,7 +37,9 @@ def count_fitting(
 
 
 def fetch_fitting(original: Callable[[Any], None], scheduler: Any) -> None:
-    """Let the engine take into its rounds only those waiting requests for which there is room.
+    """Let the engine take into its rounds only those waiting requests for which there is room. The
+    engine calls this function in place of `original`, its own method, which is called here with
+    those requests alone in the waiting queue of the engine's `Scheduler`.
 
     The first request's limit of length is cut to the size of the pool, so that the request has room
     when no other one runs. Three blocks stay free, since the engine counts a request's next block
@@ -63,8 +65,13 @@ def fetch_fitting(original: Callable[[Any], None], scheduler: Any) -> None:
 
 
 def schedule_block(original: Callable[..., int], adder: Any, req: Any = None) -> int:
-    """Make the engine always schedule the whole block of a row, even where the engine's own
-    estimate finds too little room: admission control has ensured the room."""
+    """Return the number of tokens that the engine may schedule for a row of its batch: a whole
+    block (or what the engine's budget of tokens leaves), even where the engine's own estimate finds
+    too little room, because `fetch_fitting` has ensured the room.
+
+    The engine calls this function in place of `original`, its own method, which answers for other
+    algorithms. `adder` is the engine's `PrefillAdder`.
+    """
     if adder.dllm_config.algorithm != ALGORITHM:
         return original(adder, req)
     return int(min(adder.rem_dllm_tokens, adder.dllm_config.block_size))

@@ -73,7 +73,8 @@ class EngineDecoder(RoundDecoder):
         estimates: Sequence[Mapping[Key, Scores]] | None = None,
     ) -> list[list[Node]]:
         """Build the drafts of all rows as `RoundDecoder.grown` does, and cut each to the number of
-        states that its request allows."""
+        states that its request allows. Unless `sees_new`, also leave out the states that attend to
+        another state of the round."""
         drafts = super().grown(rows, size, estimates)
         for row_index, (row, nodes) in enumerate(zip(rows, drafts, strict=True)):
             drafting = row.options.mode.drafting

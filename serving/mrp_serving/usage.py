@@ -19,13 +19,18 @@ _ROUNDS = "Rounds, one for each request that took part: the engine's spec_verify
 
 
 class Report:
-    """Counters of the metrics endpoint. They count nothing before `count_in` is called."""
+    """The counters that the server's metrics endpoint shows, summed over all requests: forwards of
+    the backbone and of the head, drafted and accepted states, rounds, and tokens.
+
+    `count_in` creates the counters. Before that, `count` does nothing.
+    """
 
     def __init__(self) -> None:
         self.counters: dict[str, Any] = {}
 
     def count_in(self, make: Any) -> None:
-        """Create the counters, each with `make(name, documentation)`, and start counting."""
+        """Create the counters, so that `count` counts from now on. `make(name, documentation)`
+        makes one, as prometheus_client's `Counter` does."""
         documentation = {
             **_COUNTED,
             "rounds": _ROUNDS,
@@ -36,7 +41,8 @@ class Report:
         }
 
     def count(self, **numbers: int) -> None:
-        """Add each number to the counter with its name."""
+        """Add each number to the counter with its name: `forwards`, `head_forwards`, `drafted`,
+        `accepted`, `rounds` or `tokens`. Do nothing if there are no counters yet."""
         if not self.counters:
             return
         for name, number in numbers.items():
@@ -44,7 +50,8 @@ class Report:
 
 
 def totals(rows: Sequence[Row]) -> dict[str, int]:
-    """Sum each kind of count over rows. Return the sums by name."""
+    """Sum counts over rows. Return the sums by name: `forwards`, `head_forwards`, `drafted`,
+    `accepted` and `rounds`. A round of several rows counts once for each row."""
     sums = dict.fromkeys((*_COUNTED, "rounds"), 0)
     for row in rows:
         sums["rounds"] += sum(row.counts.lengths)
@@ -54,8 +61,15 @@ def totals(rows: Sequence[Row]) -> dict[str, int]:
 
 
 def report_of(req: Any) -> dict[str, Any] | None:
-    """Return the costs and traces of a request, for the metadata of its response. Return None if
-    the request has not been decoded yet."""
+    """Return the costs and traces of a request (the engine's `Req`), for the metadata of its
+    response. Return None if the request has not been decoded yet.
+
+    The dict has the counts `forwards`, `head_forwards`, `drafted`, `accepted` and `revoked`
+    (reveals masked again); `tokens_per_forward` and `acceptance`; the engine's own statistics of
+    speculative decoding (`spec_...`); `offered_at_depth` and `accepted_at_depth`, which
+    `MRPGenerateStats` explains; and, if the request asks for them, `reveal_step`, the step that
+    revealed each token, and `provisional_ids`, the block that is being decoded.
+    """
     progress: Progress | None = getattr(req, "mrp", None)
     if progress is None:
         return None

@@ -117,8 +117,9 @@ class LLaDA2Backbone(FamilyBackbone):
 
     @classmethod
     def translate_published(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        """Translate the fields of a published config as the base class does. Raise `ValueError` for
-        variants of layers that no published model has."""
+        """Translate the fields of a published config into fields of `MRPConfig`, as the base class
+        does, but without a head. Raise `ValueError` for variants of layers that no published model
+        has."""
         unsupported = {
             name: fields[name] for name, value in _FIXED.items() if fields.get(name, value) != value
         }
