@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from mrp_trainer.data.samples import Sample
 from mrp_trainer.train import attention
 from mrp_trainer.train.losses import BLANK, cross_entropy, over_vocabulary
-from mrp_trainer.train.objectives import HeadObjective, block_diffusion
+from mrp_trainer.train.objectives import HeadObjective, SequentialObjective, block_diffusion
 from mrp_trainer.train.packed import PackedBatch, sparse_mask, uniform
 from mrp_trainer.train.reveals import Reveals
 from torch import Tensor
@@ -307,6 +307,82 @@ def test_mrp_loss_equals_the_loop_over_blocks(
 
 
 @torch.no_grad()
+def state_of(item: Sample, start: int, size: int, shown: int) -> list[int]:
+    """The tokens of a sample up to the end of the block at `start`, of which the first `shown` are
+    shown, and others if they are the prompt's."""
+    ids = item.ids[: start + size].tolist()
+    for i in range(start, start + size):
+        past_end = i >= (item.length or len(item.ids))
+        if past_end or (item.response[i] and i >= start + shown):
+            ids[i] = MASK
+    return ids
+
+
+def predicting(model: MRPForCausalLM, hidden: Tensor) -> Tensor:
+    """The hidden states [length, hidden] that predict each position."""
+    if model.model.shifted:
+        hidden = torch.cat([hidden.new_zeros(1, hidden.shape[1]), hidden[:-1]])
+    return hidden.detach()
+
+
+@pytest.mark.parametrize("family", ["sdar", "fast_dllm_v2"])
+@pytest.mark.parametrize("sizes", [(), (2, BLOCK)])
+def test_the_sequential_loss_equals_the_loop_over_states(sizes: Any, family: str) -> None:
+    """From each state of each block, which shows the first tokens of the text, the head follows the
+    text for up to three reveals; after each, the next position alone is compared with the backbone
+    at the state reached. Value, gradients and counts; prompts that end in a block, texts that do,
+    samples of two block sizes."""
+    model = confident_model(6, family=family)
+    model.requires_grad_(False)
+    model.mrp_head.requires_grad_(True)
+    batch = collate(ROWS, every_state=True, block_sizes=sizes)
+    loss, measured = SequentialObjective(unroll=3)(model, batch)
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    model.zero_grad(set_to_none=True)
+    used = {
+        (row, place): int(batch.view[row][batch.sample[row] == place].max())
+        for row, samples in enumerate(ROWS)
+        for place in range(len(samples))
+    }
+    assert set(used.values()) == set(sizes or [BLOCK])
+    total = torch.zeros((), dtype=torch.float64)
+    first_losses = compared = 0
+    stale = torch.zeros((), dtype=torch.float64)
+    for row, samples in enumerate(ROWS):
+        for place, item in enumerate(samples):
+            size = used[row, place]
+            end = item.length or len(item.ids)
+            for start in item.response_blocks(size) * size:
+                learned = [bool(item.response[i]) and i < end for i in range(start, start + size)]
+
+                states = [state_of(item, start, size, j) for j in range(size)]
+                h = [predicting(model, run_alone(model, ids, size=size)) for ids in states]
+                for j in range(size):
+                    acc = h[j]
+                    for k in range(1, min(3, size - 1 - j) + 1):
+                        added = run_alone(model, states[j + k], acc, size)
+                        acc = torch.cat([acc[:start], (acc + added)[start:]])
+                        if learned[j + k]:
+                            column = start + j + k
+                            kl = naive_kl(model, acc[column], h[j + k][column])
+                            total = total + kl
+                            compared += 1
+                            if k == 1:
+                                first_losses += 1
+                                stale += naive_kl(model, h[j][column], h[j + k][column])
+    assert compared > 20
+    assert loss.item() == pytest.approx(total.item() / 3, rel=1e-6)
+    (total / 3).backward()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            torch.testing.assert_close(
+                gradients[name], parameter.grad, rtol=1e-3, atol=1e-6, msg=name
+            )
+    assert measured["kl_stale"][0].item() == pytest.approx(stale.item(), rel=1e-6)
+    assert int(measured["agreement"][1]) == first_losses
+
+
 def test_flex_attention_sees_what_the_dense_mask_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     """For all columns as queries and for the noisy ones alone: the mask itself, and attention of 4
     heads under it. What norms have made float32 beside bfloat16 values is as they are, as CUDA has

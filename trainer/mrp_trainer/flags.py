@@ -45,7 +45,8 @@ _METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
 class Help(str):
-    """The help text of a dataclass field, with other declarations of the field attached to it.
+    """The help text of a dataclass field, with other declarations of the field, such as its flag,
+    its range and its choices, attached to it.
 
     They are not entries of the field's metadata, because tools that read dataclasses, such as
     `HfArgumentParser`, pass all metadata on to argparse, which knows only some names.
@@ -65,7 +66,8 @@ class Help(str):
 
 
 def declared_of(option: Field[Any]) -> Mapping[str, Any]:
-    """Return a field's declarations other than its help, by name; empty if it has none."""
+    """Return the declarations that are attached to a field's help (see `Help`), by name; empty if
+    it has none."""
     return getattr(option.metadata.get("help"), "declared", {})
 
 
@@ -246,7 +248,8 @@ class Commands(TyperGroup):
 def suggest_flags(unknown: str, parameters: Sequence[Any]) -> list[str]:
     """Suggest flags in place of an unknown one: flags whose field has the unknown name, flags whose
     words have these initials, flags that begin with the unknown name, and flags with a similar
-    spelling. If there are none, suggest `--set`, provided that the command has this flag."""
+    spelling. If there are none, suggest `--set`, provided that the command has this flag.
+    `parameters` are the parameters of the click command."""
     words = unknown.lstrip("-").replace("_", "-")
     flags = {}
     for parameter in parameters:
@@ -264,9 +267,10 @@ def suggest_flags(unknown: str, parameters: Sequence[Any]) -> list[str]:
 
 @contextmanager
 def reported_errors() -> Iterator[None]:
-    """Report errors without a traceback. A `ValueError`, `ImportError`, `OSError`,
-    `FloatingPointError` or network error is printed in red, with exit code 1. A `KeyboardInterrupt`
-    that has a message is reported by this message, with exit code 130."""
+    """A context manager that reports errors in its block without a traceback. A `ValueError`,
+    `ImportError`, `OSError`, `FloatingPointError` or network error is printed in red, with exit
+    code 1. A `KeyboardInterrupt` that has a message is reported by this message, with exit code
+    130."""
     try:
         yield
     except (ValueError, ImportError, OSError, FloatingPointError) as error:

@@ -100,7 +100,8 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 class OwnFolder:
-    """A folder that a command writes to. Its listing names what was written there."""
+    """A folder that a command writes to. A file in it, the listing, names what was written there,
+    so that nothing else is overwritten or removed."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -192,8 +193,10 @@ class OwnFolder:
 
     @contextmanager
     def saving(self) -> Iterator[Path]:
-        """Yield a temporary folder to write results into. When the context ends, these results
-        replace those of earlier runs; after an error, nothing is replaced."""
+        """A context manager that yields a temporary folder to write results into. When the context
+        ends, these results replace those of earlier runs, and weight files that only earlier runs
+        wrote are removed; after an error, nothing is replaced. `ValueError` if a result would
+        replace a file that is not in the listing."""
         partial = self.path / _SAVING
         self.claim(_SAVING)
         shutil.rmtree(partial, ignore_errors=True)
@@ -237,8 +240,8 @@ def _check_above(path: Path) -> None:
 
 @contextmanager
 def report_full_disk(path: Path | str, remedy: str) -> Iterator[None]:
-    """Turn any error that a library raises because the disk is full into an `OSError` that names
-    the path and the remedy."""
+    """A context manager that turns any error that a library raises because the disk is full into an
+    `OSError` that names the path and the remedy."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:

@@ -29,8 +29,8 @@ _RENDER_OPTIONS = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_templat
 class RecordEncoder:
     """An encoder of records as training samples of whole blocks.
 
-    In a chat, the learned tokens are those of all assistant turns that the record does not exclude;
-    the token that ends such a turn is learned, too. If the chat template marks these turns by
+    Learned tokens are those with a loss. In a chat, they are those of all assistant turns that the
+    record does not exclude, and the tokens that end them. If the chat template marks these turns by
     `{% generation %}`, the marks are used. Most published templates have no marks. With these, a
     turn is found by rendering the conversation up to the turn, which works with any chat template
     that renders earlier turns independently of later ones.
@@ -99,8 +99,8 @@ class RecordEncoder:
         return self._without_mask([*begin, *ids])
 
     def sample(self, row: Any) -> Sample | None:
-        """Make the sample of a record, with index 0. Return None if no learned token lies within
-        `max_length`.
+        """Make the training sample of a record; its `index` is 0. Return None if no token with a
+        loss lies within `max_length`.
 
         If the text was shortened, the sample's `length` is None. `FieldError` if the record is
         malformed or contains the mask token, or if assistant turns cannot be found in the rendered
@@ -151,14 +151,21 @@ class RecordEncoder:
 
     def _check_decoder(self, record: Trajectory) -> None:
         """Raise `FieldError` if the ids of a trajectory, or the block size or mask id with which it
-        was decoded, do not fit the model. Warn if another backbone decoded it."""
+        was decoded, do not fit the model. Warn if another backbone decoded it.
+
+        The target `sequential` reveals from left to right in blocks of any size, so the block size
+        of its texts need not be the model's.
+        """
         vocab_size = self.vocab_size or len(self.tokenizer)
         decoder = record.decoded_by
         if invalid := [token for token in record.ids if not 0 <= token < vocab_size]:
             raise FieldError(
                 "ids", f"found {invalid[0]}: needed are ids from 0 to {vocab_size - 1}"
             )
-        for name in ("block_size", "mask_token_id"):
+        names = ["mask_token_id"]
+        if decoder.get("target") != "sequential":
+            names.append("block_size")
+        for name in names:
             if decoder.get(name, getattr(self, name)) != getattr(self, name):
                 raise FieldError(
                     f"decoded_by.{name}",

@@ -29,8 +29,14 @@ _MAX_PROCESSES = 16
 
 @dataclass(frozen=True)
 class Shard:
-    """A part of a table: the table's name, the rows of the part, the number of its first row, and
-    the weight, which is how often each row is used."""
+    """A part of a table of records (see `Source`), which one process encodes.
+
+    Attributes:
+        name: The table's name in error messages.
+        rows: The records of the part, a `JsonFile` or a `TableRows`.
+        first: The number of its first record in the table, counted from 1.
+        weight: How often each record is used.
+    """
 
     name: str
     rows: Any
@@ -39,7 +45,8 @@ class Shard:
 
 
 class EncodedSamples(Sequence[Sample]):
-    """Samples in a table of `datasets`; each sample is read from disk when it is needed.
+    """Training samples (see `Sample`) in a table of `datasets`, as `encode_large` makes it. Each
+    sample is read from disk when it is needed. Learned tokens are those that have a loss.
 
     Attributes:
         tokens: int [n], the number of tokens of each sample.
@@ -86,11 +93,12 @@ def encode_large(
     records, in which a record counts as often as it is used. With `skip`, malformed records are
     skipped.
 
-    Return None if the source is small, if its records are in memory, if `datasets` is not
-    installed, or if the tokenizer has no backend that describes it (see `_fingerprint`).
+    Return None if the source is small (no file of 8 MiB and no table of 20,000 rows), if its
+    records are in memory, if `datasets` is not installed, or if the tokenizer is not one of the
+    library `tokenizers`, whose content identifies the samples in the cache.
 
     Raises:
-        RecordError: in the same cases as `checked`.
+        RecordError: if a record is malformed; with `skip`, only if no record is well-formed.
     """
     if not _is_large(source) or find_spec("datasets") is None:
         return None

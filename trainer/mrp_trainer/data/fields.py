@@ -41,7 +41,8 @@ def are_mappings(value: Any) -> bool:
 
 
 def check_utf8(text: str, name: str | None = None) -> None:
-    """Raise `FieldError` for a text that UTF-8 cannot encode, since tokenizers cannot read it."""
+    """Raise `FieldError`, for the field `name`, if UTF-8 cannot encode a text: tokenizers cannot
+    read it. `name` is None for a text that is not in a field."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

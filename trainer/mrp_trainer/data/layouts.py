@@ -45,9 +45,14 @@ _CALL_ROLE = "function_call"  # an assistant's turn whose content is a call, as 
 
 
 def record_fields(row: Any, answered: bool = True) -> dict[str, Any]:
-    """Return the non-null fields of a data row, translated to a layout that the parser reads. The
-    answer to a question becomes a message only if `answered`. `FieldError` for a value that cannot
-    be translated."""
+    """Return the non-null fields of a data row by name, translated to one of the layouts that
+    `parse` reads: `messages` (and `tools`), `prompt` and `completion`, `text`, or the fields that
+    `mrp decode` writes. Fields with other names are kept.
+
+    A question and its answer, such as Alpaca's `instruction` and `output`, become `messages`: a
+    user's message and, only if `answered`, the assistant's. `FieldError` for a row that is not a
+    mapping, or a value that cannot be translated.
+    """
     if not isinstance(row, Mapping):
         raise FieldError(None, f"found {format_value(row)}: a record is an object; {HINT}")
     fields = {str(name): value for name, value in row.items() if value is not None}

@@ -52,8 +52,8 @@ class Chat:
 
     Attributes:
         messages: Dicts of `role`, `content` and any other fields that the chat template reads.
-        learned: Indices of the messages that are learned, which include the last message. Empty for
-            a prompt.
+        learned: Indices of the messages that are learned (have a loss), which include the last
+            message. Empty for a prompt.
         tools: Descriptions of tools, for the chat template.
         variables: Further variables of the chat template.
     """
@@ -74,8 +74,17 @@ class Text:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """A text that a model decoded, with the step that revealed each token. The fields are those
-    that `mrp decode` writes."""
+    """A text that a model decoded, with the step that revealed each token, as `mrp decode` writes
+    it.
+
+    Attributes:
+        ids: The token ids of prompt and response.
+        response_start: Number of tokens in the prompt.
+        reveal_step: For each token of the response, the decoding step that revealed it, counted
+            from 0.
+        decoded_by: How the text was decoded, by name: `model` (the checkpoint), `digest` (of the
+            backbone's weights), `block_size`, `mask_token_id` and others; empty if unknown.
+    """
 
     ids: list[int]
     response_start: int
@@ -117,8 +126,8 @@ def parse(row: Any) -> Chat | Text | Trajectory:
 
 def parse_prompt(row: Any) -> Chat | Text:
     """Parse the prompt of a row. The prompt is `messages` without a final assistant turn, or
-    `prompt`, which is a text or a list of messages. `FieldError` if the row is malformed or has no
-    prompt."""
+    `prompt`, which is a text or a list of messages. Return a `Chat` without learned messages, or a
+    `Text` with an empty completion. `FieldError` if the row is malformed or has no prompt."""
     fields = record_fields(row, answered=False)
     names = [name for name in ("messages", "prompt") if name in fields]
     if len(names) != 1:

@@ -22,8 +22,9 @@ _FIT_ROWS, _FIT_LENGTH = 256, 2048
 
 
 class RecordRows(Dataset[list[Sample]]):
-    """A dataset whose rows hold the samples of a user's records. A row is one sample or, if
-    `packed`, several samples. Their tokens together are at most the encoder's capacity.
+    """A dataset of the training samples (see `Sample`) that `encoder` makes from the records of
+    `source`. An item, called a row, is a list of one sample or, if `packed`, of several. Their
+    tokens together are at most the encoder's capacity.
 
     Every record is checked and encoded once. Its ids stay in memory, at five bytes per token; those
     of large files and tables are in the cache of `datasets` (see `encode_large`). All epochs have
@@ -34,7 +35,8 @@ class RecordRows(Dataset[list[Sample]]):
     With `fit`, a row holds at most as many tokens as the longest sample. If samples are short, a
     row may hold up to 2,048 tokens, as long as an epoch then still has 256 rows.
 
-    With `skip_malformed`, malformed records are left out, and a warning names them.
+    With `skip_malformed`, malformed records are left out, and a warning names them. `processes` is
+    the number of processes that encode large data (see `encode_large`).
 
     `hold_back` is the number of samples to put into the list `held_back` instead of into rows. They
     are samples that begin with a prompt, and at most a tenth of all samples; the seed determines
@@ -144,14 +146,14 @@ class RecordRows(Dataset[list[Sample]]):
         return self._rows[row]
 
     def size(self, visit: int) -> tuple[int, int]:
-        """Return the number of tokens and the number of learned tokens in item `visit`, without
-        reading the item."""
+        """Return the number of tokens, and the number of tokens with a loss, in the row at the
+        index `visit`, without reading the row."""
         numbers = self._samples_at(visit)
         return int(self._lengths[numbers].sum()), int(self._learned[numbers].sum())
 
     def widest(self) -> tuple[int, int]:
-        """Return the largest number of blocks with learned tokens in any row, and the largest
-        number of tokens in any row, without reading rows."""
+        """Return the largest number of blocks in any row that have tokens with a loss, and the
+        largest number of tokens in any row, without reading rows."""
         blocks = max(int(self._blocks[numbers].sum()) for numbers in self._rows)
         return blocks, max(int(self._lengths[numbers].sum()) for numbers in self._rows)
 

@@ -25,7 +25,7 @@ class LengthBucketSampler(Sampler[int]):
     not depend on how a step is divided among processes and accumulation passes.
 
     Args:
-        dataset: A map-style dataset of rows; each row is one sample, or several.
+        dataset: A map-style dataset of rows; each row is a `Sample` or a list of several.
         batch_size: Number of rows in one step, over all processes and accumulation passes.
         epoch: A function that returns the current epoch; it is called when an iteration begins. In
             a resumed run over several processes, accelerate's wrappers would not pass the epoch on.
@@ -69,9 +69,10 @@ Row = Sample | Sequence[Sample]
 
 
 class PaddedRows(Dataset[Row]):
-    """A dataset that is padded with rows without loss, so that its length is a multiple of
-    `multiple`, the number of rows that all processes together take in one step. Otherwise
-    accelerate would repeat the first rows, which would then count twice."""
+    """The dataset `rows`, whose items are a `Sample` or a list of several, followed by rows without
+    loss, so that the length is a multiple of `multiple`. This is the number of rows that all
+    processes together take in one step. Otherwise accelerate would repeat the first rows, which
+    would then count twice."""
 
     def __init__(self, rows: Any, multiple: int) -> None:
         self.rows = rows

@@ -14,8 +14,8 @@ class Sample:
     Attributes:
         index: Number of the visit, different in every epoch. The noise depends on seed and index.
         ids: int32 [tokens], a whole number of blocks.
-        response: bool [tokens], True at learned tokens: those of assistant turns, and the padding
-            after the end of the text.
+        response: bool [tokens], True at learned tokens (those with a loss): those of assistant
+            turns or of a completion, and the padding after the end of the text.
         length: Number of tokens before the padding; None for a shortened text, whose end is
             missing.
         reveal_step: int32 [tokens], the decoding step that revealed each token; -1 in the prompt
@@ -29,8 +29,8 @@ class Sample:
     reveal_step: np.ndarray | None = None
 
     def response_blocks(self, block_size: int) -> np.ndarray:
-        """Return the indices, [n], of the blocks with learned tokens. Only these blocks are
-        repeated in noisy copies."""
+        """Return the indices, [n], of the blocks that have tokens with a loss. Only these blocks
+        are repeated in noisy copies."""
         return np.flatnonzero(self.response.reshape(-1, block_size).any(1))
 
 
@@ -43,8 +43,9 @@ def make_sample(
     capacity: int,
     reveal_step: Sequence[int] | None = None,
 ) -> Sample | None:
-    """Make the sample of a text, with index 0. The text is given by its ids, [n]; by `response`,
-    [n], which is True at learned ids; and by the step that revealed each id, [n], if known.
+    """Make the training sample of a text; its `index` is 0. The text is given by its ids, [n]; by
+    `response`, [n], which is True at learned ids (those with a loss); and by the decoding step that
+    revealed each id, [n], -1 in the prompt, if known.
 
     If the text has `ended`, its last block is filled up with `pad_token_id`, and this padding is
     learned, too. A text without an end is cut to whole blocks, since the rest of its last block is

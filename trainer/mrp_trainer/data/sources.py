@@ -232,8 +232,8 @@ class Problems:
         self.count = 0
 
     def add(self, text: str) -> None:
-        """Add the text of a malformed record. At the twentieth, raise `RecordError`, unless
-        malformed records are skipped."""
+        """Add a malformed record, given as a text that describes its error and where it is. At the
+        twentieth, raise `RecordError`, unless malformed records are skipped."""
         self.texts.append(text)
         if len(self.texts) == _MAX_PROBLEMS and not self.skip:
             raise RecordError(self.texts, incomplete=True)
@@ -259,8 +259,8 @@ class Outcome:
 
     Attributes:
         number: The number of the record in its table; 0 for an error of the whole table.
-        parsed: The result, or the `FieldError` that was raised.
-        copies: How often the record is used.
+        parsed: What the reading function returned, or the `FieldError` that it raised.
+        copies: How often the record is used; 0 after an error.
         problem: A text that describes the error and where it is; empty without an error.
     """
 
@@ -280,10 +280,11 @@ def outcomes(
 
     Args:
         name: The name of the table.
-        rows: The records of the table.
+        rows: The records of the table. Lines of JSON, as bytes, are parsed; blank ones are skipped.
         first: The number of the first record.
-        weight: How often each record is used.
-        read: Parses a record; it raises `FieldError` if the record is malformed.
+        weight: How often each record is used. Its fraction is the chance of one more use, which
+            depends only on the name of the table and the number of the record.
+        read: Is called with each record; it raises `FieldError` if the record is malformed.
     """
     try:
         for number, row in enumerate(rows, start=first):
@@ -312,9 +313,10 @@ def checked(
     """Read the records of a source. For each record, yield its number in its table, counted from 1,
     and the result of `read`, as often as the table's weight requires.
 
-    `read` must raise `FieldError` for a malformed record. After the first malformed record nothing
-    more is yielded: the remaining records are read only to collect further errors, which are raised
-    together. With `skip`, malformed records are left out, and a warning counts and names them.
+    `read` is called with each record, as JSON or a dataset gives it, and must raise `FieldError`
+    for a malformed one. After the first malformed record nothing more is yielded: the remaining
+    records are read only to collect further errors, which are raised together. With `skip`,
+    malformed records are left out, and a warning counts and names them.
 
     Raises:
         RecordError: if a record is malformed, or a table has no records; with `skip`, only if no

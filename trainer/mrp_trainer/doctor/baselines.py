@@ -21,12 +21,13 @@ Step = Callable[[], Tensor]
 
 
 def baseline_steps(model: MRPForCausalLM, rows: int, prefix: int) -> dict[str, Step]:
-    """Return a dict from the name of each baseline to its step, a function that returns the
-    likeliest tokens, int64 [rows, block], of a block of masks. The block follows a prefix of random
-    ids, whose length is `prefix` rounded down to whole blocks (at least one).
+    """Return two functions by name, each of which makes a decoding step in plain transformers, for
+    comparison with a round of this package. One has a `DynamicCache`; the other has a `StaticCache`
+    and is compiled by `torch.compile(mode="reduce-overhead")` at its first call.
 
-    The step with a `StaticCache` is compiled by `torch.compile(mode="reduce-overhead")` when it is
-    first called.
+    A function takes no arguments. It runs the backbone over a block of masks in each of `rows`
+    rows, and returns the likeliest tokens, int64 [rows, block]. The block follows random ids, of
+    which there are `prefix`, rounded down to whole blocks (at least one).
     """
     config = model.config
     block = config.block_size
@@ -76,8 +77,9 @@ def baseline_steps(model: MRPForCausalLM, rows: int, prefix: int) -> dict[str, S
 def time_baselines(
     model: MRPForCausalLM, rows: int, prefix: int, compiled: bool
 ) -> Iterator[tuple[str, float]]:
-    """Yield the name of each baseline and the median time of its step in seconds, including the
-    transfer of the tokens to the host. The compiled baseline is included only if `compiled`."""
+    """Time the steps of `baseline_steps`: forwards of one block in plain transformers. Yield the
+    name of each and its median seconds, including the transfer of the tokens to the host. The
+    compiled step is included only if `compiled`."""
     for name, step in baseline_steps(model, rows, prefix).items():
         if not compiled and name.endswith("compiled"):
             continue

@@ -44,14 +44,15 @@ GROUPS = ("prompts", "rounds", "the head")
 
 @dataclass(frozen=True)
 class Comparison:
-    """The deviation of one state's scores from the reference, and that of the control, at the
-    masked columns of the state.
+    """How far the scores of one state deviate from a reference (see `Reference`): the same
+    computation by formula, in float32 or float64. The control is that computation in the model's
+    own dtype, whose deviation shows what rounding alone causes.
 
     Attributes:
         error: Root mean square, in nats, of two numbers for each masked column: how far the
             log-odds of the picked token deviate from the reference, and how far the picked token
             lies below the likeliest token in the reference.
-        control: The same for the control's likeliest tokens.
+        control: The same for the control's likeliest tokens and their log-odds.
         columns: Number of masked columns.
     """
 
@@ -62,7 +63,9 @@ class Comparison:
 
 @dataclass
 class Recorded:
-    """The scored states of one row in one group, with their scores.
+    """The states of one row that were scored in one way, with their scores. There are three ways,
+    the groups: `prompts` (first states after prompts), `rounds` (states of rounds), and `the head`
+    (states that the head estimates).
 
     Attributes:
         states: The states.
@@ -86,8 +89,9 @@ class Recorded:
 
 
 class Script:
-    """The states that a row goes through, round by round, and the scores that are recorded for
-    them.
+    """A fixed course of decoding for one row: the states to submit in each round, whatever their
+    scores, and the scores that are recorded for them. Tokens and their order are drawn at random,
+    so that rounding does not change which states are compared.
 
     Args:
         prompt: Ids of the prompt.
@@ -98,10 +102,10 @@ class Script:
     Attributes:
         row: The row. Its text is the prompt, then masks until a block is committed.
         text: The complete text without masks, in whole blocks.
-        rounds: For each round, its nodes.
-        clean: For each round, the index of the clean node that is committed after the round, or
-            None.
-        recorded: For each group, the scored states and their scores.
+        rounds: For each round, the states that it submits, as `Node`s.
+        clean: For each round, the index of the node whose block has no masks and is committed after
+            the round, or None.
+        recorded: For each group (see `Recorded`), the scored states and their scores.
     """
 
     def __init__(
@@ -161,7 +165,8 @@ class Script:
         return self.row.successor(state, columns, self.text[state.start :][: self.row.block_size])
 
     def record(self, group: str, state: State, scores: Scores, source: int = -1) -> None:
-        """Record the scores of a state in a group; `source` is an item of `Recorded.sources`."""
+        """Record the scores of a state in a group: "prompts", "rounds" or "the head". In the last,
+        `source` is the index, in the group "rounds", of the state that the head started from."""
         recorded = self.recorded[group]
         recorded.states.append(state)
         recorded.scores.append(scores)
@@ -169,8 +174,8 @@ class Script:
 
 
 def scripts_of(model: MRPForCausalLM, length: int, seed: int) -> list[Script]:
-    """Make three scripts for prompts of random ids: a prompt of one block, a prompt of two and a
-    half blocks, and a prompt of about `length` tokens."""
+    """Make three scripts (see `Script`) of random tokens. Their prompts have one block, two and a
+    half blocks, and about `length` tokens."""
     generator = random.Random(seed)
     block = model.config.block_size
     ids = _ids_of(model.config)
@@ -190,9 +195,10 @@ def _ids_of(config: Any) -> list[int]:
 
 
 def check_log_odds(model: MRPForCausalLM, length: int) -> Iterator[Check]:
-    """Compare the log-odds that decoding computes with those of a reference, in three groups:
-    states after prompts, states of rounds, and states that the head scores. `length` is the
-    approximate length of the longest prompt.
+    """Compare the log-odds that decoding computes with those that `Reference` computes from the
+    weights by formula. Yield a check for each of three groups: states after prompts, states of
+    rounds and, if the model has a head, states that the head estimates. `length` is the approximate
+    length of the longest prompt.
 
     On a GPU, repeat the comparison without CUDA graphs, and with neither graphs nor kernels.
     """
@@ -246,8 +252,10 @@ def _unreadable(model: MRPForCausalLM) -> str | None:
 
 
 def judge(name: str, comparisons: Sequence[Comparison], rounding: float) -> Check:
-    """Judge the comparisons of a group: errors must be about as large as those of the control.
-    `rounding` is the root mean square error of the control over all groups, in nats."""
+    """Judge comparisons. The check passes if errors are about as large as those of the control,
+    which rounding alone causes (see `Comparison`): at most 3 times over all states, and 10 times at
+    a single one. `rounding` is the root mean square error of the control over all groups of
+    comparisons, in nats. `name` is the name of the check."""
     error = _pooled(comparisons, "error")
     control = max(_pooled(comparisons, "control"), rounding, 1e-12)
     worst = 0.0
@@ -276,8 +284,8 @@ def _pooled(comparisons: Sequence[Comparison], name: str) -> float:
 def play(
     model: MRPForCausalLM, scripts: Sequence[Script], kernels: bool | None, graphs: bool | None
 ) -> None:
-    """Run scripts through the model's networks, as `generate` would; record the scores in the
-    scripts.
+    """Run the rounds of scripts (see `Script`) through the model's networks, as `generate` would.
+    Record the scores in the scripts.
 
     `kernels` and `graphs` are as in `generate`.
     """
@@ -344,8 +352,9 @@ def _play_round(networks: Networks, scripts: Sequence[Script], index: int) -> No
 
 @torch.inference_mode()
 def compare(model: MRPForCausalLM, scripts: Sequence[Script]) -> dict[str, list[Comparison]]:
-    """Compare the recorded scores with those of the reference; return a dict from each group to its
-    comparisons. States without masks are left out."""
+    """Compare the scores that `play` recorded in scripts with those that `Reference` computes at
+    the same states. Return a dict from each group ("prompts", "rounds", "the head") to its
+    comparisons, one for each state that has masks."""
     dtype = torch.float32 if model.dtype.itemsize == 2 else torch.float64
     reference = Reference(model, dtype)
     control = Reference(model, model.dtype, rounds_norms=True)

@@ -51,8 +51,9 @@ CUDA_BATCHES, CUDA_PREFIXES = [1, 4, 16], [512, 4096]
 
 @dataclass(frozen=True)
 class Baseline:
-    """The time of a step of plain transformers, in seconds, for `rows` rows after `prefix` tokens
-    each."""
+    """The seconds that plain transformers take for a step, which is a forward of one block and the
+    choice of the likeliest tokens, for `rows` rows after `prefix` tokens each. `name` tells the
+    kind of cache."""
 
     name: str
     rows: int
@@ -67,8 +68,8 @@ class Report:
     Attributes:
         machine: Maps labels to the versions of packages, and to descriptions of device and model.
         checks: The results of checks.
-        replays: Times of replayed rounds.
-        baselines: Times of the baselines' steps.
+        replays: Times of the parts of a round, which scores the same states repeatedly.
+        baselines: Times of the same step in plain transformers, for comparison.
         rounds: Times of rounds in calls of `generate`, for each number of rows and of states.
         proposed: For each number of rows, the K (`num_draft_states`) with the most tokens per
             second; empty for random weights.

@@ -34,7 +34,8 @@ class Hidden:
 
 @dataclass(frozen=True)
 class Reference:
-    """The reference computation for a model, in a dtype.
+    """The computation of hidden states and log-odds from a model's weights by formula, in a dtype.
+    It uses no kernel, cache or attention of the model, so that decoding can be compared with it.
 
     Attributes:
         model: The model whose weights are read.
@@ -56,9 +57,10 @@ class Reference:
         return torch.device("cpu") if device.type == "mps" else device
 
     def backbone(self, text: Sequence[int], states: Sequence[Key]) -> Hidden:
-        """Compute the hidden states h_A for the tokens of a clean text of whole blocks, and for
-        states of its blocks. A state's tokens attend to the text before its block, and to the state
-        itself."""
+        """Compute the hidden states h_A for the tokens of a clean text of whole blocks, given by
+        its ids, and for states of its blocks. Each state is a pair: the position at which its block
+        begins, and the ids of the block, masks included. A state's tokens attend to the text before
+        its block, and to the state itself."""
         backbone: Any = self.model.model
         layers = list(backbone.layers)[: self.model.config.num_hidden_layers]
         hidden = self._network(layers, backbone.norm, self._embed(text, states), states)
@@ -78,7 +80,7 @@ class Reference:
         Args:
             text: The ids of the clean text.
             hidden: Its field `text` has the hidden states h_A of the clean text.
-            states: The keys of the states.
+            states: For each state, the position at which its block begins, and the block's ids.
             sources: For each state, the hidden states h_A of the state that the head starts from,
                 [states, block_size, hidden_size].
         """

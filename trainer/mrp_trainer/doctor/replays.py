@@ -50,7 +50,8 @@ class Part:
     """The time of a part of a round, in seconds.
 
     Attributes:
-        name: One of `PARTS`.
+        name: "forward" (of the backbone), "pick" (of tokens from its hidden states), "head" (a pass
+            over the drafted states), or "head's pick".
         wall: Median time by the clock, including the wait for the device.
         busy: Total time of the device's kernels; None where it is unknown.
         floor: The least time that the device needs for the part's memory traffic and products; None
@@ -65,8 +66,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Replayed:
-    """The times of the parts of a round. The round has `rows` rows, each with `states` states after
-    `prefix` tokens."""
+    """The times of the parts of a round (see `Part`). The round has `rows` rows, each with `states`
+    states after `prefix` tokens."""
 
     rows: int
     prefix: int
@@ -98,7 +99,7 @@ class Replayed:
 def measure_device(device: torch.device, dtype: torch.dtype) -> Device:
     """Measure a device's memory bandwidth with a large copy, and its FLOPs per second with a
     product of large matrices, both in `dtype`. The bandwidth is scaled so that a number of this
-    dtype takes as many bytes as `roofline` assumes."""
+    dtype takes two bytes, as `roofline` assumes."""
     kind = "cuda" if device.type != "cpu" else "cpu"
     source = torch.zeros(COPIED[kind], dtype=dtype, device=device)
     target = torch.empty_like(source)
@@ -126,9 +127,10 @@ def _seconds(device: torch.device, call: Callable[[], Any], count: int) -> list[
 def floors_of(
     shape: Shape, device: Device, rows: int, states: int, prefix: int, masks: int
 ) -> dict[str, float]:
-    """Return a dict from the name of each part of a round to its least time in seconds. `masks` is
-    the number of positions at which tokens are picked. The head reads one state per row less than
-    the backbone scores."""
+    """Return the least seconds that a device needs for each part of a round, by name: "forward" and
+    "pick" of the backbone and, if drafts are made with a head, "head". The round has `rows` rows,
+    each with `states` states after `prefix` tokens. `masks` is the number of positions at which
+    tokens are picked. The head reads one state per row less than the backbone scores."""
     floors = {
         "forward": sum(map(device.seconds, backbone_forward(shape, rows, states, prefix))),
         "pick": device.seconds(vocabulary_step(shape, masks)),
@@ -143,8 +145,9 @@ def floors_of(
 def replay_rounds(
     model: MRPForCausalLM, device: Device, rows: int, prefix: int, widths: Sequence[int]
 ) -> Iterator[Replayed]:
-    """Time the parts of a round for each number of states per row in `widths`. `device` has the
-    rates from which floors are computed."""
+    """Time the parts of a round for each number of states per row in `widths`. No text is decoded:
+    the same states are scored repeatedly after `prefix` random tokens. `device` has the rates from
+    which the least possible times are computed."""
     config = model.config
     block = config.block_size
     shape = Shape.of("model", config)

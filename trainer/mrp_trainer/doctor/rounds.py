@@ -55,10 +55,11 @@ class Timed:
 def time_rounds(
     model: MRPForCausalLM, inputs: dict[str, Tensor], state_counts: Sequence[int], repetitions: int
 ) -> Iterator[Timed]:
-    """Time rounds on the batch `inputs` for each number of states in `state_counts`, in turns. The
-    time of a round is the difference in seconds between a long and a short call, divided by their
-    difference in rounds, so that the time of the prompts cancels out. Drafts are made for the
-    target in the model's generation config, or else for `static`."""
+    """Time rounds on the batch `inputs` of `generate` for each number of states per row in
+    `state_counts`, in turns; 1 means the target without drafts. The time of a round is the
+    difference in seconds between a long and a short call, divided by their difference in rounds, so
+    that the time of the prompts cancels out. Drafts are made for the target in the model's
+    generation config, or else for `static`."""
     target = model.generation_config.target or "static"
     measured: dict[int, list[tuple[float, ...]]] = {states: [] for states in state_counts}
     for repetition in range(-WARM_UPS if model.device.type != "cpu" else 0, repetitions):
@@ -140,7 +141,9 @@ class _Stopwatch:
 def call_of(
     model: MRPForCausalLM, inputs: dict[str, Tensor], **options: Any
 ) -> Iterator[tuple[Mode, Networks, list[Row]]]:
-    """Set up a call of `generate` with `options`; yield its mode, networks and rows."""
+    """A context manager that sets up a call of `generate` with `options`, without decoding. It
+    yields the call's mode, its networks with an empty cache, and its rows, whose prompts are not
+    computed yet."""
     options = {"max_new_tokens": TOKENS, "eos_token_id": None, **options}
     config, _ = resolved(model, None, options)
     prompts = []

@@ -29,8 +29,9 @@ _VERDICTS = {None: "not judged", True: "right", False: "wrong"}
 
 
 def evaluate(options: EvaluateOptions) -> None:
-    """Evaluate a model; print a table row or a JSON line for each problem set and setting. Files,
-    prompts, options and the checkpoint's config are checked before the weights are read.
+    """Evaluate a model; print a table row or a JSON line for each problem set and each mode with
+    values of its options. Files, prompts, options and the checkpoint's config are checked before
+    the weights are read.
 
     Raises:
         ValueError: for malformed files, prompts that leave no room for an answer, options that
@@ -65,7 +66,8 @@ def evaluate(options: EvaluateOptions) -> None:
 
 def check_setting(setting: Mapping[str, Any], config: MRPConfig) -> None:
     """Raise `ValueError` for an option that `generate` does not know, or would refuse for a model
-    with this config."""
+    with this config. `setting` is a dict of options of `generate`, of which those under the name
+    `set` are a dict of their own (see `ModeOptions.settings`)."""
     for name in setting.get("set", {}):
         if name not in OPTION_NAMES:
             raise ValueError(
@@ -81,9 +83,9 @@ def report(
     sets: list[ProblemSet],
     results: ResultsFile | None,
 ) -> None:
-    """Measure every setting on every problem set, print the results, and append them to `results`.
-    Measurements whose results are already in this file are not repeated; a table shows these
-    earlier results, JSON output does not."""
+    """Measure every setting (see `ModeOptions.settings`) on every problem set, print the results,
+    and append them to the file `results`, if any. Measurements whose results are already in this
+    file are not repeated; a table shows these earlier results, JSON output does not."""
     settings = options.settings()
     with printing(options.json) as (print_line, print_text):
         for problem_set in sets:
@@ -149,8 +151,10 @@ def _question(options: EvaluateOptions, model: Any, problem_set: ProblemSet) -> 
 
 
 def measurements(decoded: Decoded, first: Decoded) -> dict[str, Any]:
-    """Compute the fields of a result line: accuracy, cost and acceptance of the mode in `decoded`,
-    and the share of its texts that are equal to those of `first`."""
+    """Compute the measured fields of a result line of `mrp evaluate`, by name: accuracy, cost and
+    acceptance of the mode in `decoded`, and the percentage of its texts that are equal to those of
+    `first`, the first mode on the same problems. A field NAME_95 is the interval [low, high] of the
+    field NAME."""
     line: dict[str, Any] = {
         "accuracy": None if decoded.accuracy is None else round(decoded.accuracy, 1)
     }

@@ -18,18 +18,21 @@ HEAD_SHARES = {name: shape.head_share() for name, shape in PUBLISHED.items()}
 
 
 def charged_as(hidden_size: int | None) -> str:
-    """Return the published model size at which a model's head passes are charged: the size with
-    this `hidden_size`, or 4B if there is none."""
+    """Return the published model size, such as "4B", whose cost of a head pass is assumed for a
+    model: the size with this `hidden_size`, or "4B" if there is none."""
     return next(
         (name for name, shape in PUBLISHED.items() if shape.hidden_size == hidden_size), CHARGED
     )
 
 
 def head_share(line: Mapping[str, Any], shape: str = CHARGED) -> float:
-    """Compute the cost of a head pass as a share of a backbone forward, at the published size
-    `shape`. The picks of a head pass read all rows of `lm_head`. If the result line has a
-    `draft_shortlist`, they read only the rows in the shortlists of K - 1 states, where K is its
-    `num_draft_states`."""
+    """Compute the cost of a head pass as a share of a backbone forward: the ratio of the numbers of
+    parameters that they read, in a model of the published size `shape` ("1.7B", "4B" or "8B").
+
+    `line` is a result line, a JSON object that `mrp evaluate` writes for a mode on a problem set.
+    The picks of a head pass read all rows of `lm_head`. If the line has a `draft_shortlist`, they
+    read only the rows in the shortlists of K - 1 states, where K is its `num_draft_states`.
+    """
     if not (listed := line.get("draft_shortlist")):
         return HEAD_SHARES[shape]
     published = PUBLISHED[shape]
@@ -39,8 +42,14 @@ def head_share(line: Mapping[str, Any], shape: str = CHARGED) -> float:
 
 
 def units_per_forward(line: Mapping[str, Any], shape: str = CHARGED) -> float | None:
-    """Compute the cost of a backbone forward and its head passes in units, for a result line; None
-    if the line has no count of head passes."""
+    """Compute what a backbone forward costs together with the head passes that belong to it, where
+    1 is the cost of the forward alone. Each head pass costs the share that `head_share` computes
+    for the published model size `shape` ("1.7B", "4B" or "8B").
+
+    `line` is a result line, a JSON object that `mrp evaluate` writes for a mode on a problem set.
+    Its `head_per_token` and `tokens_per_forward` give the number of head passes per forward. Return
+    None if it has no `head_per_token`.
+    """
     passes = line.get("head_per_token")
     if passes is None:
         return None
@@ -48,12 +57,14 @@ def units_per_forward(line: Mapping[str, Any], shape: str = CHARGED) -> float | 
 
 
 def charged(line: Mapping[str, Any], shape: str = CHARGED) -> dict[str, Any]:
-    """Return a copy of a result line with the field `tokens_per_unit`: its tokens per forward,
-    divided by the cost in units of a forward with its head passes; None if head passes were not
-    counted.
+    """Return a copy of a result line (a JSON object that `mrp evaluate` writes for a mode on a
+    problem set) with the field `tokens_per_unit`. A unit is the cost of one backbone forward, and a
+    head pass costs a share of it, that of the published model size `shape` ("1.7B", "4B" or "8B").
+    The field is the line's `tokens_per_forward`, divided by `units_per_forward`; None if head
+    passes were not counted.
 
-    The interval of tokens per forward is divided by the same number of units, as the number of head
-    passes per forward hardly varies.
+    If the line has `tokens_per_forward_95`, an interval, it is divided in the same way, as the
+    number of head passes per forward hardly varies.
     """
     units = units_per_forward(line, shape)
     speed = line["tokens_per_forward"]
@@ -66,7 +77,8 @@ def charged(line: Mapping[str, Any], shape: str = CHARGED) -> dict[str, Any]:
 
 def break_even(drafted: Mapping[str, Any], baseline: Mapping[str, Any]) -> float:
     """Compute the largest cost of a head pass, as a share of a backbone forward, at which the mode
-    of the result line `drafted` is no slower than that of `baseline`, which has no head. The cost
-    is below 0 if `drafted` is slower even with free head passes."""
+    of the result line `drafted` is no slower than that of `baseline`, which has no head passes. The
+    cost is below 0 if `drafted` is slower even with free head passes. A result line is a JSON
+    object that `mrp evaluate` writes for a mode on a problem set."""
     saved = 1 / baseline["tokens_per_forward"] - 1 / drafted["tokens_per_forward"]
     return float(saved / drafted["head_per_token"])

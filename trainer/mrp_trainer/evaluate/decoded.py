@@ -20,8 +20,7 @@ Judge = Callable[[list[str]], list[bool | None]]
 
 @dataclass
 class Decoded:
-    """The results of one mode on a list of problems. Lists have one item for each problem;
-    `MRPGenerateStats` defines the counts.
+    """The results of one mode on a list of problems. Lists have one item for each problem.
 
     Attributes:
         texts: The decoded answers.
@@ -29,9 +28,14 @@ class Decoded:
         verdicts: For each text, whether the judge accepts it; None if the problem has no known
             answer.
         seconds: Wall-clock time of decoding.
-        forwards: For each role, the number of forwards of all batches; also the counts `drafted`,
-            `accepted` and `revoked` (reveals masked again).
+        forwards: Counts over all problems, by name. Numbers of forwards of the whole batch: of the
+            backbone, `prefill` (prompts), `verify` (rounds with drafts) and `denoise` (rounds
+            without); `head`, passes of the head. Further, the numbers of states `drafted` and
+            `accepted`, and of reveals `revoked` (masked again).
+        row_forwards, row_head_forwards: Number of forwards of the backbone, and of passes of the
+            head, in which the problem's row took part.
         rounds: Number of backbone forwards that were rounds (all but the prompt's).
+        accepted: Number of drafted states that were accepted.
         offered_at_depth: int64 [problems, depths]. At depth k: the number of rounds in which at
             least k - 1 drafts were accepted and a k-th was on offer.
         accepted_at_depth: int64 [problems, depths]. Of those rounds, the number in which the k-th
@@ -104,8 +108,8 @@ def decode_problems(
     batch_size: int = 32,
     **options: Any,
 ) -> Decoded:
-    """Decode problems of one family and judge the answers. The other arguments and errors are those
-    of `decode_prompts`."""
+    """Decode problems of one family, with as many new tokens as `NEW_TOKENS` has for it, and judge
+    the answers. The other arguments and errors are those of `decode_prompts`."""
     prompts = [encode(problem, tokenizer)[0] for problem in problems]
     limit = NEW_TOKENS[problems[0].family]
     return decode_prompts(
@@ -123,7 +127,17 @@ def decode_prompts(
     **options: Any,
 ) -> Decoded:
     """Decode prompts, given as ids, in a batch of up to `batch_size` rows. Whenever a text ends,
-    the next prompt takes its place in the batch. Without `judge_texts`, no text is judged.
+    the next prompt takes its place in the batch.
+
+    Args:
+        model: An `MRPForCausalLM`.
+        tokenizer: Its tokenizer.
+        prompts: The ids of each prompt.
+        judge_texts: Takes the list of decoded texts, and returns for each whether it is right, or
+            None where that is unknown. Without it, no text is judged.
+        max_new_tokens: The maximum number of new tokens in each text.
+        batch_size: The largest number of rows.
+        options: Further options of `generate`.
 
     Raises:
         ValueError: without a prompt, and for options that `generate` refuses.

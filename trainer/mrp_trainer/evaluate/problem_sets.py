@@ -33,7 +33,8 @@ class ProblemSet:
     """Problems of one kind, ready to be decoded and judged.
 
     Attributes:
-        name: The field that identifies the set in a result line: {"family": ...} or {"file": ...}.
+        name: The field that identifies the set in a line of results: {"family": ...} or
+            {"file": ...}.
         locations: For each problem, its name in error messages.
         prompt_texts: For each problem, the question as text.
         prompts: For each problem, the ids of the whole prompt.
@@ -51,7 +52,8 @@ class ProblemSet:
     max_new_tokens: int
 
     def check_room(self, max_positions: int) -> None:
-        """Raise `ValueError` for the first prompt that leaves no room for `max_new_tokens`."""
+        """Raise `ValueError` for the first prompt that leaves no room for `max_new_tokens` among
+        the `max_positions` positions of a model."""
         for location, prompt in zip(self.locations, self.prompts, strict=True):
             if len(prompt) + self.max_new_tokens > max_positions:
                 raise ValueError(
@@ -95,8 +97,18 @@ def file_set(
     count: int | None = None,
     max_new_tokens: int | None = None,
 ) -> ProblemSet:
-    """Make a set of the first `count` records of a file, by default all records. If `chat`, each
-    `prompt` is rendered as a user's turn with the chat template.
+    """Make a set of the first `count` records of a file, by default all records.
+
+    Args:
+        path: A file of JSON lines, each with `prompt` (a text) or `messages` (a chat, whose final
+            assistant turn is left out), and optionally `answer`.
+        tokenizer: Encodes the prompts.
+        judge: How a text is compared with the answer: `exact` (equal up to outer white space),
+            `last_number` (the last numbers in both are equal), or `contains` (the text contains the
+            answer).
+        chat: Whether each `prompt` is rendered as a user's turn with the chat template.
+        count: The number of records.
+        max_new_tokens: The maximum number of tokens in each decoded text, by default 256.
 
     Raises:
         OSError: if the file does not exist.

@@ -51,9 +51,9 @@ def digests(model: nn.Module) -> dict[str, str | None]:
 
 @cache
 def deciding(package: Path = Path(modeling_mrp.__file__).parent) -> str:
-    """Return a hexadecimal digest of the code that determines all counts (`_DECIDING`). The digest
-    covers syntax trees without docstrings, so that it does not depend on layout, comments or
-    docstrings."""
+    """Return a hexadecimal digest of the code in `package` that decides which tokens are revealed,
+    drafted and accepted, and so determines all counts in results. The digest covers syntax trees
+    without docstrings, so that it does not depend on layout, comments or docstrings."""
     digest = hashlib.sha256()
     for pattern in _DECIDING:
         for path in sorted(package.glob(pattern)):

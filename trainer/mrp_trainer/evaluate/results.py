@@ -18,9 +18,9 @@ _HEADER = '{"benchmark":'
 
 
 def mode_name(line: Mapping[str, Any]) -> str:
-    """Return a name for the mode of a result line, made from those of its settings that vary, such
-    as "mrp_spec of dynamic K=4 tau=0.9" or "static temperature=0.7" (K is `num_draft_states`, tau
-    is `confidence_threshold`)."""
+    """Return a name for the mode of a result line of `mrp evaluate`, or of a dict with the same
+    settings. It is made from the settings that vary, such as "mrp_spec of dynamic K=4 tau=0.9" or
+    "static temperature=0.7" (K is `num_draft_states`, tau is `confidence_threshold`)."""
     name = str(line["decoding"])
     if "target" in line:
         name += f" of {line['target']}"
@@ -34,8 +34,10 @@ def mode_name(line: Mapping[str, Any]) -> str:
 
 
 def with_headers(lines: Iterable[Line]) -> Iterator[tuple[Line, Line]]:
-    """Yield each measurement as a pair (header, measurement). The header is the last one before the
-    measurement, or an empty dict if there is none."""
+    """Yield each measurement among the lines of a result file as a pair (header, measurement). A
+    header is a line with the field `benchmark`, and describes how the lines after it were measured;
+    all other lines are measurements. A measurement's header is the last one before it, or an empty
+    dict if there is none."""
     header: Line = {}
     for line in lines:
         if "benchmark" in line:
@@ -49,6 +51,9 @@ def other_weights(
 ) -> str | None:
     """Return the name of the first part (`backbone`, `deciding` code, `head`) whose digests in
     `header` and `weights` differ; None if no part differs.
+
+    `header` is the header of a result file (see `provenance.header`), and `weights` has the digests
+    to compare with, under the same names; it may be another header.
 
     `line` is a measurement under this header. If it has no head passes (`head_per_token` is 0), it
     does not depend on the head. In a header, `backbone` is None if no checkpoint was measured, and
@@ -70,8 +75,9 @@ def other_weights(
 
 
 def check_clean(path: str | Path, header: Mapping[str, Any]) -> None:
-    """Raise `ValueError` if `path` is in `benchmarks/results`, and `header` says that the code had
-    uncommitted changes."""
+    """Raise `ValueError` if the result file `path` is in `benchmarks/results`, and the field
+    `commit` of its `header` (see `provenance.header`) says that the code had uncommitted
+    changes."""
     if Path(path).resolve().parent.parts[-2:] == (
         "benchmarks",
         "results",
@@ -83,8 +89,9 @@ def check_clean(path: str | Path, header: Mapping[str, Any]) -> None:
 
 
 class ResultsFile:
-    """A file of results: lines that earlier runs of a command wrote, and lines that this run
-    appends.
+    """A file of results, one JSON object per line: lines that earlier runs of a command wrote, and
+    lines that this run appends. Lines with the field `benchmark` are headers, which tell the
+    weights, code and options with which the lines after them were measured.
 
     The file's folders are made if they are missing. An incomplete line (left by a killed process or
     a full disk) is removed when the file is opened again. Every line except a header must have the
@@ -120,9 +127,10 @@ class ResultsFile:
             replace_file(Path(os.path.realpath(self.path)), (complete + newline).encode())
 
     def begin(self, header: Line) -> None:
-        """Set the header of the lines that this run adds. The first `add` writes this header. From
-        now on, `find` returns only lines that were measured with the same weights and code as in
-        the header."""
+        """Set the header of the lines that this run adds (see `provenance.header`). The first `add`
+        writes this header, unless it is already the last one in the file. From now on, `find`
+        returns only lines that were measured with the same weights and code as in the header.
+        `ValueError` as from `check_clean`."""
         check_clean(self.path, header)
         self.header = header
 
@@ -139,8 +147,8 @@ class ResultsFile:
         return last
 
     def add(self, *lines: Line) -> None:
-        """Append lines to the file, after the header if this is new, and wait until they are on the
-        disk."""
+        """Append lines to the file, and wait until they are on the disk. The header set by `begin`
+        is written before them, unless it is already the last one in the file."""
         newest = next((line for line in reversed(self.lines) if "benchmark" in line), None)
         if self.header is not None and json.loads(json.dumps(self.header)) != newest:
             lines = (self.header, *lines)

@@ -39,7 +39,7 @@ class Shape:
 
     @classmethod
     def of(cls, name: str, config: Any) -> "Shape":
-        """Make a shape with this name and the sizes in a config."""
+        """Make a shape with this name and the sizes in an `MRPConfig`."""
         sizes = {field.name: getattr(config, field.name, field.default) for field in fields(cls)}
         return cls(**{**sizes, "name": name, "head_layers": config.num_nextn_predict_layers})
 
@@ -150,12 +150,12 @@ class Device:
 def decoder_layers(
     shape: Shape, layers: int, batch: int, states: float, prefix: int, sparse: bool = False
 ) -> tuple[Work, Work]:
-    """Compute the work of `layers` decoder layers on `batch` rows, each with `states` packed states
-    after `prefix` tokens. Return the work of the matrices, then that of attention.
+    """Compute the work of `layers` decoder layers on `batch` rows, each with `states` states side
+    by side after `prefix` tokens. Return the work of the matrices, then that of attention.
 
-    Packed attention computes all pairs of a query with a key of its row's prefix and states,
-    including masked pairs. If the layers are `sparse`, they read each expert that any token
-    chooses, and compute for each token only the experts that this token chooses.
+    Attention computes all pairs of a query with a key of its row's prefix and states, including
+    masked pairs. If the layers are `sparse`, they read each expert that any token chooses, and
+    compute for each token only the experts that this token chooses.
     """
     tokens = batch * states * shape.block_size
     read: float = shape.layer
@@ -174,7 +174,8 @@ def decoder_layers(
 
 def backbone_forward(shape: Shape, batch: int, states: float, prefix: int) -> list[Work]:
     """List the work of the groups of kernels in one backbone forward over `batch` x `states` blocks
-    after `prefix` tokens, without the vocabulary step."""
+    after `prefix` tokens, without the pick of tokens (see `vocabulary_step`). Groups run one after
+    the other."""
     tokens = batch * states * shape.block_size
     ends = Work((2 * tokens * shape.hidden_size + shape.hidden_size) * BYTES, 0)
     return [
@@ -185,7 +186,8 @@ def backbone_forward(shape: Shape, batch: int, states: float, prefix: int) -> li
 
 def head_forward(shape: Shape, batch: int, states: float, prefix: int) -> list[Work]:
     """List the work of the groups of kernels in one head pass over `batch` x `states` blocks after
-    `prefix` tokens, with embeddings, but without the vocabulary step."""
+    `prefix` tokens, with embeddings, but without the pick of tokens (see `vocabulary_step`). Groups
+    run one after the other."""
     tokens = batch * states * shape.block_size
     ends = Work(3 * (tokens + 1) * shape.hidden_size * BYTES, 0)
     projection = Work(shape.eh_proj * BYTES, 2 * shape.eh_proj * tokens)
@@ -193,8 +195,8 @@ def head_forward(shape: Shape, batch: int, states: float, prefix: int) -> list[W
 
 
 def vocabulary_step(shape: Shape, positions: float) -> Work:
-    """Compute the work of picking tokens at `positions` masked positions, if the logits never leave
-    the chip."""
+    """Compute the work of picking tokens at `positions` masked positions from their hidden states
+    and `lm_head`, if the logits never leave the chip."""
     return Work(
         (shape.vocab_size + positions) * shape.hidden_size * BYTES, 2 * positions * shape.vocabulary
     )
@@ -202,14 +204,14 @@ def vocabulary_step(shape: Shape, positions: float) -> Work:
 
 @dataclass(frozen=True)
 class Counts:
-    """Counts of a decoding mode for each row.
+    """Mean counts of a decoding mode for each row.
 
     Attributes:
         tokens_per_forward: Generated tokens per backbone forward.
-        states_per_forward: Packed states per backbone forward.
-        head_passes: Head passes per round, which run one after the other, each with a vocabulary
-            step.
-        states_per_head_pass: Packed states per head pass.
+        states_per_forward: States per backbone forward.
+        head_passes: Head passes per round, which run one after the other, each with a pick of
+            tokens.
+        states_per_head_pass: States per head pass.
     """
 
     tokens_per_forward: float

@@ -37,8 +37,9 @@ _CAPTION = (
 def printing(
     as_json: bool,
 ) -> Iterator[tuple[Callable[[Mapping[str, Any]], None], Callable[[str], None]]]:
-    """Yield two functions. The first prints a measurement, as a JSON line if `as_json`, and
-    otherwise as a row of a table. The second prints a text, above the table if there is one.
+    """A context manager that yields two functions. The first prints a measurement (a dict of the
+    fields of a result line), as a JSON line if `as_json`, and otherwise as a row of a table. The
+    second prints a text, above the table if there is one.
 
     The table fits a terminal of 80 columns, where it grows with every row. Each problem set has a
     heading.
@@ -80,8 +81,10 @@ def _problem_set_name(line: Mapping[str, Any]) -> str:
 
 
 def row_of(line: Mapping[str, Any]) -> list[str]:
-    """Format a measurement as the cells of a table row: the name of the mode, and values, each with
-    its interval in a second line. A missing value is "-"."""
+    """Format a measurement, a result line of `mrp evaluate`, as the cells of a table row: the name
+    of the mode, accuracy, tokens per unit and per forward, accepted length, head forwards per
+    token, texts equal to those of the first mode, and seconds. Most values have their interval in a
+    second line. A missing value is "-"."""
     line = charged(line, line.get("charged_as", CHARGED))
     return [mode_name(line), *(_value(line, name, digits) for _, name, digits in _COLUMNS)]
 

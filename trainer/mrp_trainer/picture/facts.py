@@ -20,9 +20,9 @@ class Token:
     Attributes:
         text: The decoded token. A character that consists of several tokens is the text of the last
             of them; the others have "".
-        forward: The number of the forward that revealed it, from 1 on; None for a token of the
-            prompt.
-        step: The denoising step that revealed it; -1 for a token of the prompt.
+        forward: The number of the forward that revealed it, from 1 on; None for a token that was
+            given (`infill_ids`).
+        step: The denoising step that revealed it; -1 for a given token.
         drafted: Whether it was revealed at a drafted state. Without drafts, its reveal would have
             taken another forward.
         probability: Its probability when it was revealed.
@@ -62,8 +62,8 @@ class Decode:
 
     Attributes:
         name: The name to show in a picture.
-        tokens: The tokens of its text.
-        forwards: The backbone's forwards in order.
+        tokens: The tokens after the prompt.
+        forwards: The backbone's forwards in order, including those over the prompt.
         head_forwards: Number of head passes in which the row took part.
         drafted: Number of drafted states that were submitted.
         accepted: Number of drafted states that were accepted.

@@ -24,7 +24,8 @@ _WIDTH, _HEIGHT = 400.0, 200.0  # size of a panel's plot
 
 @dataclass(frozen=True)
 class Curve:
-    """A curve of a panel: its name, its points (x, y) in the plot, and its last value."""
+    """A curve of a panel: its name; its points (x, y) in SVG units from the upper left corner of
+    the plot; and its last value."""
 
     name: str
     points: Sequence[tuple[float, float]]

@@ -142,8 +142,8 @@ def draw(
 
 
 def picture_of(template: str, title: str, **values: Any) -> Picture:
-    """Render a template of this folder as a picture. The picture's id is a hash of everything else
-    in it."""
+    """Render the template file `template` of this folder, with the variables `values`, as a
+    picture. The picture's id is a hash of everything else in it."""
     svg = _template(template).render(name=_ID, title=title, **values)
     return Picture(svg.replace(_ID, _id_of(svg)), title)
 

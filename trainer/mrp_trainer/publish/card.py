@@ -50,8 +50,10 @@ _METRICS = {
 
 
 def read_results(paths: Iterable[Path | str]) -> list[dict[str, Any]]:
-    """Read the measurements in files that `mrp evaluate` wrote; header lines are skipped.
-    `ValueError` for a line that lacks a needed field."""
+    """Read the measurements in files that `mrp evaluate` wrote: for each mode and problem set, a
+    dict of settings and results. Header lines are skipped. The field `family` names the problem
+    set; for one that was read from a file, it is the file's name without its ending. `ValueError`
+    for a line that lacks a needed field."""
     lines: list[dict[str, Any]] = []
     for path in map(Path, paths):
         for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
@@ -75,9 +77,10 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def results_table(lines: Sequence[Mapping[str, Any]], shape: str = CHARGED) -> str:
-    """Format a Markdown table of accuracy and cost. It has one row for each mode, grouped by
-    decoding, and columns for the families of problems side by side. Head passes are charged as at
-    the published `shape`."""
+    """Format a Markdown table of accuracy and cost from measurements (see `read_results`). It has
+    one row for each mode, grouped by decoding, and columns for the families of problems side by
+    side. A unit in it is the cost of one backbone forward; a head pass costs a share of it, as in a
+    model of the published size `shape` ("1.7B", "4B" or "8B")."""
     families = list(dict.fromkeys(line["family"] for line in lines))
     decodings = list(dict.fromkeys(line["decoding"] for line in lines))
     modes: dict[str, dict[str, Mapping[str, Any]]] = {}
@@ -118,9 +121,11 @@ def eval_results(
     shape: str = CHARGED,
     benchmarks: Mapping[str, Benchmark] = MappingProxyType({}),
 ) -> list[EvalResult]:
-    """List the accuracy and cost of every measurement, as entries of the card's `model-index`. Head
-    passes are charged as at the published `shape`. If `benchmarks` has a problem set, the type of
-    its dataset is the dataset's id on the Hub."""
+    """List the accuracy and cost of every measurement (see `read_results`), as entries of the
+    card's `model-index`: accuracy, tokens per backbone forward, and tokens per unit, for which a
+    head pass costs a share of a forward, as in a model of the published size `shape` ("1.7B", "4B"
+    or "8B"). If `benchmarks` has a problem set, the type of its dataset is the dataset's id on the
+    Hub."""
     results = []
     for line in lines:
         values = charged(line, shape)

@@ -38,7 +38,8 @@ class PublishedHead:
 
     def speeds(self) -> dict[str, dict[str, tuple[float, str]]]:
         """Return the largest measured number of tokens per unit, with its mode, for each problem
-        set and decoding.
+        set and decoding. A unit is the cost of one backbone forward, and a head pass costs a share
+        of it.
 
         The result maps the name of a problem set to a dict, which maps a decoding, such as
         `mrp_spec` or `self_spec`, to (tokens per unit, mode).
@@ -68,7 +69,8 @@ def published_heads(
     Args:
         author: Only heads of this user or organisation.
         backbone: Only heads of this backbone.
-        limit: The largest number of heads to search for.
+        limit: The largest number of heads to search for, before those of other backbones are left
+            out.
         token: As in `huggingface_hub`.
 
     Raises:

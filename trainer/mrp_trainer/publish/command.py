@@ -32,7 +32,7 @@ class Publication:
 
     Attributes:
         repo_id: The id of the repository.
-        kind: The kind of the checkpoint, a key of `KINDS`.
+        kind: The kind of the checkpoint: "full", "head" or "adapter".
         sizes: The number of bytes of each published file, by its path in the repository.
         left_out: The files of the folder that are not published.
         trial: A description of the trial of the files (see `try_out`).
@@ -228,8 +228,8 @@ def _license_of(base: str, token: str | bool | None) -> dict[str, Any]:
 
 @contextmanager
 def network_errors(server: str, remedy: str) -> Iterator[None]:
-    """Turn a connection error that is not an `OSError` into an `OSError` that names the server and
-    the remedy."""
+    """A context manager that turns a connection error that is not an `OSError` into an `OSError`
+    that names the server and the remedy."""
     try:
         yield
     except OSError:  # also for an error that the Hub answers
@@ -266,8 +266,8 @@ def card(
     language: Sequence[str] = (),
     dataset: Sequence[str] = (),
 ) -> str:
-    """Render the card of a checkpoint's folder, as a push would. The card's examples load `name`,
-    by default the folder."""
+    """Render the card of a checkpoint's folder, as a push would, and return its text. The card's
+    examples load `name`, by default the folder. The other arguments are those of `push`."""
     name = name or (f"./{folder}" if is_hub_id(folder) else folder)
     metadata = card_metadata(license, language, dataset)
     kind = read_folder(folder).kind

@@ -43,9 +43,10 @@ class Benchmark:
 def evaluation_entries(
     lines: Sequence[Mapping[str, Any]], benchmarks: Mapping[str, Benchmark]
 ) -> list[EvalResultEntry]:
-    """Make an entry for each measurement on a benchmark. An entry holds the accuracy in percent,
-    and notes with the mode and the tokens per forward. Problem sets that are not in `benchmarks`
-    have no entry. `ValueError` if a benchmark has no measurement."""
+    """Make an entry for each measurement (see `read_results`) on a benchmark that has an accuracy.
+    An entry holds the accuracy in percent, and notes with the mode and the tokens per forward.
+    `benchmarks` maps names of problem sets to benchmarks; other problem sets have no entry.
+    `ValueError` if a benchmark has no measurement."""
     if missing := sorted(benchmarks.keys() - {line["family"] for line in lines}):
         raise ValueError(
             f"benchmark names {missing[0]}, and no result is of it: the results are of "

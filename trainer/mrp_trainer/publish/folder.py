@@ -35,7 +35,7 @@ class Folder:
 
     Attributes:
         path: The folder.
-        kind: The kind of the checkpoint, a key of `KINDS`.
+        kind: The kind of the checkpoint: "full", "head" or "adapter".
         base: The model that a head or an adapter names as its base.
         files: The files to publish, by name.
         code: The text of each file of remote code to publish, by name. This package generates it,

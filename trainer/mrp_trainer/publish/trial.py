@@ -60,6 +60,11 @@ def try_out(
     Nothing is downloaded. So there is no trial of a head or an adapter if its backbone is neither a
     local folder nor in the cache.
 
+    Args:
+        checkpoint: The folder that is published.
+        contents: Maps the path of each file in the repository to the local file or the content.
+        tensors: The folder's tensors (see `tensors_in`), whose values are checked first.
+
     Raises:
         ValueError: if the files do not load or decode, or a tensor contains NaN or infinity.
     """

@@ -87,7 +87,7 @@ class TextOfAnswer:
     loop.
 
     Args:
-        name: The name of the text's request.
+        name: The id of the text's request to the `ContinuousBatchingManager`.
         decode: A function that decodes ids to text.
         stops: Stop strings, which end the text and are not part of it.
         counted: A function that is called with the last result of the request, in the decoding
@@ -125,7 +125,8 @@ class TextOfAnswer:
         self._loop = asyncio.get_running_loop()
 
     def tell(self, output: RequestOutput) -> None:
-        """Receive a result. This is called in the decoding thread."""
+        """Receive a result of the text's request: the tokens so far. This is called in the decoding
+        thread; `grow` then adds the tokens to the text."""
         if output.is_finished():
             self._counted(output)
         self._loop.call_soon_threadsafe(self._take, output)
@@ -140,7 +141,8 @@ class TextOfAnswer:
         return self.finish_reason is not None or self.error is not None
 
     async def grow(self) -> None:
-        """Wait until the text has grown or ended."""
+        """Wait for the next result of the request, and add its new tokens to the text; end the text
+        if the result does, or at a stop string."""
         await self._changed.wait()
         self._changed.clear()
         output = self._latest
@@ -191,9 +193,10 @@ class Job:
         chat: Whether the request is a chat.
         prompts: The ids of each prompt.
         copies: Number of texts for each prompt.
-        options: Options of `generate` for all texts.
+        options: Options of `generate` for all texts, by name.
         limit: The maximum number of new tokens in each text.
-        seed: The seed of the first text, or None.
+        seed: The seed of the first text; each further text has the next number. None if the request
+            sets none.
         penalties: The presence penalty and the frequency penalty.
         stops: Stop strings.
         stream: Whether the answer is streamed.
@@ -263,8 +266,8 @@ class Answer:
         return self._enveloped(choices, usage=self._usage())
 
     def opening(self) -> list[dict[str, Any]]:
-        """Return the first parts of a stream: the role of each text in a chat, or the echoed
-        prompts."""
+        """Return the first parts of a stream, JSON objects: for each text, the role in a chat, or
+        the echoed prompt. There are none for a completion without echo."""
         parts = []
         for index in range(len(self.job.prompts) * self.job.copies):
             if self.job.chat:
@@ -279,8 +282,9 @@ class Answer:
 
     def part(self, index: int, begin: int) -> tuple[dict[str, Any] | None, int]:
         """Make the next part of a stream: the characters of the text `index` from position `begin`
-        on. Return this part, or None if there is nothing new, and the position at which the next
-        part begins."""
+        on. Return this part as a JSON object, or None if there is nothing new, and the position at
+        which the next part begins. Characters at the end that may become a stop string, or a tool
+        call, are left for later parts."""
         row = self.texts[index]
         end = row.certain
         if self.job.tools is not None:
@@ -292,7 +296,7 @@ class Answer:
         return self._enveloped([choice]), end
 
     def closing(self) -> dict[str, Any]:
-        """Return the part that ends a stream with counts of tokens."""
+        """Return the part that ends a stream, a JSON object with the counts of tokens."""
         return self._enveloped([], usage=self._usage())
 
     def _echoed_length(self, index: int) -> int:
@@ -396,7 +400,8 @@ def _shifted(row: TextOfAnswer, begin: int, end: int, offset: int) -> list[Token
 
 
 def meta_info(row: TextOfAnswer) -> dict[str, Any]:
-    """Collect the costs of a text, both under SGLang's names for speculative decoding and under
+    """Collect the costs of a text: counts of forwards, of drafted and accepted states, and their
+    ratios. They are under SGLang's names for speculative decoding and, in the field `mrp`, under
     this package's names."""
     counts = row.counts
     rounds = sum(counts.lengths)

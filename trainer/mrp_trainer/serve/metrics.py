@@ -34,8 +34,9 @@ class Metrics:
             self.accepted[depth] += number
 
     def page(self, manager: Any) -> str:
-        """Return a page with all counts, the number of texts that `manager` is decoding, and the
-        number of texts that wait."""
+        """Return a page in Prometheus' text format with all counts, the number of texts that
+        `manager`, a `ContinuousBatchingManager`, is decoding, and the number of texts that wait for
+        it."""
         totals = self.totals
         lines: list[str] = []
 

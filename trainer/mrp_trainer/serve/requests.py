@@ -211,7 +211,9 @@ class StreamOptions(_Strict):
 
 
 class Request(_Strict):
-    """The common fields of chat and completion requests."""
+    """The common fields of chat and completion requests. Further fields must be options of
+    `generate` that a request may set, or names that other servers give to constraints of the text,
+    such as `guided_json`; others are refused, unless they have no effect."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
@@ -308,11 +310,13 @@ class CompletionRequest(Request):
 
 
 def options_of(request: Request, vocab_size: int) -> dict[str, Any]:
-    """Translate the fields of a request into options of `generate`, except the options that are set
-    for each text (its seed and its limit).
+    """Translate a request into options of `generate`, by name, including those in its field
+    `generation_config` (a JSON text) and in further fields. Left out are the fields of OpenAI's API
+    for stop strings, penalties, and the seed and the limit of each text.
 
     Raises:
-        ValueError: for options out of range, and ids outside of the vocabulary.
+        ValueError: for options out of range, ids outside of the vocabulary, several constraints of
+            the same kind, and a malformed `generation_config` or an option that it may not have.
     """
     options = {} if request.generation_config is None else _from_json(request.generation_config)
     options |= _with_language(request)

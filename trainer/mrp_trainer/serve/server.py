@@ -100,7 +100,7 @@ class Service:
         model: An `MRPForCausalLM`. Its generation config gives the options that a request does not
             set.
         tokenizer: The tokenizer of the model.
-        texts: Number of texts that are decoded at the same time.
+        texts: The maximum number of texts that are decoded at the same time.
         waiting: The maximum number of texts that may wait for a free row.
     """
 
@@ -149,7 +149,8 @@ class Service:
             self.manager.stop(hard_stop=True, timeout=_END_SECONDS)
 
     def check_room(self) -> None:
-        """Raise `HTTPException` if the queue is full, or if the server is ending."""
+        """Raise `HTTPException` if too many texts wait already (429), or if the server is ending
+        (503)."""
         if self.ending:
             raise HTTPException(503, "the server is shutting down: ask again later")
         if self.manager.waiting + len(self.reading) >= self.most_waiting:
@@ -169,7 +170,8 @@ class Service:
     async def answer(
         self, kind: type[ChatRequest] | type[CompletionRequest], body: bytes
     ) -> Answer:
-        """Read a request, and start decoding its texts.
+        """Read a request of the class `kind` from its JSON `body`, and start decoding its texts.
+        Return the answer at once; its texts grow while they are decoded.
 
         Raises:
             HTTPException, ValueError: for an invalid or unsupported request.
@@ -365,8 +367,8 @@ class Service:
             raise
 
     async def echoed(self, job: Job) -> list[tuple[str, list[Token]]]:
-        """Return the text and the tokens of each prompt. The tokens have exact log-probabilities if
-        the request asks for them."""
+        """Return the text and the tokens of each prompt, for an answer that repeats its prompts.
+        The tokens have exact log-probabilities if the request asks for them."""
         echoed = []
         for prompt in job.prompts:
             logprobs: list[float | None] = [None] * len(prompt)
@@ -402,7 +404,11 @@ class Service:
 
 
 async def whole(service: Service, answer: Answer) -> dict[str, Any]:
-    """Wait until all texts of an answer have ended; return the complete answer."""
+    """Wait until all texts of an answer have ended; return the complete answer as a JSON object.
+
+    Raises:
+        HTTPException: for the error that ended a text.
+    """
     for text in answer.texts:
         while not text.ended:
             await text.grow()
@@ -413,7 +419,8 @@ async def whole(service: Service, answer: Answer) -> dict[str, Any]:
 
 
 async def parts(service: Service, answer: Answer) -> AsyncIterator[dict[str, Any]]:
-    """Yield the parts of an answer as its texts grow.
+    """Yield the parts of an answer, each a JSON object of OpenAI's streaming form, as its texts
+    grow.
 
     Raises:
         HTTPException: for the error that ended a text.
@@ -456,7 +463,8 @@ def check_error(text: TextOfAnswer) -> None:
 
 
 class Counted:
-    """An ASGI application that wraps another one, and counts its answers by HTTP status."""
+    """An ASGI application that wraps the application `app`, and counts its answers in `counts`, by
+    HTTP status."""
 
     def __init__(self, app: Any, counts: Counter[int]) -> None:
         self.app = app
@@ -566,7 +574,8 @@ def described(error: ValidationError) -> tuple[str, str | None]:
 
 
 async def refused(_request: Request, error: Exception) -> JSONResponse:
-    """Make the response for an error, in OpenAI's form."""
+    """Make the response for an error, in OpenAI's form. An HTTP exception keeps its status. An
+    invalid request has 400, an error of a server that is ending 503, and any other error 500."""
     headers = None
     param = None
     message = str(error) or type(error).__name__

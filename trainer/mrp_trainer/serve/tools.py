@@ -62,7 +62,8 @@ class Tools:
         return [tool.model_dump(exclude_none=True) for tool in self.declared]
 
     def pattern(self) -> str:
-        """Return a regex for a text that is a call of one of the required tools.
+        """Return a regex for a text that is a call of one of the required tools, with arguments
+        that follow the tool's schema.
 
         Raises:
             ValueError: for parameters whose schema cannot be enforced.
@@ -77,7 +78,9 @@ class Tools:
 
     def split(self, text: str) -> tuple[str, list[dict[str, Any]]]:
         """Split a text into its content and its calls, and return the calls in OpenAI's form.
-        Anything that is not a call of a declared tool stays in the content."""
+        Calls are read up to the first one that is malformed, unfinished, or of an undeclared tool;
+        the text from there on stays in the content. Unless `several` is set, only the first call is
+        read, and the text after it is dropped."""
         names = {tool.name for tool in self.declared}
         content = ""
         calls: list[dict[str, Any]] = []

@@ -8,7 +8,7 @@ from transformers import TrainingArguments
 from transformers.integrations import get_available_reporting_integrations
 
 from ..flags import Help
-from .objectives import HeadObjective
+from .objectives import HeadObjective, SequentialObjective
 from .options import TrainerFlags, check_declared
 from .reveals import Reveals
 
@@ -54,7 +54,7 @@ class MRPTrainingArguments(TrainerFlags, TrainingArguments):
             Otherwise malformed records end the run.
         packed: Whether a row of records may hold several samples.
         noisy_copies: Number of noisy copies of each sample in one pass: 1 (as published), or 2 with
-            complementary masks.
+            complementary masks. The reveal rule `sequential` has as many as a block has tokens.
         inverse_level: Whether the loss of each masked token is weighted by 1 / t, where t is its
             noise level (as published).
         noise_per: What draws a noise level t: each `block`, or each `sample` (as published).
@@ -62,7 +62,9 @@ class MRPTrainingArguments(TrainerFlags, TrainingArguments):
             averaged (MRP, section 4). The leave-one-out loss is added to the loss of the first
             step.
         reveal_rule: Rule of the reveals before each head step: `on_policy` reveals as decoding
-            does, `random` reveals one true token of each block (as published).
+            does, `random` reveals one true token of each block (as published). `sequential` is for
+            a head that drafts for the target `sequential`: the objective is
+            `SequentialObjective`, with a noisy copy for each state of a block.
         eager_share: Under `on_policy`, the share of blocks in which every token with a confidence
             above a random threshold is revealed, as `dynamic` does.
         order_weight: Weight of the loss on the order of reveals (`order_kl`).
@@ -185,8 +187,26 @@ class MRPTrainingArguments(TrainerFlags, TrainingArguments):
                 "backbone, too"
             )
 
-    def head_objective(self) -> HeadObjective:
+    @property
+    def every_state(self) -> bool:
+        """Return whether a head is trained on every state that the target `sequential` passes
+        through (`reveal_rule` is `sequential`)."""
+        return self.objective == "mrp" and self.reveal_rule == "sequential"
+
+    def copies(self, block_size: int) -> int:
+        """Return the number of noisy copies of a sample with blocks of `block_size` tokens."""
+        return block_size if self.every_state else self.noisy_copies
+
+    @property
+    def later_passes(self) -> int:
+        """Return how often the backbone passes over the noisy copies again in a head's objective,
+        after its first pass."""
+        return 0 if self.every_state else self.unroll + bool(self.reread_weight)
+
+    def head_objective(self) -> HeadObjective | SequentialObjective:
         """Return the head's objective with the settings in these arguments."""
+        if self.every_state:
+            return SequentialObjective(self.unroll)
         return HeadObjective(
             Reveals(self.reveal_rule, self.eager_share),  # type: ignore[arg-type]  # checked above
             self.unroll,

@@ -119,8 +119,9 @@ def last_whole_checkpoint(folder: Path, with_states: bool = True) -> Path | None
 
 
 def make_room(folder: OwnFolder, limit: int, protected: set[str]) -> None:
-    """Remove the oldest of the checkpoints that a run has listed as its own, until at most `limit`
-    are left. Checkpoints whose names are in `protected` are never removed."""
+    """Remove the oldest of the checkpoints in the listing of a run's folder, until at most `limit`
+    are left. Checkpoints whose names are in `protected` are never removed; other files and folders
+    stay."""
     names = set(folder.names())
     listed = [path.name for path in checkpoints_in(folder.path) if path.name in names]
     removable = [name for name in listed if name not in protected]

@@ -29,8 +29,12 @@ class DiffusionCollator:
 
     A sample with `reveal_step` is masked in the order of its decoding instead. A noisy copy shows
     each block as it was after the last decoding step with at most m tokens revealed, where m is
-    uniform from 0 to the block's number of tokens minus one; tokens after the end of the text do
-    not count. With two copies, their values of m are half the range apart.
+    uniform from 0 to the block's number of response tokens minus one; tokens after the end of the
+    text do not count. With two copies, their values of m are half the range apart.
+
+    With `every_state`, there is one noisy copy for each state that the target `sequential` passes
+    through: copy j, counted from 0, shows the first j tokens of each block, whatever `copies` and
+    the record of reveals say. Only the next token of each state has a loss.
 
     A call returns the fields of a `PackedBatch` by name, with all columns in whole blocks. It
     raises `ValueError` for a row that is wider than `widths`, and for samples with `reveal_step` if
@@ -48,6 +52,8 @@ class DiffusionCollator:
         seed: Seed of the noise; the noise depends on it and on the index of the sample.
         block_sizes: Divisors of `block_size`; each sample draws its block size from them. If empty,
             all samples have `block_size`.
+        every_state: Whether the copies are the states of `sequential`, as many as a block has
+            tokens.
         widths: The number of columns of the noisy copies and the number of columns of the clean
             text to which all batches are padded, as attention that is compiled for fixed shapes
             needs it. If None, a batch has the widths of its widest row.
@@ -61,6 +67,7 @@ class DiffusionCollator:
     noise_per: Literal["block", "sample"] = "block"
     seed: int = 0
     block_sizes: Sequence[int] = ()
+    every_state: bool = False
     widths: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
@@ -73,16 +80,16 @@ class DiffusionCollator:
     def __call__(  # noqa: D102 - the class says it
         self, rows: Sequence[Sample | Sequence[Sample]]
     ) -> dict[str, Any]:
-        noisy: list[list[dict[str, Any]]] = []
-        clean: list[list[dict[str, Any]]] = []
+        noisy: list[list[tuple[int, dict[str, Any]]]] = []
+        clean: list[list[tuple[int, dict[str, Any]]]] = []
         response_tokens = 0
         for row in rows:
             noisy.append([])
             clean.append([])
-            for sample in samples_of(row):
+            for number, sample in enumerate(samples_of(row)):
                 copies, text = self._noisy_and_clean(sample)
-                noisy[-1] += copies
-                clean[-1].append(text)
+                noisy[-1] += [(number, copy) for copy in copies]
+                clean[-1].append((number, text))
                 response_tokens += int(sample.response.sum())
         # At least one block, of padding if there is nothing to learn: layers cannot take tensors
         # without columns.
@@ -106,11 +113,11 @@ class DiffusionCollator:
         for index in range(len(rows)):
             for begin, segments in ((0, noisy[index]), (width, clean[index])):
                 start = begin
-                for number, segment in enumerate(segments):
+                for number, segment in segments:
                     end = start + len(segment["input_ids"])
                     for name, values in segment.items():
                         columns[name][index, start:end] = values
-                    columns["sample"][index, start:end] = number if begin else number // self.copies
+                    columns["sample"][index, start:end] = number
                     start = end
         tensors = {name: torch.from_numpy(values) for name, values in columns.items()}
         return vars(PackedBatch(**tensors, response_tokens=torch.tensor(response_tokens)))
@@ -129,6 +136,8 @@ class DiffusionCollator:
         level = np.broadcast_to(level[:, None], (len(blocks), size)).ravel()
         hidden = random.random(len(positions)) < level
         key = int(random.integers(1 << 32))
+        if self.every_state:
+            return self._states(sample, positions, size, past_end), self._clean(sample, size, key)
         copies = []
         for copy in range(self.copies):
             share = level if copy == 0 else 1 - level
@@ -156,14 +165,42 @@ class DiffusionCollator:
                     "noise_key": key,
                 }
             )
-        all_positions = np.arange(len(sample.ids))
-        clean = {
+        return copies, self._clean(sample, size, key)
+
+    def _clean(self, sample: Sample, size: int, key: int) -> dict[str, Any]:
+        """Return the columns of a sample's clean text, in blocks of `size`."""
+        positions = np.arange(len(sample.ids))
+        return {
             "input_ids": sample.ids,
             "target_ids": sample.ids,
-            "position_ids": all_positions,
-            "block": all_positions // size,
+            "position_ids": positions,
+            "block": positions // size,
+            "view": CLEAN_VIEW,
+            "noise_key": key,
         }
-        return copies, {**clean, "view": CLEAN_VIEW, "noise_key": key}
+
+    def _states(
+        self, sample: Sample, positions: np.ndarray, size: int, past_end: np.ndarray
+    ) -> list[dict[str, Any]]:
+        """Return the columns of each state of `sequential` (`every_state`): copy j shows the first
+        j tokens of each block, and has a loss at the token of index j."""
+        offset = positions % size
+        learned = sample.response[positions] & ~past_end
+        states = []
+        for shown in range(size):
+            masked = past_end | (learned & (offset >= shown))
+            states.append(
+                {
+                    "input_ids": np.where(masked, self.mask_token_id, sample.ids[positions]),
+                    "target_ids": np.where(past_end, BLANK, sample.ids[positions]),
+                    "position_ids": positions,
+                    "block": positions // size,
+                    "view": shown + 1,
+                    "weight": np.where(learned & (offset == shown), 1.0, 0.0),
+                    "noise_key": 0,
+                }
+            )
+        return states
 
     def _masked_by_decoding(
         self, sample: Sample, positions: np.ndarray, size: int, share: np.ndarray
@@ -190,8 +227,8 @@ class DiffusionCollator:
 
 def widths_of(rows: Any, block: int, copies: int) -> tuple[int, int]:
     """Return the number of columns of the noisy copies and the number of columns of the clean text
-    that suffice for every row. `block` is the number of tokens per block, `copies` the number of
-    noisy copies."""
+    that suffice for every row. `rows` is a map-style dataset whose items are a `Sample` or a list
+    of several. `block` is the number of tokens per block, `copies` the number of noisy copies."""
     if isinstance(rows, RecordRows):
         blocks, tokens = rows.widest()
         return copies * blocks * block, tokens
@@ -204,9 +241,9 @@ def widths_of(rows: Any, block: int, copies: int) -> tuple[int, int]:
     return noisy, clean
 
 
-def _column_count(segments: Sequence[dict[str, Any]]) -> int:
+def _column_count(segments: Sequence[tuple[int, dict[str, Any]]]) -> int:
     """Return the total number of columns of segments that stand side by side."""
-    return sum(len(segment["input_ids"]) for segment in segments)
+    return sum(len(segment["input_ids"]) for _, segment in segments)
 
 
 def _text_length(sample: Sample) -> int:

@@ -47,8 +47,10 @@ class TextMaker(Protocol):
     (`ModelDecoder`), or by a server (`EndpointDecoder`).
 
     Attributes:
-        decoded_by: The origin of the texts, which is written into each line.
-        fingerprint: Everything that determines the texts, except the prompts.
+        decoded_by: The origin of the texts, by name: the model and the settings of decoding. It is
+            written into each line.
+        fingerprint: Everything that determines the texts, except the prompts, by name. Lines of an
+            interrupted call are used again only if it is the same.
     """
 
     decoded_by: dict[str, Any]
@@ -56,7 +58,7 @@ class TextMaker(Protocol):
 
     @property
     def prompts(self) -> Sequence[Any]:
-        """Return the prompts in a form that JSON can represent."""
+        """Return the prompts in a form that JSON can represent, such as lists of ids."""
         ...
 
     def batches(self, begins: Sequence[int], count: int) -> Iterator[tuple[int, list[str]]]:
@@ -66,7 +68,8 @@ class TextMaker(Protocol):
         ...
 
     def note(self, lines: Sequence[str]) -> str:
-        """Return a remark for the user about the written lines, or an empty text."""
+        """Return a remark for the user about the written JSON lines `lines`, to follow the message
+        that they are written, or an empty text."""
         ...
 
 

@@ -84,7 +84,7 @@ def estimate_step(model: Any, arguments: MRPTrainingArguments, dtype: torch.dtyp
     if length is None:  # the longest that rows can get
         length = min(MAX_LENGTH, config.max_position_embeddings)
     clean = max(block, length // block * block)
-    noisy = arguments.noisy_copies * clean
+    noisy = arguments.copies(block) * clean
     trains = [parameter.requires_grad for parameter in model.parameters()]
     model = model.to(dtype)
     for parameter, trained in zip(model.parameters(), trains, strict=True):
@@ -137,7 +137,7 @@ def _head_passes(model: Any, arguments: MRPTrainingArguments, noisy: int, clean:
     of_backbone = CleanCache(noisy)
     of_head = CleanCache(noisy)
     hidden = _backbone(model, noisy + clean, of_backbone)  # whose weights are frozen
-    for _ in range(arguments.unroll + bool(arguments.reread_weight)):
+    for _ in range(arguments.later_passes):
         _backbone(model, noisy, of_backbone)
 
     def run() -> Tensor:
@@ -158,17 +158,20 @@ def _attention_flops(config: Any, arguments: MRPTrainingArguments, noisy: int, c
     seen = clean // 2 + config.block_size
     if arguments.objective != "mrp":
         return 3 * config.num_hidden_layers * per_pair * (noisy + clean) * seen
-    again = arguments.unroll + bool(arguments.reread_weight)
-    backbone = (noisy + clean + again * noisy) * config.num_hidden_layers
+    backbone = (noisy + clean + arguments.later_passes * noisy) * config.num_hidden_layers
     head = 3 * (noisy * arguments.unroll + clean) * config.num_nextn_predict_layers
     return per_pair * seen * (backbone + head)
 
 
 def _vocabulary_flops(config: Any, arguments: MRPTrainingArguments, noisy: int) -> int:
     """Compute the FLOPs of the loss over the vocabulary: logits of student and teacher, and
-    derivatives. Half of the noisy columns are taken to be masked."""
-    product = 2 * config.vocab_size * config.hidden_size * (noisy // 2)
+    derivatives. Half of the noisy columns are taken to be masked; of the states of `sequential`,
+    each has one position with a loss."""
+    compared = noisy // (config.block_size if arguments.every_state else 2)
+    product = 2 * config.vocab_size * config.hidden_size * compared
     if arguments.objective != "mrp":
         return 4 * product  # computed again in the backward pass, where `lm_head` trains, too
+    if arguments.every_state:
+        return product * arguments.unroll * 3
     derivatives = 1 + bool(arguments.order_weight)
     return product * (arguments.unroll * (2 + derivatives) + 3 * bool(arguments.reread_weight))

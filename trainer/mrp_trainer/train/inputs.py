@@ -126,11 +126,11 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: MRPForCausalLM) -
 
 
 def digest(model: Any) -> str | None:
-    """Return a digest of a backbone's weights. It does not depend on the dtype in which the weights
-    are loaded. Return None if weights are on the meta device.
+    """Return a hexadecimal digest of the weights of a model's backbone. It does not depend on the
+    dtype in which the weights are loaded. Return None if weights are on the meta device.
 
-    The digest covers the first values of every tensor, rounded to bfloat16. Tensors of adapters are
-    left out.
+    The digest covers the first 256 values of every tensor, rounded to bfloat16. Tensors of adapters
+    are left out.
     """
     weights = [weight for name, weight in model.model.named_parameters() if "lora_" not in name]
     if any(weight.is_meta for weight in weights):
@@ -173,8 +173,10 @@ def as_rows(
     held_out: bool = False,
     hold_back: int = 0,
 ) -> Any:
-    """Return a dataset as rows of samples. Records (anything that `source_of` accepts) are checked
-    and encoded as in `mrp train`; any other dataset, or None, is returned unchanged.
+    """Return a dataset as rows of training samples. Records (anything that `source_of` accepts) are
+    checked and encoded as in `mrp train`, and become `RecordRows`. Any other dataset is returned
+    unchanged, as its items should be samples already (a `Sample`, or a list of several); so is
+    None.
 
     Args:
         dataset: The dataset. Held-out data may also be a mapping of several datasets by name.
@@ -223,8 +225,9 @@ def as_rows(
 
 
 def fit_to_rows(args: MRPTrainingArguments, rows: Any) -> None:
-    """Choose `max_length` and `num_train_epochs` by the training rows, if they are None. Warn if a
-    step takes more rows than the data have."""
+    """Set `max_length` and `num_train_epochs` of `args`, if they are None: to the length of the
+    training rows, if these are `RecordRows`, and to as many epochs as 100 steps take, at least one.
+    Warn if a step takes more rows than the data have."""
     if isinstance(rows, RecordRows) and args.max_length is None:
         args.max_length = rows.row_length
     epochs = 1
@@ -242,8 +245,9 @@ def fit_to_rows(args: MRPTrainingArguments, rows: Any) -> None:
 
 
 def prompts_of(rows: Any, count: int) -> list[list[int]]:
-    """Return up to `count` prompts of rows, each as a list of ids. The prompt of a sample is all
-    tokens before its first response token; a sample without such tokens is skipped."""
+    """Return up to `count` prompts of rows, each as a list of ids. `rows` is a sequence whose items
+    are a `Sample` or a list of several. The prompt of a sample is all tokens before its first
+    response token; a sample without such tokens is skipped."""
     prompts: list[list[int]] = []
     for number in range(len(rows)):  # later epochs have larger numbers
         for sample in samples_of(rows[number]):

@@ -43,8 +43,9 @@ def over_vocabulary(
     backward pass.
 
     Args:
-        loss: The loss of a chunk (see `TokenLoss`). It returns values with gradients, and *notes*:
-            numbers without gradients. Tensors in its closure get no gradient.
+        loss: The loss of a chunk, a function of the chunk's logits, [n, vocab], and of its parts of
+            `others`. It returns values with gradients, and *notes*: numbers without gradients.
+            Tensors in its closure get no gradient.
         hidden: [n, hidden_size], the student's hidden states.
         lm_head_weight: [vocab, hidden_size].
         others: Further arguments of the loss, such as targets or the teacher's hidden states; each

@@ -29,8 +29,9 @@ Measured = dict[str, tuple[Tensor, Tensor]]
 
 
 def packed_masks(model: MRPForCausalLM, batch: PackedBatch) -> tuple[Any, Any]:
-    """Make two attention masks over all columns, in the form that the model's attention takes: one
-    for the queries of all columns, and one for the queries of the noisy copies."""
+    """Make two attention masks of a batch, in the form that the model's attention takes: one for
+    the queries of all columns, and one for those of the noisy copies only. The keys are those of
+    all columns in both."""
     rule = batch.rule()
     if model.config._attn_implementation in ("flex_attention", TRAINING_FLEX):
         return sparse_mask(rule, batch.input_ids.shape[1]), sparse_mask(rule, noisy_length(batch))
@@ -92,7 +93,7 @@ class HeadObjective:
             masked_before = masked
             ids, masked = self.reveals(noisy, ids, masked, estimate.detach(), sampler, step)
             estimate = estimate + passes.head(ids, estimate)
-            loss, notes = self._divergence(
+            loss, notes = _divergence(
                 passes,
                 masked,
                 passes.backbone(ids),
@@ -105,84 +106,130 @@ class HeadObjective:
             if step == 0 and self.reread_weight:
                 left_out = self.reveals.one_per_block(noisy, masked_before & ~masked)
                 remasked_ids = ids.masked_fill(left_out, model.config.mask_token_id)
-                loss, notes = self._divergence(
-                    passes, left_out, passes.backbone(remasked_ids), estimate
-                )
+                loss, notes = _divergence(passes, left_out, passes.backbone(remasked_ids), estimate)
                 losses.append(self.reread_weight * loss)
                 measured.update({f"reread_{name}": note for name, note in notes.items()})
         return torch.stack(losses).sum() / self.unroll, measured
 
-    def _divergence(
-        self,
-        passes: "_Passes",
-        selected: Tensor,
-        teacher: Tensor,
-        estimate: Tensor,
-        order_weight: float = 0.0,
-        measured: bool = True,
-    ) -> tuple[Tensor, Measured]:
-        """Compute the loss at the positions `selected`, bool [batch, length].
 
-        If `measured`, also return sums and counts of these measurements: `KL(B || A)`,
-        `KL(B || A + C)`, how often A + C and B have the same likeliest token, and, if
-        `order_weight` is not 0, the divergence of the order.
+@dataclass(frozen=True)
+class SequentialObjective:
+    """The head's loss for the target `sequential`, at every state that decoding a text passes
+    through.
 
-        Args:
-            passes: The passes over the batch, which hold h_A.
-            selected: bool [batch, length], the positions to compare.
-            teacher: [batch, length, hidden_size], the backbone's hidden states h_B.
-            estimate: [batch, length, hidden_size], the head's estimate of them.
-            order_weight: Weight of `order_kl`.
-            measured: Whether to return measurements; otherwise they are empty.
-        """
-        weight = passes.model.lm_head.weight
-        config = passes.model.config
+    The target reveals the leftmost masked position, so the states of a block are known beforehand:
+    the first j tokens are shown. One pass of the backbone over all of them, as noisy copies, gives
+    the logits A of each state, and the logits B of each are those of later copies. From each state,
+    the head follows the text's own tokens for `unroll` reveals; after each, its estimate is
+    compared with the backbone's logits at the next position, which alone the target reads.
 
-        def token_loss(student: Tensor, teacher: Tensor, stale: Tensor) -> tuple[Tensor, Tensor]:
-            with torch.no_grad():
-                teacher_logits = project(teacher, weight)
-            values = [forward_kl(student, teacher_logits)]
-            notes = []
-            if order_weight:
-                odds, of_teacher = top_token_log_odds(student, teacher_logits, config.mask_token_id)
-                values.append(odds)
-                notes.append(of_teacher)
-            if measured:
-                with torch.no_grad():
-                    notes.append(values[0].detach())
-                    notes.append(forward_kl(project(stale, weight), teacher_logits))
-                    notes.append(
-                        (student.argmax(-1) == teacher_logits.argmax(-1)).to(student.dtype)
-                    )
-            return torch.stack(values, 1), torch.stack(notes, 1) if notes else student.new_zeros(
-                len(student), 0
+    Attributes:
+        unroll: Number of reveals; the losses after them are averaged.
+    """
+
+    unroll: int = 1
+
+    def __call__(self, model: MRPForCausalLM, batch: PackedBatch) -> tuple[Tensor, Measured]:
+        """Return the loss, a scalar, and measurements after one reveal, as `HeadObjective` does."""
+        passes = _Passes(model, batch)
+        noisy = passes.noisy
+        following = noisy.next_view()
+        column = torch.arange(noisy.input_ids.shape[1], device=noisy.input_ids.device)
+        column = column.expand_as(noisy.input_ids)
+        exists = torch.ones_like(noisy.supervised)
+        estimate = passes.h_a
+        losses: list[Tensor] = []
+        measured: Measured = {}
+        for step in range(self.unroll):
+            moved = following.gather(1, column)
+            exists = exists & (moved >= 0)
+            column = torch.where(exists, moved, column)
+            ids = noisy.input_ids.gather(1, column)
+            estimate = estimate + passes.head(ids, estimate)
+            teacher = passes.h_a.gather(1, column[..., None].expand_as(passes.h_a))
+            weight = torch.where(exists, noisy.weight.gather(1, column), 0)
+            loss, notes = _divergence(
+                passes,
+                weight > 0,
+                teacher,
+                estimate,
+                measured=step == 0,
+                token_weight=weight,
             )
+            losses.append(loss)
+            measured.update(notes)
+        return torch.stack(losses).sum() / self.unroll, measured
 
-        batch = passes.noisy
-        values, notes = over_vocabulary(
-            token_loss, estimate[selected], weight, teacher[selected], passes.h_a[selected]
-        )
-        loss = (values[:, 0] * batch.weight[selected]).sum()
-        order_measured = {}
+
+def _divergence(
+    passes: "_Passes",
+    selected: Tensor,
+    teacher: Tensor,
+    estimate: Tensor,
+    order_weight: float = 0.0,
+    measured: bool = True,
+    token_weight: Tensor | None = None,
+) -> tuple[Tensor, Measured]:
+    """Compute the loss at the positions `selected`, bool [batch, length].
+
+    If `measured`, also return sums and counts of these measurements: `KL(B || A)`,
+    `KL(B || A + C)`, how often A + C and B have the same likeliest token, and, if
+    `order_weight` is not 0, the divergence of the order.
+
+    Args:
+        passes: The passes over the batch, which hold h_A.
+        selected: bool [batch, length], the positions to compare.
+        teacher: [batch, length, hidden_size], the backbone's hidden states h_B.
+        estimate: [batch, length, hidden_size], the head's estimate of them.
+        order_weight: Weight of `order_kl`.
+        measured: Whether to return measurements; otherwise they are empty.
+        token_weight: [batch, length], the weight of each position's loss; None: the batch's.
+    """
+    weight = passes.model.lm_head.weight
+    config = passes.model.config
+
+    def token_loss(student: Tensor, teacher: Tensor, stale: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            teacher_logits = project(teacher, weight)
+        values = [forward_kl(student, teacher_logits)]
+        notes = []
         if order_weight:
-            has_token = batch.target_ids[selected] != BLANK
-            blocks = block_numbers(batch)[selected][has_token]
-            order = order_kl(values[has_token, 1], notes[has_token, 0], blocks, selected.numel())
-            loss = loss + order_weight * order
-            # Count distinct blocks on the device: each sets the entry of its number to 1.
-            order_measured["kl_order"] = (
-                order,
-                torch.zeros(selected.numel(), device=selected.device)
-                .index_fill(0, blocks, 1.0)
-                .sum(),
-            )
-        if not measured:
-            return loss, {}
-        sums = notes[:, -3:].sum(0)
-        count = selected.sum()
-        return loss, order_measured | {
-            name: (sums[i], count) for i, name in enumerate(("kl_head", "kl_stale", "agreement"))
-        }
+            odds, of_teacher = top_token_log_odds(student, teacher_logits, config.mask_token_id)
+            values.append(odds)
+            notes.append(of_teacher)
+        if measured:
+            with torch.no_grad():
+                notes.append(values[0].detach())
+                notes.append(forward_kl(project(stale, weight), teacher_logits))
+                notes.append((student.argmax(-1) == teacher_logits.argmax(-1)).to(student.dtype))
+        return torch.stack(values, 1), torch.stack(notes, 1) if notes else student.new_zeros(
+            len(student), 0
+        )
+
+    batch = passes.noisy
+    values, notes = over_vocabulary(
+        token_loss, estimate[selected], weight, teacher[selected], passes.h_a[selected]
+    )
+    weights = batch.weight if token_weight is None else token_weight
+    loss = (values[:, 0] * weights[selected]).sum()
+    order_measured = {}
+    if order_weight:
+        has_token = batch.target_ids[selected] != BLANK
+        blocks = block_numbers(batch)[selected][has_token]
+        order = order_kl(values[has_token, 1], notes[has_token, 0], blocks, selected.numel())
+        loss = loss + order_weight * order
+        # Count distinct blocks on the device: each sets the entry of its number to 1.
+        order_measured["kl_order"] = (
+            order,
+            torch.zeros(selected.numel(), device=selected.device).index_fill(0, blocks, 1.0).sum(),
+        )
+    if not measured:
+        return loss, {}
+    sums = notes[:, -3:].sum(0)
+    count = selected.sum()
+    return loss, order_measured | {
+        name: (sums[i], count) for i, name in enumerate(("kl_head", "kl_stale", "agreement"))
+    }
 
 
 @dataclass

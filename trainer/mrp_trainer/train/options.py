@@ -13,7 +13,7 @@ from ..embedded import resolve_source
 from ..evaluate.options import GenerateOptions
 from ..flags import declared_of, flag
 
-RevealRule = Literal["on_policy", "random"]
+RevealRule = Literal["on_policy", "random", "sequential"]
 HeadInit = Literal["identity", "backbone", "published"]
 
 _RUN, _MODEL, _DATA, _HEAD = "Run", "Model", "Data", "Head"
@@ -175,7 +175,8 @@ class TrainerFlags:
 
 def check_declared(options: Any) -> None:
     """Raise `ValueError` if the value of a field is not among the choices, or outside the range,
-    that the field declares."""
+    that the field declares. `options` is an instance of a dataclass whose fields are made by
+    `flag`, or declare `min`, `max` and `one_of` with their help (see `Help`)."""
     for option in fields(options):
         declared = declared_of(option)
         flagged = declared.get("flag", {"kind": None, "more": declared})

@@ -78,7 +78,8 @@ class PackedBatch:
         response_tokens: int64 []; the number of supervised response tokens, by which the loss is
             divided.
         noise_key: int64 [batch, length], below 2**32; the same number for all tokens of a sample,
-            but another one at each visit.
+            but another one at each visit. It is 0 in padding, and in noisy copies that are the
+            states of `sequential`, which need no noise.
     """
 
     input_ids: Tensor
@@ -127,6 +128,23 @@ class PackedBatch:
         )
         return torch.where(exists, order.gather(1, index), -1)
 
+    def next_view(self) -> Tensor:
+        """Return, for each column of a noisy copy, the column of the same position in the next
+        noisy copy of its sample, int64 [batch, length]; -1 for the columns of the last copy, of the
+        clean text and of padding."""
+        views = int(self.view.max()) + 2
+        size = int(self.position_ids.max()) + 1
+
+        def key(view: Tensor) -> Tensor:
+            found = (self.sample * views + view) * size + self.position_ids
+            return torch.where(self.view > CLEAN_VIEW, found, -1)
+
+        keys, order = key(self.view).sort(-1)
+        wanted = key(self.view + 1)
+        index = torch.searchsorted(keys, wanted).clamp(max=keys.shape[1] - 1)
+        exists = (keys.gather(1, index) == wanted) & (wanted >= 0)
+        return torch.where(exists, order.gather(1, index), -1)
+
     @property
     def supervised(self) -> Tensor:
         """Return bool [batch, length], True at the masked positions that have a loss."""
@@ -165,9 +183,10 @@ def widest(device: torch.device) -> torch.dtype:
 
 def uniform(batch: PackedBatch, purpose: int, index: Tensor) -> Tensor:
     """Draw uniform numbers in (0, 1), [batch, length], in the dtype that `widest` returns. Each
-    number is a function of the sample, the noisy copy, `purpose`, and `index`, int64
-    [batch, length]. `index` holds positions to draw a number for each position, or block indices to
-    draw one for each block."""
+    number is a function of the sample, its visit, the noisy copy, `purpose` (a number of the
+    caller's choice that keeps its draws apart from others), and `index`, int64 [batch, length].
+    `index` holds positions to draw a number for each position, or block indices to draw one for
+    each block."""
     bits = noise_key(batch.noise_key, index, mix_bits(batch.view + 1) ^ purpose)
     dtype = widest(index.device)
     return ((bits.to(dtype) + 0.5) * 2.0**-32).clamp(max=1 - torch.finfo(dtype).eps)

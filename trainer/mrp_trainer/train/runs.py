@@ -47,7 +47,16 @@ _FULL_DISK_REMEDY = (
 @dataclass(frozen=True)
 class OpenRun:
     """A training run whose model and data are loaded and checked. The main process holds a lock on
-    the run's folder; the operating system releases the lock if the process is killed."""
+    the run's folder; the operating system releases the lock if the process is killed.
+
+    Attributes:
+        settings: The settings of the run, with the defaults that it uses.
+        trainer: Trains the model.
+        tokenizer: The model's tokenizer, which is saved with the result.
+        lock: The lock on the folder.
+        prompts: The ids of each held-out prompt that is decoded at the end of a head's training, to
+            compare the speeds with and without the head.
+    """
 
     settings: Settings
     trainer: MRPTrainer
@@ -373,14 +382,14 @@ def _relative_work(model: Any, arguments: MRPTrainingArguments) -> str:
     backbone = sum(weight.numel() for weight in model.get_submodule("model").parameters())
     backbone -= model.get_input_embeddings().weight.numel()
 
-    def work(copies: int, unroll: int, reread: bool) -> int:
+    def work(copies: int, unroll: int, later_passes: int) -> int:
         # the first pass of each network also covers the clean text; passes of the head are forward
         # and backward
-        columns = 1 + copies + copies * (unroll + reread)
+        columns = 1 + copies + copies * later_passes
         return columns * backbone + 3 * (1 + copies * unroll) * head
 
-    ours = work(arguments.noisy_copies, arguments.unroll, arguments.reread_weight > 0)
-    ratio = ours / work(1, 1, False)
+    copies = arguments.copies(model.config.block_size)
+    ratio = work(copies, arguments.unroll, arguments.later_passes) / work(1, 1, 1)
     return f"work per token, without the vocabulary: {ratio:.2g} times the published recipe's"
 
 

@@ -101,9 +101,9 @@ class Settings:
         return MRPTrainingArguments(objective=self.objective, **{**self.training, **others})
 
     def with_defaults(self, arguments: MRPTrainingArguments, data_digest: str | None) -> "Settings":
-        """Return the settings with the digest of the data. Those options in `_WRITTEN` that were
-        left at their defaults get explicit values, taken from `arguments`, since defaults may
-        change later."""
+        """Return a copy of the settings for the file `run.yaml`, with the digest of the data. The
+        main options of the trainer, such as lengths, batch sizes and learning rates, get explicit
+        values from `arguments` if they were not given, since defaults may change later."""
         values = {name: getattr(arguments, name) for name in _WRITTEN.split()}
         # `TrainingArguments` has made it an enum
         values["lr_scheduler_type"] = str(

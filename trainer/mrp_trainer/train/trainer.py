@@ -54,7 +54,7 @@ _NO_GAP = 1e-6
 
 class MRPTrainer(Trainer):
     """A Trainer for an `MRPForCausalLM`, bare or in a peft model. It trains on records, as
-    `mrp train` reads them, or on rows of samples.
+    `mrp train` reads them, or on a dataset of encoded samples.
 
     The loss is a sum over tokens, divided by the number of response tokens in the whole step, over
     all processes and accumulation passes. So it does not depend on how a step is divided. All noise
@@ -66,10 +66,13 @@ class MRPTrainer(Trainer):
             `block_diffusion` freezes the head; in a peft model, trainable weights stay trainable.
             Trainable weights become float32.
         args: The training arguments.
-        train_dataset: Records, as a `datasets.Dataset`, a list or a path (see `source_of`); or rows
-            of samples, indexed by number (see `LengthBucketSampler`).
-        eval_dataset: Held-out records or rows in the same form, or a mapping of several such
-            datasets by name.
+        train_dataset: Records, as a `datasets.Dataset`, a list or a path (see `source_of`); or a
+            map-style dataset of encoded rows. Each of its items is a `Sample` or a list of several,
+            which are packed into one row. Indices continue over epochs, so that a dataset of n rows
+            must give row i for the indices i, n + i, 2 * n + i and so on, with another
+            `Sample.index` for each, on which the noise depends.
+        eval_dataset: Held-out records or encoded rows in the same form, or a mapping of several
+            such datasets by name.
         data_collator: By default a `DiffusionCollator` with the options in `args`.
         processing_class: The tokenizer. It encodes records, and is saved with the model.
         kwargs: Further arguments of `Trainer`.
@@ -140,6 +143,7 @@ class MRPTrainer(Trainer):
                 args.noise_per,  # type: ignore[arg-type]  # checked by the arguments
                 args.seed,
                 args.block_sizes or (),
+                args.every_state,
             )
         super().__init__(
             model, args, data_collator, train_dataset, eval_dataset, processing_class, **kwargs
@@ -213,7 +217,9 @@ class MRPTrainer(Trainer):
         widths = (0, 0)
         for rows in datasets:
             if rows is not None:
-                columns = widths_of(rows, collator.block_size, collator.copies)
+                columns = widths_of(
+                    rows, collator.block_size, self.args.copies(collator.block_size)
+                )
                 widths = (max(widths[0], columns[0]), max(widths[1], columns[1]))
         return widths
 
@@ -334,8 +340,9 @@ class MRPTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """Compute the loss of a packed batch, divided by the number of response tokens:
-        `num_items_in_batch` or, by default, those of the batch.
+        """Compute the loss of a batch, given as the fields of a `PackedBatch` by name, divided by
+        the number of response tokens: `num_items_in_batch` or, by default, those of the batch.
+        Return the loss or, with `return_outputs`, the loss and an empty dict.
 
         Gradients are averaged over processes. So if `num_items_in_batch` is given, which counts the
         tokens of all processes, the loss is multiplied by the number of processes.
@@ -411,9 +418,9 @@ class MRPTrainer(Trainer):
 
     @contextmanager
     def decoding_model(self) -> Iterator[Any]:
-        """Yield the model, without the wrapper of peft if it has one, with complete weights even if
-        they are sharded. Autocast is on, since frozen weights may be bfloat16 while trained weights
-        are float32."""
+        """A context manager in which the model can decode. It yields the model, without the wrapper
+        of peft if it has one, with complete weights even if they are sharded. Autocast is on, since
+        frozen weights may be bfloat16 while trained weights are float32."""
         with gathered(self.model), self.accelerator.autocast():
             yield bare_model(self.model)
 

@@ -21,7 +21,7 @@ class Comparison:
     (`self_spec`) and with it (`mrp_spec`).
 
     Attributes:
-        target: The target of decoding, one of `TARGETS`.
+        target: The target of decoding, `static` or `dynamic`.
         without: Tokens per forward without the head; tokens per unit are the same, since there are
             no head passes.
         drafted: Tokens per forward with the head.
@@ -55,9 +55,9 @@ def compare(
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
 ) -> list[Comparison]:
-    """Decode prompts (lists of ids) greedily without the model's head and with it, for each target
-    in `TARGETS`, with up to `STATES` states per forward. `ValueError` if there is no prompt or no
-    head."""
+    """Decode prompts (lists of ids) greedily, with drafts made without the model's head and with
+    it, under the targets `static` and `dynamic`, with up to 8 states per row and forward. Return a
+    comparison for each target. `ValueError` if there is no prompt or no head."""
     options: dict[str, Any] = {"do_sample": False, "num_draft_states": STATES}
     shape = charged_as(model.config.hidden_size)
     comparisons = []
@@ -84,8 +84,9 @@ def compare(
 def verdict(comparisons: Sequence[Comparison], prompts: int, shape: str) -> str:
     """Describe in a table and a sentence whether a head is worth publishing. A head is worth it if,
     for at least one target, drafts with the head give more tokens per unit than drafts without it.
-    `prompts` is the number of prompts, and `shape` is the published shape at which head passes are
-    charged."""
+    A unit is the cost of one backbone forward, and a head pass costs a share of it. `prompts` is
+    the number of prompts, and `shape` the published model size, such as "4B", whose share was
+    taken."""
     lines = [
         f"{prompts} held-out prompts, tokens per forward at K = {STATES}, and per unit, which "
         f"charges the head's passes as at {shape}:",
