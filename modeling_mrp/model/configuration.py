@@ -138,28 +138,65 @@ def check_dtype(dtype: Any) -> None:
 
 
 # Types of autoregressive checkpoints, and of the block-diffusion models with their layers.
-AUTOREGRESSIVE = {"qwen3": DENSE, "qwen2": "Fast_dLLM_Qwen"}
+AUTOREGRESSIVE = {"qwen3": DENSE, "qwen2": "Fast_dLLM_Qwen", "llama": "shifted_llama"}
+# Those that become shifted models only if that is asked for.
+SHIFTED = {"qwen3": "shifted_qwen3"}
 
 
-def as_block_diffusion(fields: dict[str, Any]) -> dict[str, Any]:
+def is_autoregressive(fields: dict[str, Any]) -> bool:
+    """Return whether the fields of a config are those of an autoregressive checkpoint that can be
+    opened as a block-diffusion model.
+
+    This is so if `model_type` is a key of `AUTOREGRESSIVE`, such as `llama`, and no family of
+    backbones identifies the config as one of its own (`MRPBackbone.published`). For example,
+    configs of Stable-DiffCoder have the `model_type` `llama`, too, but the result for them is
+    False.
+    """
+    return fields.get("model_type") in AUTOREGRESSIVE and not any(
+        family.published.items() <= fields.items() for family in families().values()
+    )
+
+
+def as_block_diffusion(fields: dict[str, Any], shifted: bool | None = None) -> dict[str, Any]:
     """Convert the config fields of an autoregressive checkpoint into those of a block-diffusion
-    model with the same layers: replace `model_type`, which is `qwen2` or `qwen3`. The other fields
-    stay as they are."""
-    return {**fields, "model_type": AUTOREGRESSIVE[fields["model_type"]]}
+    model with the same layers.
+
+    Args:
+        fields: The fields; `model_type` is a key of `AUTOREGRESSIVE`.
+        shifted: Which token the hidden state at a position of the new model predicts. True: the
+            token at the next position, as in the checkpoint. False: the token at the same position,
+            as in SDAR; only for Qwen3. None: as with False for Qwen3, and as with True for others.
+
+    Returns:
+        A copy of `fields` with the `model_type` of the block-diffusion model.
+
+    Raises:
+        ValueError: if `shifted` is False and the checkpoint is not a Qwen3.
+    """
+    name = fields["model_type"]
+    opened = AUTOREGRESSIVE[name] if not shifted else SHIFTED.get(name, AUTOREGRESSIVE[name])
+    if shifted is False and name not in SHIFTED:
+        raise ValueError(
+            f"shifted is False, and a {name} checkpoint is only opened with hidden states that "
+            "predict the next token: leave it out"
+        )
+    return {**fields, "model_type": opened}
 
 
 def translate_fields(fields: dict[str, Any], source: str = "") -> dict[str, Any]:
-    """Translate the fields of a config into those of `MRPConfig`. The fields of a config of this
-    package are returned unchanged; of other configs, only the fields that `MRPConfig` knows are
-    kept.
+    """Translate the fields of a config into those of `MRPConfig`.
 
     Args:
         fields: The fields of the config.
-        source: The name of its repository or folder.
+        source: The name of its repository or folder. It helps to recognise models of I-DLM and UNO,
+            which are not supported.
+
+    Returns:
+        For a config of this package, `fields` itself. For a published config, a dict with the
+        fields that `MRPConfig` and the family of the backbone know; other fields are dropped.
 
     Raises:
-        ValueError: if the head or the kind of model is not supported, which the fields or the name
-            of the repository show.
+        ValueError: if the head or the kind of model is not supported.
     """
     for name, supported in (("head_predicts", "residual"), ("num_mrp_heads", 1)):
         if (value := fields.get(name, supported)) != supported:
@@ -189,8 +226,9 @@ def translate_fields(fields: dict[str, Any], source: str = "") -> dict[str, Any]
             raise ValueError(
                 f"the config's model_type is {model_type!r}: what loads are checkpoints of this "
                 "package ('sdar_mrp'), published ones ('sdar' and those in docs/models.md) and, by "
-                "MRPForCausalLM.from_backbone, autoregressive ones ('qwen2', 'qwen3'). The code of "
-                "a repository reads its own family alone: for others install this package"
+                "MRPForCausalLM.from_backbone, autoregressive ones ('qwen2', 'qwen3', 'llama'). "
+                "The code of a repository reads its own family alone: for others install this "
+                "package"
             )
         fields = backbone.translate_published(
             {name: value for name, value in fields.items() if value is not None}

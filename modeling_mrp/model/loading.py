@@ -23,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from ..versions import tested_versions
 from .compat import CACHE_NAME, check_saved_modules
-from .configuration import AUTOREGRESSIVE, MRPConfig, as_block_diffusion
+from .configuration import AUTOREGRESSIVE, MRPConfig, as_block_diffusion, is_autoregressive
 from .families.sdar import backbone_of
 from .head import MRPHead, check_same_backbone
 from .layouts import (
@@ -65,7 +65,14 @@ _WEIGHTS = (".safetensors", ".bin")  # suffixes of a checkpoint's files
 
 
 class MRPPreTrainedModel(PreTrainedModel):
-    """The base class of MRP models, which loads, saves and initialises them."""
+    """The base class of MRP models, which loads, saves and initialises them.
+
+    Attributes:
+        backbone_source: The checkpoint from which the backbone was loaded: a pair of a repository's
+            id and its commit, or of the absolute path of a folder and None. `save_pretrained` with
+            `head_only` writes it to the head's config. None if there is no such checkpoint, for
+            example if the backbone was trained since.
+    """
 
     config_class = MRPConfig
     base_model_prefix = "model"
@@ -193,10 +200,10 @@ class MRPPreTrainedModel(PreTrainedModel):
             backbone: The folder or id of a checkpoint that `from_pretrained` takes and that has a
                 backbone; or the folder or id of an autoregressive checkpoint, for which
                 `block_size` and `mask_token_id` are passed as well. An autoregressive checkpoint of
-                Qwen2 or Qwen2.5 becomes a shifted family: its hidden states still predict the next
-                token, so the mode `sequential` in small blocks writes text before any training. The
-                hidden states of a Qwen3 checkpoint learn to predict their own position only by
-                training.
+                Qwen2, Qwen2.5 or Llama becomes a shifted family: its hidden states still predict
+                the next token, so the mode `sequential` in small blocks writes text before any
+                training. A Qwen3 checkpoint does so with `shifted=True`; otherwise it has SDAR's
+                form, and its hidden states learn to predict their own position only by training.
             head: A head, as `attach_head` takes it; it replaces the checkpoint's own.
             kwargs: As for `from_pretrained`. `revision` is that of the backbone (for a revision of
                 the head, call `attach_head`). `gguf_file` names a GGUF file of an autoregressive
@@ -212,6 +219,7 @@ class MRPPreTrainedModel(PreTrainedModel):
             True
         """
         source = os.fspath(backbone)
+        shifted = kwargs.pop("shifted", None)
         gguf_file = kwargs.pop("gguf_file", None)
         if gguf_file is None:
             fields, _ = stored_json(source, **hub_options(kwargs))
@@ -232,10 +240,16 @@ class MRPPreTrainedModel(PreTrainedModel):
                 f"{source} is a head repository and has no backbone; its own is {backbone_name!r}: "
                 f"{remedy}"
             )
-        if fields.get("model_type") in AUTOREGRESSIVE and kwargs.get("config") is None:
+        opens = is_autoregressive(fields) and kwargs.get("config") is None
+        if shifted is not None and not opens:
+            raise ValueError(
+                f"shifted is {shifted!r}, and {source} is no autoregressive checkpoint that this "
+                "call converts: its config says how it predicts. Leave shifted out"
+            )
+        if opens:
             for name in {"block_size", "mask_token_id"} & kwargs.keys():
                 fields[name] = kwargs.pop(name)
-            kwargs["config"] = config = MRPConfig.from_dict(as_block_diffusion(fields))
+            kwargs["config"] = config = MRPConfig.from_dict(as_block_diffusion(fields, shifted))
             fluent = (
                 "only the target sequential writes text, best in blocks of 4"
                 if backbone_of(config.family).shifted
@@ -541,7 +555,8 @@ def check_quantization(fields: Any) -> None:
 
 
 def check_lm_head(lm_head: Any) -> None:
-    """Raise `ValueError` for an `lm_head` whose weight is not a tensor with readable rows."""
+    """Raise `ValueError` if the weight of an `lm_head` is not a tensor, since rows of it are read.
+    After torch's `quantize_dynamic`, for instance, it is not."""
     if not isinstance(lm_head.weight, Tensor):
         raise ValueError(
             f"the lm_head is a {type(lm_head).__module__}.{type(lm_head).__name__}, whose weight "

@@ -10,7 +10,7 @@ import pytest
 import torch
 from mrp_trainer.heads import new_head, with_new_head
 from safetensors.torch import load_file, save, save_file
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import LlamaForCausalLM, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from modeling_mrp import MRPForCausalLM, MRPHead
 from modeling_mrp.model.layouts import backbone_location
@@ -244,6 +244,15 @@ def test_new_heads() -> None:
     for layer, source in zip(model.mrp_head.layers, model.model.layers[1:], strict=True):
         assert same_tensors(layer, source)
         assert layer.mlp.up_proj.weight.data_ptr() != source.mlp.up_proj.weight.data_ptr()
+    # from hidden states of the backbone, whose size is that of its last norm's weight
+    with torch.no_grad():
+        model.model.norm.weight.copy_(torch.linspace(3, 9, 32))
+    copied = model.mrp_head
+    h_a = model.backbone(PROMPT, *arguments[2:])
+    with_new_head(model, 2, "cancel")
+    left = h_a + model.residual(PROMPT, h_a, *arguments[2:])
+    assert left.norm() < 0.3 * h_a.norm()
+    model.mrp_head = copied
     assert torch.equal(
         model.mrp_head.eh_proj.weight, torch.cat([torch.zeros(32, 32), torch.eye(32)], 1).double()
     )
@@ -303,22 +312,31 @@ def test_an_autoregressive_checkpoint_as_a_backbone(tmp_path: Path, caplog: Any)
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
+@pytest.mark.parametrize(
+    ("kind", "head_dim"), [(Qwen2ForCausalLM, 8), (Qwen3ForCausalLM, 12), (LlamaForCausalLM, 8)]
+)
 def test_an_autoregressive_checkpoint_writes_its_own_text_in_blocks_of_one(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    kind: Any, head_dim: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Qwen2's hidden states predict the next token, and do so as a shifted family: in blocks of one
+    """Its hidden states predict the next token, and do so as a shifted family: in blocks of one
     token `sequential` is greedy decoding, drafted too; saved and loaded it is the same."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    config = Qwen2Config(
-        vocab_size=64, **sizes, **heads, tie_word_embeddings=True, initializer_range=0.5
+    config = kind.config_class(
+        vocab_size=64,
+        **sizes,
+        **heads,
+        **({"head_dim": head_dim} if kind is Qwen3ForCausalLM else {}),
+        tie_word_embeddings=True,
+        initializer_range=0.5,
     )
-    source = Qwen2ForCausalLM(config).eval()
-    source.save_pretrained(tmp_path / "qwen2")
+    source = kind(config).eval()
+    source.save_pretrained(tmp_path / "source")
+    shifted = {"shifted": True} if kind is Qwen3ForCausalLM else {}
     with caplog.at_level(logging.WARNING):
         model = MRPForCausalLM.from_backbone(
-            tmp_path / "qwen2", block_size=1, mask_token_id=63, dtype="float64"
+            tmp_path / "source", block_size=1, mask_token_id=63, dtype="float64", **shifted
         )
     assert "only the target sequential writes text" in caplog.text
     source.double()
@@ -329,6 +347,11 @@ def test_an_autoregressive_checkpoint_writes_its_own_text_in_blocks_of_one(
     model.save_pretrained(tmp_path / "saved")
     again = MRPForCausalLM.from_pretrained(tmp_path / "saved")
     assert again.generate(PROMPT, decoding="sequential", **options).equal(expected)
+    with pytest.raises(ValueError, match="its config says how it predicts"):
+        MRPForCausalLM.from_backbone(tmp_path / "saved", shifted=True)
+    if kind is not Qwen3ForCausalLM:
+        with pytest.raises(ValueError, match="only opened with hidden states that predict the"):
+            MRPForCausalLM.from_backbone(tmp_path / "source", shifted=False)
 
 
 def test_a_head_that_cannot_be_saved_alone(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import EarlyStoppingCallback, PreTrainedTokenizerBase, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
 
-from modeling_mrp.model.configuration import AUTOREGRESSIVE, MRPConfig, as_block_diffusion
+from modeling_mrp.model.configuration import MRPConfig, as_block_diffusion, is_autoregressive
 from modeling_mrp.model.layouts import stored_json
 from modeling_mrp.modeling import MRPForCausalLM
 
@@ -71,7 +71,8 @@ class OpenRun:
 
     def train(self) -> Path:
         """Train, save the result, and return the output folder. If the folder has a complete
-        checkpoint, training resumes from the last one."""
+        checkpoint, training resumes from the last one. If Ctrl-C ends training early, raise
+        `KeyboardInterrupt` after a checkpoint is saved; the result is not saved then."""
         newest = self.trainer.newest_checkpoint()
         if newest is not None and self.trainer.args.process_index == 0:
             print(f"resuming from {newest.name}")
@@ -139,7 +140,9 @@ class OpenRun:
 
 
 def closing_lines(history: Sequence[dict[str, float]]) -> list[str]:
-    """Return lines of text that state and explain the last values in a run's log."""
+    """Return lines that show the last values of `loss`, `gap_closed`, `agreement`, `eval_loss` and
+    `eval_gap_closed` in a run's log, each with the meaning of its name. Names that the log lacks
+    are left out. `history` holds the entries of the log, dicts of values by name."""
     last: dict[str, float] = {}
     for line in history:
         last |= line
@@ -321,8 +324,14 @@ def _block_fields(options: RunOptions) -> dict[str, Any]:
 
 
 def dry_run(settings: Settings) -> str:
-    """Describe what a run needs: parameters, memory of a process, rows per step, and FLOPs of a
-    step. Raises the same errors as `MRPTrainingArguments` and `meta_model`."""
+    """Describe what a run needs, in lines of text: parameters, memory of a process, rows per step,
+    and FLOPs of a step. No weights are loaded.
+
+    Raises:
+        ValueError: if the settings conflict or are out of range, or if a head is to be trained
+            further and the checkpoint has none.
+        OSError: if a config is neither local nor in the cache.
+    """
     arguments = settings.arguments(bf16=False, fp16=False, use_cpu=True)
     model = meta_model(settings)
     parameters = model.num_parameters()
@@ -399,7 +408,7 @@ def meta_model(settings: Settings) -> Any:
     checkpoint has none; `OSError` if a config is neither local nor in the cache."""
     options = settings.options
     fields = stored_json(options.model, revision=options.revision, local_files_only=True)[0]
-    if fields.get("model_type") in AUTOREGRESSIVE:
+    if is_autoregressive(fields):
         fields = as_block_diffusion(fields) | _block_fields(options)
     config = MRPConfig.from_dict(fields)
     if settings.objective == "block_diffusion":
