@@ -1,23 +1,47 @@
-"""Open an autoregressive checkpoint as a shifted block-diffusion backbone, untrained and without a
-head, and count what drafts save: tokens a forward of `sequential` in small blocks.
+"""Count what drafts save on the weights of a real autoregressive model, opened as a shifted
+block-diffusion backbone: tokens per forward and per predicted millisecond of `sequential` in small
+blocks.
 
     python -m benchmarks.opened FOLDER_OR_ID [--gguf model.gguf] [--show]
+    python -m benchmarks.opened FOLDER --head HEAD --prompts heldout.jsonl --output opened.jsonl
+    python -m benchmarks.opened --table opened.jsonl
 
-Prompts of three kinds in the checkpoint's chat template, one at a time, greedy, in float32: chats,
-code to write, and texts to edit or copy. Drafts are stale scores alone, with prompt lookup, and
-with lookup and drafts that go on into the next block. Each text is compared with its target's; in
-float32 a near-tie may fall otherwise, which is counted. The result is a table of Markdown. `--show`
-prints the texts.
+Prompts of three kinds in the checkpoint's chat template, one at a time: chats, code to write, and
+texts to edit or copy; nine of them, or those of a file of `benchmarks.prompts`. Drafts are stale
+scores alone, with prompt lookup, with drafts that go on into the next block, and, with `--head`,
+the same with a head that passes over each drafted state. Each text is compared with its target's;
+below float64 a near-tie may fall otherwise, which is counted. `token by token` is the same model in
+blocks of one token, which is its autoregressive decoding; its texts are its own.
+
+A predicted millisecond is that of a round at the shape of SDAR-4B with these blocks and head
+layers, in bfloat16 on one H200 at batch 1: weights, products, launches and the host's time for each
+drafted state (`modeling_mrp.networks.predicted`). The prompt is charged as one state, each round
+for the states that it scored, and each head pass for K states over the whole vocabulary, or over
+`--shortlist` tokens where that is given: of an untrained model's stale scores, few lists hold the
+next token. Seconds are wall clock of this machine. `--show` prints the texts of the targets.
 """
 
+import json
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from mrp_trainer.evaluate.intervals import ratio_of_sums
+from mrp_trainer.evaluate.roofline import PUBLISHED
+from mrp_trainer.publish.card import markdown_table
 from transformers import AutoTokenizer
 
 from modeling_mrp import MRPForCausalLM
+from modeling_mrp.networks.predicted import GRAPH_LAYER, Rates, costs_at
+from modeling_mrp.rules.costs import RoundCosts, interpolated
 
-from .common import deciding, parser_of
+from .common import emit, header, parser_of
+from .cost_model import DEVICES
+from .measure import Measured
 
 PROMPTS = {
     "chat": [
@@ -39,88 +63,239 @@ PROMPTS = {
         "dog and ran into the deep forrest.",
     ],
 }
+LOOKUP: dict[str, Any] = {"prompt_lookup_num_tokens": 10}
+NEXT: dict[str, Any] = {**LOOKUP, "draft_next_block": True}
 DRAFTS: dict[str, dict[str, Any]] = {
     "stale scores": {},
-    "and lookup": {"prompt_lookup_num_tokens": 10},
-    "and the next block": {"prompt_lookup_num_tokens": 10, "draft_next_block": True},
+    "lookup": LOOKUP,
+    "lookup, next block": NEXT,
 }
+ALONE, ONE = "alone", "token by token"
 
 
-def decode(model: MRPForCausalLM, ids: torch.Tensor, **options: Any) -> Any:
-    """Decode a prompt greedily; return the output with its stats."""
-    return model.generate(
+def with_head(block: int, states: int, shortlist: int) -> dict[str, dict[str, Any]]:
+    """Return the options of each way to draft with a head, by name: the head passes over every
+    state that a draft can have in a block."""
+    passes = {"draft_passes": max(1, min(states, block) - 1), "draft_shortlist": shortlist}
+    return {
+        "head": passes,
+        "head, lookup": passes | LOOKUP,
+        "head, lookup, next block": passes | NEXT,
+    }
+
+
+def costs_of(block: int, head_layers: int, shortlist: int) -> RoundCosts:
+    """Predict the costs of rounds at the shape of 4B on an H200, in seconds."""
+    device = DEVICES["H200"]
+    rates = Rates(device.bandwidth, device.peak * device.achievable, GRAPH_LAYER)
+    sizes = vars(PUBLISHED["4B"]) | {"block_size": block}
+    return costs_at(
+        SimpleNamespace(**sizes, num_nextn_predict_layers=head_layers), rates, 2, shortlist
+    )
+
+
+def decode(model: MRPForCausalLM, ids: torch.Tensor, **options: Any) -> tuple[Any, float]:
+    """Decode a prompt; return the output with its stats, and the seconds that it took."""
+    begin = time.perf_counter()
+    output = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        do_sample=False,
         return_dict_in_generate=True,
         **options,
     )
+    return output, time.perf_counter() - begin
 
 
-def main() -> None:
-    """Print the table."""
-    parser = parser_of("opened", __doc__ or "")
-    parser.add_argument(
-        "model", help="folder or id of an autoregressive checkpoint, or a saved one"
-    )
-    parser.add_argument("--gguf", help="a GGUF file in it")
-    parser.add_argument("--tokens", type=int, default=48, help="new tokens of a prompt, at most")
-    parser.add_argument("--count", type=int, default=3, help="prompts of a kind")
-    parser.add_argument("--blocks", type=int, nargs="+", default=[4, 8])
-    parser.add_argument("--states", type=int, nargs="+", default=[4, 8], help="values of K")
-    parser.add_argument("--mask-token-id", type=int, default=151665)
-    parser.add_argument("--show", action="store_true")
-    options = parser.parse_args()
-    gguf = {} if options.gguf is None else {"gguf_file": options.gguf}
-    fields = {"block_size": options.blocks[0], "mask_token_id": options.mask_token_id}
-    model = MRPForCausalLM.from_backbone(options.model, dtype=torch.float32, **fields, **gguf)
-    tokenizer: Any = AutoTokenizer.from_pretrained(options.model, config=model.config, **gguf)
-    print(f"deciding code {deciding()}, {model.num_parameters() / 1e6:.0f} M parameters\n")
-    print("| texts | block | K | tokens | differ | alone | " + " | ".join(DRAFTS) + " |")
-    print("|" + "---|" * (6 + len(DRAFTS)))
-    for kind, prompts in PROMPTS.items():
+def line_of(
+    outputs: Sequence[tuple[Any, float]],
+    inputs: Sequence[torch.Tensor],
+    reference: Measured | None,
+    costs: RoundCosts,
+    states: int,
+) -> tuple[Measured, dict[str, Any]]:
+    """Return texts and costs of decodes, and their line of results."""
+    measured = Measured([], [], [])
+    milliseconds = []
+    offered: list[int] = []
+    accepted: list[int] = []
+    for (output, _), ids in zip(outputs, inputs, strict=True):
+        stats = output.stats
+        measured.ids.append(output.sequences[0, ids.shape[1] :].tolist())
+        measured.forwards.append(int(stats.row_forwards))
+        measured.head_forwards.append(int(stats.row_head_forwards))
+        cost = costs.of_round(1, 1, 0)  # the prompt, whose forward is counted, too
+        for drafted in stats.rounds["drafted"][:, 0].diff().tolist():
+            cost += costs.of_round(1, 1 + drafted, 0)
+        if costs.head:
+            cost += measured.head_forwards[-1] * interpolated(costs.states, costs.head, states)
+        milliseconds.append(1e3 * cost)
+        for totals, counts in (
+            (offered, stats.offered_at_depth[0].tolist()),
+            (accepted, stats.accepted_at_depth[0].tolist()),
+        ):
+            totals += [0] * (len(counts) - len(totals))
+            for depth, count in enumerate(counts):
+                totals[depth] += count
+    line = {
+        "tokens": measured.tokens,
+        "forwards": measured.forwards,
+        "head_forwards": measured.head_forwards,
+        "milliseconds": [round(value, 4) for value in milliseconds],
+        "seconds": [round(seconds, 3) for _, seconds in outputs],
+        "offered": offered,
+        "accepted": accepted,
+    }
+    if reference is not None:
+        line["differ"] = measured.differ(reference)
+    return measured, line
+
+
+def prompts_of(path: str | None, count: int) -> dict[str, list[str]]:
+    """Read the first `count` prompts of each kind from a file; the nine of this module if it is
+    None."""
+    if path is None:
+        chosen = {}
+        for kind, all_prompts in PROMPTS.items():
+            chosen[kind] = all_prompts[:count]
+        return chosen
+    prompts: dict[str, list[str]] = defaultdict(list)
+    for row in map(json.loads, Path(path).read_text().splitlines()):
+        if len(prompts[row["kind"]]) < count:
+            prompts[row["kind"]].append(row["messages"][0]["content"])
+    return dict(sorted(prompts.items()))
+
+
+def measure(model: MRPForCausalLM, tokenizer: Any, options: Any, emit_line: Any) -> None:
+    """Decode all prompts in each way, and emit a line for each kind, block size, temperature, K and
+    way."""
+    layers = model.config.num_nextn_predict_layers or 0
+    for kind, prompts in prompts_of(options.prompts, options.count).items():
         inputs = []
-        for prompt in prompts[: options.count]:
+        for prompt in prompts:
             messages = [{"role": "user", "content": prompt}]
             encoded = tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
             )
             inputs.append(encoded["input_ids"])
-        for block in options.blocks:
-            model.config.block_size = block
-            outputs = []
-            for ids in inputs:
-                outputs.append(
-                    decode(model, ids, decoding="sequential", max_new_tokens=options.tokens)
-                )
-                if options.show:
-                    text = outputs[-1].sequences[0, ids.shape[1] :]
-                    print(f"\n[{kind}, block {block}]\n{tokenizer.decode(text)}\n", flush=True)
-            tokens = 0
-            undrafted = 0
-            for ids, output in zip(inputs, outputs, strict=True):
-                tokens += output.sequences.shape[1] - ids.shape[1]
-                undrafted += int(output.stats.row_forwards.sum())
-            for states in options.states:
-                different = 0
-                cells = [f"{tokens / undrafted:.2f}"]
-                for drafts in DRAFTS.values():
-                    forwards = 0
-                    for ids, output in zip(inputs, outputs, strict=True):
-                        drafted = decode(
-                            model,
-                            ids,
-                            decoding="self_spec",
-                            target="sequential",
-                            num_draft_states=states,
-                            max_new_tokens=options.tokens,
-                            **drafts,
-                        )
-                        forwards += int(drafted.stats.row_forwards.sum())
-                        different += not drafted.sequences.equal(output.sequences)
-                    cells.append(f"{tokens / forwards:.2f}")
-                row = [kind, str(block), str(states), str(tokens), str(different), *cells]
-                print("| " + " | ".join(row) + " |", flush=True)
+        for temperature in options.temperatures:
+            sampling: dict[str, Any] = {"do_sample": False}
+            if temperature:
+                sampling = {"do_sample": True, "temperature": temperature, "seed": options.seed}
+                sampling |= {"top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
+            common = {"max_new_tokens": options.tokens, **sampling}
+            for block in (1, *options.blocks):
+                model.config.block_size = block
+                costs = costs_of(block, layers, options.shortlist)
+                ways: list[tuple[int, str, dict[str, Any]]] = []
+                if block > 1:
+                    for states in options.states:
+                        for name, drafts in DRAFTS.items():
+                            ways.append((states, name, {"decoding": "self_spec", **drafts}))
+                        for name, drafts in (
+                            with_head(block, states, options.shortlist).items() if layers else ()
+                        ):
+                            ways.append((states, name, {"decoding": "mrp_spec", **drafts}))
+                targets = []
+                drafted: list[list[Any]] = [[] for _ in ways]
+                for ids in inputs:  # the ways take turns
+                    targets.append(decode(model, ids, decoding="sequential", **common))
+                    if options.show and block > 1:
+                        text = targets[-1][0].sequences[0, ids.shape[1] :]
+                        print(f"\n[{kind}, block {block}]\n{tokenizer.decode(text)}\n", flush=True)
+                    for index, (states, _, way) in enumerate(ways):
+                        call = {"target": "sequential", "num_draft_states": states, **way}
+                        drafted[index].append(decode(model, ids, **call, **common))
+                cell = {"kind": kind, "block": block, "temperature": temperature}
+                reference, line = line_of(targets, inputs, None, costs, 1)
+                emit_line({**cell, "states": 1, "way": ONE if block == 1 else ALONE, **line})
+                for (states, name, _), outputs in zip(ways, drafted, strict=True):
+                    _, line = line_of(outputs, inputs, reference, costs, states)
+                    emit_line({**cell, "states": states, "way": name, **line})
+
+
+def ratio(line: dict[str, Any], per: str) -> float:
+    """Return tokens per `per` (forwards, milliseconds or seconds) of a line."""
+    return float(sum(line["tokens"]) / sum(line[per]))
+
+
+def table(lines: Sequence[dict[str, Any]]) -> str:
+    """Tabulate lines as Markdown: tokens per forward with intervals, acceptance by depth, and
+    tokens per predicted millisecond and per second over those of the target alone."""
+    rows = []
+    alone: dict[str, Any] = {}
+    for line in lines:
+        if line["way"] in (ALONE, ONE):
+            alone = line
+        interval = ratio_of_sums(line["tokens"], line["forwards"])
+        assert interval is not None, "every prompt takes a forward"
+        depths = []
+        for accepted, offered in zip(line["accepted"], line["offered"], strict=True):
+            if offered:
+                depths.append(f"{100 * accepted / offered:.0f}")
+        rows.append(
+            [
+                line["kind"],
+                f"{line['temperature']:g}",
+                str(line["block"]),
+                str(line["states"]),
+                line["way"],
+                f"{interval.value:.2f} ({interval.low:.2f}-{interval.high:.2f})",
+                ", ".join(depths[:4]),
+                f"{ratio(line, 'milliseconds'):.3f}",
+                f"{ratio(line, 'milliseconds') / ratio(alone, 'milliseconds'):.2f}x",
+                f"{ratio(line, 'seconds') / ratio(alone, 'seconds'):.2f}x",
+                str(line.get("differ", "")),
+            ]
+        )
+    titles = ["texts", "T", "block", "K", "drafts", "tokens / forward", "accepted by depth, %"]
+    titles += ["tokens / predicted ms", "over alone", "wall clock over alone", "differ"]
+    return markdown_table(titles, rows)
+
+
+def main() -> None:
+    """Print the table, or write the lines."""
+    parser = parser_of("opened", __doc__ or "")
+    parser.add_argument(
+        "model", nargs="?", help="folder or id of an autoregressive checkpoint, or a saved one"
+    )
+    parser.add_argument("--gguf", help="a GGUF file in it")
+    parser.add_argument("--head", help="a head that was trained for it")
+    parser.add_argument("--shortlist", type=int, default=0, help="tokens of a head pass; 0: all")
+    parser.add_argument("--prompts", help="file of `benchmarks.prompts`")
+    parser.add_argument("--tokens", type=int, default=48, help="new tokens of a prompt, at most")
+    parser.add_argument("--count", type=int, default=3, help="prompts of a kind")
+    parser.add_argument("--blocks", type=int, nargs="+", default=[4, 8])
+    parser.add_argument("--states", type=int, nargs="+", default=[4, 8], help="values of K")
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0])
+    parser.add_argument("--seed", type=int, default=0, help="of sampled texts")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), default="float32")
+    parser.add_argument("--mask-token-id", type=int, default=151665)
+    parser.add_argument("--show", action="store_true")
+    parser.add_argument("--output", help="also write the lines to this file")
+    parser.add_argument("--table", help="print the lines of a file as a table")
+    options = parser.parse_args()
+    if options.table:
+        lines = map(json.loads, Path(options.table).read_text().splitlines())
+        print(table([line for line in lines if "benchmark" not in line]))
+        return
+    gguf = {} if options.gguf is None else {"gguf_file": options.gguf}
+    given = {"block_size": options.blocks[0], "mask_token_id": options.mask_token_id}
+    if options.head is not None:
+        given["head"] = options.head
+    model = MRPForCausalLM.from_backbone(
+        options.model, dtype=getattr(torch, options.dtype), **given, **gguf
+    )
+    tokenizer: Any = AutoTokenizer.from_pretrained(options.model, config=model.config, **gguf)
+    collected: list[dict[str, Any]] = []
+    file = open(options.output, "w", encoding="utf-8") if options.output else None  # noqa: SIM115
+    emit(header("opened", options, model), file)
+
+    def emit_line(line: dict[str, Any]) -> None:
+        emit(line, file)
+        collected.append(line)
+
+    measure(model, tokenizer, options, emit_line)
+    print(table(collected))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,18 @@ _PUBLISHED_STD = 0.2  # in the published recipe
 
 def with_new_head(model: Any, layers: int = 3, how: str | None = None) -> Any:
     """Attach a new head to a model, in place of its head if it has one, and return the model.
-    Arguments and errors are those of `new_head`."""
+
+    Args:
+        model: The model, which is changed.
+        layers: Number of decoder layers in the head.
+        how: How the head is initialized: `identity`, `backbone`, `cancel` or `published`, as
+            `new_head` explains. None selects `backbone`, or `identity` if the backbone's layers
+            cannot be copied.
+
+    Raises:
+        ValueError: if `layers` is not a positive int, if `how` is none of these, or if it is
+            `backbone` and the backbone's layers cannot be copied.
+    """
     model.attach_head(new_head(model, layers, how))
     return model
 
@@ -29,15 +40,20 @@ def new_head(model: Any, layers: int = 3, how: str | None = None) -> MRPHead:
 
     Args:
         model: The model.
-        layers: Number of decoder layers in the head (published: 3).
-        how: How the head is initialized. `identity`: matrices are drawn from a normal distribution
-            with the backbone's standard deviation, and the weight of the last norm is zero, so that
-            the head adds nothing to the hidden states h_A. `backbone`: the layers are copies of the
-            backbone's last layers, and the input projection passes on the normed h_A unchanged; the
-            weight of the last norm is zero here, too. `published`: as in the published recipe, with
-            a standard deviation of 0.2, and 1 for the weights of all norms; such a head adds noise
-            until it is trained. None: as `backbone`, or as `identity` if the backbone's layers
-            cannot be copied.
+        layers: Number of decoder layers in the head. Published heads have 3.
+        how: How the head is initialized; None selects `backbone`, or `identity` if the backbone's
+            layers cannot be copied. Below, h_A are the backbone's final hidden states, to which the
+            head adds its output.
+            `identity`: matrices are drawn from a normal distribution with the backbone's standard
+            deviation, and the weight of the head's last norm is zero. So the head adds nothing.
+            `backbone`: the layers are copies of the backbone's last layers, and the input
+            projection passes on the normed h_A unchanged. The weight of the head's last norm is
+            zero here, too.
+            `cancel`: matrices as under `identity`, but the output is about -h_A, so that at first
+            the estimate is no token in particular. This is for backbones whose logits before a
+            reveal say nothing of those after it.
+            `published`: matrices are drawn with a standard deviation of 0.2, and the weights of all
+            norms are 1, as in the published recipe. Such a head adds noise until it is trained.
 
     Raises:
         ValueError: if `layers` is not a positive int, if `how` is none of these, or if it is
@@ -60,6 +76,8 @@ def new_head(model: Any, layers: int = 3, how: str | None = None) -> MRPHead:
             )
     if how == "published":
         nn.init.ones_(head.norm.weight)
+    if how == "cancel":
+        _cancel_hidden_states(head, model.model.norm.weight)
     if how in (None, "backbone"):
         sources = list(model.model.layers)
         problem = _copying_problem(head, sources)
@@ -100,3 +118,11 @@ def _copy_last_layers(head: MRPHead, layers: list[nn.Module]) -> None:
     head.eh_proj.weight[:, hidden:].fill_diagonal_(1.0)
     for layer, source in zip(head.layers, layers[-len(head.layers) :], strict=True):
         layer.load_state_dict(source.state_dict())
+
+
+def _cancel_hidden_states(head: MRPHead, norm_weight: torch.Tensor) -> None:
+    """Make a head pass on the normed hidden states h_A with the opposite sign, in about the size
+    that h_A has after the backbone's last norm, whose weight is `norm_weight`."""
+    hidden = head.eh_proj.out_features
+    head.eh_proj.weight[:, hidden:] -= torch.eye(hidden).to(head.eh_proj.weight)
+    head.norm.weight.fill_(norm_weight.float().square().mean().sqrt().item())

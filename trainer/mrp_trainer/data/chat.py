@@ -31,9 +31,9 @@ class RecordEncoder:
 
     Learned tokens are those with a loss. In a chat, they are those of all assistant turns that the
     record does not exclude, and the tokens that end them. If the chat template marks these turns by
-    `{% generation %}`, the marks are used. Most published templates have no marks. With these, a
-    turn is found by rendering the conversation up to the turn, which works with any chat template
-    that renders earlier turns independently of later ones.
+    `{% generation %}`, the marks are used. Most published templates have no marks. In a template
+    without marks, a turn is found by rendering the conversation up to the turn. This works with any
+    template that renders earlier turns independently of later ones.
 
     Args:
         tokenizer: The tokenizer, whose chat template renders chats.
@@ -45,9 +45,10 @@ class RecordEncoder:
             the first one is appended. The default is the tokenizer's eos token; a model's
             `generation_config.eos_token_id` is better. `ValueError` if there is no end token, or
             the tokenizer has no pad token.
-        vocab_size: Ids of a trajectory must be below this number; the tokenizer's size if None.
-        digest: Digest of the backbone in training (see `train.inputs.digest`). It is compared with
-            the digest of the backbone that decoded a trajectory. None if unknown.
+        vocab_size: The ids of a `Trajectory` must be below this number; the tokenizer's size if
+            None.
+        digest: Digest of the backbone in training (see `train.inputs.digest`); None if unknown. A
+            warning is logged if the backbone that decoded a `Trajectory` has another digest.
         last_turn_only: Whether only one turn of each chat is learned: the last of those that would
             otherwise be learned.
     """
@@ -83,9 +84,15 @@ class RecordEncoder:
         return self.max_length // self.block_size * self.block_size
 
     def prompt(self, row: Any) -> list[int]:
-        """Encode the prompt of a record as ids. The prompt is the record's chat without a final
-        assistant turn, or its field `prompt`. `FieldError` if the record is malformed, if its
-        prompt is empty or contains the mask token, or if the chat template refuses the record."""
+        """Encode the prompt of a record as ids. The prompt is the record's field `messages` or its
+        field `prompt`, which is a text or a list of messages. Messages are rendered by the chat
+        template with its generation prompt. If the last message is an assistant turn, it is left
+        out.
+
+        Raises:
+            FieldError: if the record is malformed, if its prompt is empty or contains the mask
+                token, or if the chat template refuses the record.
+        """
         record = parse_prompt(row)
         begin: list[int] = []
         if isinstance(record, Chat):
@@ -99,12 +106,17 @@ class RecordEncoder:
         return self._without_mask([*begin, *ids])
 
     def sample(self, row: Any) -> Sample | None:
-        """Make the training sample of a record; its `index` is 0. Return None if no token with a
-        loss lies within `max_length`.
+        """Make the training sample of a record. Its `index` is 0.
 
-        If the text was shortened, the sample's `length` is None. `FieldError` if the record is
-        malformed or contains the mask token, or if assistant turns cannot be found in the rendered
-        chat.
+        Returns:
+            The sample. If the text is longer than `capacity`, it is cut, and the sample's `length`
+                is None. Return None instead of a sample if no learned token is left after the cut.
+
+        Raises:
+            FieldError: if the record is malformed or contains the mask token; if the chat template
+                refuses a chat, leaves out a tool, or renders assistant turns so that they cannot be
+                found; or if a text that a model decoded (`Trajectory`) has other ids, another block
+                size or another mask token than the model in training.
         """
         record = parse(row)
         ended = True

@@ -14,7 +14,7 @@ from ..evaluate.options import GenerateOptions
 from ..flags import declared_of, flag
 
 RevealRule = Literal["on_policy", "random", "sequential"]
-HeadInit = Literal["identity", "backbone", "published"]
+HeadInit = Literal["identity", "backbone", "cancel", "published"]
 
 _RUN, _MODEL, _DATA, _HEAD = "Run", "Model", "Data", "Head"
 _LOSS, _OPTIMIZER, _WATCH = "Objective", "Optimizer", "Watching and saving"
@@ -26,10 +26,11 @@ class RunOptions:
     """Options of a training run that are not fields of `MRPTrainingArguments`. The help of each
     flag describes its option.
 
-    Without `eval_data`, the prompts of the verdict are held back from `data`, at most a tenth of
-    its records. With `early_stopping_patience`, the weights with the lowest held-out loss are
-    saved. `block_size` and `mask_token_id` are for an autoregressive Qwen3 checkpoint, which
-    becomes a block-diffusion model.
+    At the end of a head's training, up to `verdict_prompts` prompts are decoded with and without
+    the head. They are prompts of `eval_data`; without `eval_data`, they are held back from `data`,
+    at most a tenth of its records. With `early_stopping_patience`, the weights with the lowest
+    held-out loss are saved. `block_size` and `mask_token_id` are for an autoregressive Qwen3
+    checkpoint, which becomes a block-diffusion model.
     """
 
     model: str = flag(
@@ -68,7 +69,7 @@ class RunOptions:
     )
     head_layers: int = flag("Layers of a new head.", 3, panel=_HEAD, only="mrp", min=1)
     head_init: str | None = flag(
-        "Start of a new head, which copies layers, adds nothing, or is random.",
+        "Start of a new head: adds nothing, copies layers, cancels h_A, or is random.",
         None,
         panel=_HEAD,
         kind=HeadInit,
@@ -174,9 +175,10 @@ class TrainerFlags:
 
 
 def check_declared(options: Any) -> None:
-    """Raise `ValueError` if the value of a field is not among the choices, or outside the range,
-    that the field declares. `options` is an instance of a dataclass whose fields are made by
-    `flag`, or declare `min`, `max` and `one_of` with their help (see `Help`)."""
+    """Raise `ValueError` if a field of the dataclass `options` has a value that is not among its
+    declared choices, or that is outside its declared range. A field declares them by `flag(...)`,
+    or by the keywords `min`, `max` and `one_of` of its help (see `Help`). The default of a field
+    always counts as a choice. Fields without declarations are not checked."""
     for option in fields(options):
         declared = declared_of(option)
         flagged = declared.get("flag", {"kind": None, "more": declared})
