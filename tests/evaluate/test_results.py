@@ -20,6 +20,8 @@ from mrp_trainer.evaluate.acceptance import (
     mean_accepted_length,
     measure_acceptance,
 )
+from mrp_trainer.evaluate.command import shortlist_of
+from mrp_trainer.evaluate.cost import head_share
 from mrp_trainer.evaluate.decoded import Decoded
 from mrp_trainer.evaluate.intervals import ratio_of_sums, wilson
 from mrp_trainer.evaluate.provenance import deciding, digests
@@ -233,3 +235,21 @@ def test_every_committed_result_says_what_it_measured() -> None:
             first = json.loads(path.read_text().splitlines()[0])
             assert first["commit"], path
             assert "deciding" not in first or "with changes" not in first["commit"], path
+
+
+def test_a_head_pass_is_charged_for_the_list_that_it_read() -> None:
+    """Vocabularies of more than 16,384 tokens have a shortlist by default, which has to be known to
+    charge a pass; `auto` is charged as its largest K."""
+    large, small = make_model(vocab_size=20_000, mask_token_id=19_999), make_model()
+    drafted = {"decoding": "mrp_spec", "target": "static", "num_draft_states": 4}
+    assert shortlist_of(large, drafted) == 16
+    assert shortlist_of(small, drafted) == 0
+    assert shortlist_of(large, {**drafted, "set": {"draft_shortlist": 0}}) == 0
+    assert shortlist_of(large, {**drafted, "set": {"draft_shortlist": 5}}) == 5
+    assert shortlist_of(large, {"decoding": "mrp_direct"}) == 0
+    assert shortlist_of(large, {"decoding": "static"}) == 0
+    whole = head_share({"draft_shortlist": 0, "num_draft_states": 4})
+    of_auto = head_share({"draft_shortlist": 16, "num_draft_states": "auto"})
+    assert whole == pytest.approx(0.18, abs=0.005)
+    assert of_auto == head_share({"draft_shortlist": 16, "num_draft_states": 8})
+    assert head_share({"draft_shortlist": 16, "num_draft_states": 4}) < of_auto < whole / 2

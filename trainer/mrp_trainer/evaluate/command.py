@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from modeling_mrp.generate.option_table import closest_name
-from modeling_mrp.generate.options import OPTION_NAMES, MRPGenerationConfig
+from modeling_mrp.generate.options import OPTION_NAMES, MRPGenerationConfig, resolved
 from modeling_mrp.model.configuration import MRPConfig
 
 from ..data.tasks import Family, Split
@@ -65,9 +65,14 @@ def evaluate(options: EvaluateOptions) -> None:
 
 
 def check_setting(setting: Mapping[str, Any], config: MRPConfig) -> None:
-    """Raise `ValueError` for an option that `generate` does not know, or would refuse for a model
-    with this config. `setting` is a dict of options of `generate`, of which those under the name
-    `set` are a dict of their own (see `ModeOptions.settings`)."""
+    """Raise `ValueError` if `generate` would refuse an option of a setting for a model with this
+    config, or if the setting's item "set" has an option that `generate` does not know.
+
+    Args:
+        setting: A dict from names of `generate` options to their values. Its item "set", if
+            present, is a dict of further options, such as those that `--set NAME=VALUE` gives.
+        config: The config of the model.
+    """
     for name in setting.get("set", {}):
         if name not in OPTION_NAMES:
             raise ValueError(
@@ -83,9 +88,18 @@ def report(
     sets: list[ProblemSet],
     results: ResultsFile | None,
 ) -> None:
-    """Measure every setting (see `ModeOptions.settings`) on every problem set, print the results,
-    and append them to the file `results`, if any. Measurements whose results are already in this
-    file are not repeated; a table shows these earlier results, JSON output does not."""
+    """Decode every problem set in every setting, print a measurement of each, and append it to a
+    file.
+
+    Args:
+        model: An `MRPForCausalLM`.
+        tokenizer: Its tokenizer.
+        options: The options of the command. Its method `settings` lists the settings, each a mode
+            with values of the mode's options.
+        sets: The problem sets.
+        results: The file of measurements; None if there is none. A measurement that is already in
+            this file is not repeated. A table shows the earlier result; JSON output leaves it out.
+    """
     settings = options.settings()
     with printing(options.json) as (print_line, print_text):
         for problem_set in sets:
@@ -121,6 +135,7 @@ def report(
                     decoded = decode_prompts(*arguments, **generate_options(setting))
                 line = {**problem_set.name, **setting, **measurements(decoded, first)}
                 line |= {
+                    "draft_shortlist": shortlist_of(model, setting),
                     "charged_as": charged_as(model.config.hidden_size),
                     "first": settings[0],
                     "asked": question,
@@ -132,6 +147,18 @@ def report(
                     zip(problem_set.prompt_texts, decoded.texts, decoded.verdicts, strict=True)
                 )[: options.show]:
                     print_text(f"--- {prompt}\n{text}\n[{_VERDICTS[verdict]}]")
+
+
+def shortlist_of(model: Any, setting: Mapping[str, Any]) -> int:
+    """Return the number of tokens among which a head pass chooses at each position when a model
+    decodes with the options `setting` (`ModeOptions.settings`). If `setting` does not name this
+    number (`draft_shortlist`), return the default for the model. Return 0 if a head pass chooses
+    among all tokens, or if the options use no head pass."""
+    config, _ = resolved(model, None, dict(generate_options(setting)))
+    drafting = config.mode(model.config.block_size).drafting
+    if drafting is None:
+        return 0
+    return drafting.listed(model.config.vocab_size, bool(config.do_sample))
 
 
 def _question(options: EvaluateOptions, model: Any, problem_set: ProblemSet) -> dict[str, Any]:

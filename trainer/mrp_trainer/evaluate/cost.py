@@ -11,6 +11,8 @@ on a GPU.
 from collections.abc import Mapping
 from typing import Any
 
+from modeling_mrp.rules.costs import WIDTHS
+
 from .roofline import PUBLISHED, masks_per_state
 
 CHARGED = "4B"
@@ -31,14 +33,16 @@ def head_share(line: Mapping[str, Any], shape: str = CHARGED) -> float:
 
     `line` is a result line, a JSON object that `mrp evaluate` writes for a mode on a problem set.
     The picks of a head pass read all rows of `lm_head`. If the line has a `draft_shortlist`, they
-    read only the rows in the shortlists of K - 1 states, where K is its `num_draft_states`.
+    read only the rows in the shortlists of K - 1 states, where K is its `num_draft_states`; the
+    largest K, 8, if that is "auto".
     """
     if not (listed := line.get("draft_shortlist")):
         return HEAD_SHARES[shape]
+    states = line["num_draft_states"]
+    if states == "auto":
+        states = WIDTHS[-1]
     published = PUBLISHED[shape]
-    return published.head_share(
-        int((line["num_draft_states"] - 1) * masks_per_state(published.block_size) * listed)
-    )
+    return published.head_share(int((states - 1) * masks_per_state(published.block_size) * listed))
 
 
 def units_per_forward(line: Mapping[str, Any], shape: str = CHARGED) -> float | None:
@@ -57,14 +61,17 @@ def units_per_forward(line: Mapping[str, Any], shape: str = CHARGED) -> float | 
 
 
 def charged(line: Mapping[str, Any], shape: str = CHARGED) -> dict[str, Any]:
-    """Return a copy of a result line (a JSON object that `mrp evaluate` writes for a mode on a
-    problem set) with the field `tokens_per_unit`. A unit is the cost of one backbone forward, and a
+    """Return a copy of a result line with its tokens per unit. A result line is a JSON object that
+    `mrp evaluate` writes for a mode on a problem set. A unit is the cost of one backbone forward; a
     head pass costs a share of it, that of the published model size `shape` ("1.7B", "4B" or "8B").
-    The field is the line's `tokens_per_forward`, divided by `units_per_forward`; None if head
-    passes were not counted.
 
-    If the line has `tokens_per_forward_95`, an interval, it is divided in the same way, as the
-    number of head passes per forward hardly varies.
+    Returns:
+        The copy, with these fields added:
+        `tokens_per_unit`: the line's `tokens_per_forward`, divided by the number of units that
+            `units_per_forward` computes. None if head passes were not counted.
+        `tokens_per_unit_95`: the line's interval `tokens_per_forward_95`, divided by the same
+            number, as the number of head passes per forward hardly varies. Left out if the line has
+            no such interval, or if head passes were not counted.
     """
     units = units_per_forward(line, shape)
     speed = line["tokens_per_forward"]
