@@ -61,11 +61,12 @@ class DraftAmount(Protocol):
 
 @dataclass(frozen=True)
 class Fixed:
-    """The same amount in every round.
+    """A `DraftAmount` that gives every round the same amount.
 
     Attributes:
-        states: K, the largest number of states that a row submits. With 1, nothing is drafted, but
-            a row that ends a block also submits the first state of the next block.
+        states: K, the largest number of states that a row submits. With 1, there are no drafts: a
+            row submits its own state and, if that has no masks, also the first state of the next
+            block.
         passes: Number of head passes, less than `states`.
     """
 
@@ -74,13 +75,22 @@ class Fixed:
 
     @property
     def outline(self) -> int:
-        """The number of states in each draft that `plan` is given: the number that the first head
-        pass reads, or all K states if there is no head pass."""
+        """The number of states in each draft that `plan` is given. If there are head passes, it is
+        the number that the first of them reads (`draft_sizes`); if not, it is `states`."""
         return draft_sizes(self.states, self.passes)[0] if self.passes else self.states
 
     def plan(self, drafts: Drafts) -> Amount:
-        """Return the fixed amount. If nothing is drafted, return an amount of two states if any row
-        ends a block, and otherwise of one state."""
+        """Return the amount of a round.
+
+        Args:
+            drafts: For each row, a draft that begins with the row's own state; empty if the row has
+                ended.
+
+        Returns:
+            With drafts (`states` above 1), always the fixed amount. Without drafts, one state per
+            row; but two if the own state of any row has no masks, because such a row also submits
+            the first state of the next block.
+        """
         if self.states > 1:
             return Amount(self.states, self.passes)
         clean = any(nodes and not nodes[0].state.masks for nodes in drafts)
@@ -95,10 +105,16 @@ class Fixed:
 
 
 class Calibration:
-    """Corrects the estimated chances of drafts: for each depth, a factor that turns chances into
-    the share of drafts that is accepted.
+    """Corrects the estimated chances of drafts. It has a factor for each depth (the number of
+    drafts on the path to a state). A chance times the factor of its depth is the share of such
+    drafts that is expected to be accepted.
 
-    A depth with few observations takes the factor of the previous depth, times `decay`.
+    The factor at depth 0 is 1. At a depth without observations, it is the factor of the depth
+    before, times `decay`. With observations, this is gradually replaced by the number of accepted
+    drafts divided by the sum of their chances.
+
+    Args:
+        decay: The factor by which acceptance is assumed to change from each depth to the next.
     """
 
     WEIGHT = 3.0  # weight of the assumed factor, in expected acceptances
@@ -128,9 +144,14 @@ class Calibration:
         return self.WEIGHT / (self.WEIGHT + observed)
 
     def learn(self, predicted: Drafts, drafts: Drafts) -> None:
-        """Update the factors after a round, from the chances of the nodes in `predicted` and from
-        the number of accepted nodes (`Node.accepted`) in `drafts`, by depth. Both have, for each
-        row, its nodes; they may be the same."""
+        """Update the factors after a round.
+
+        Args:
+            predicted: For each row, its nodes with the chances that the factors correct. At each
+                depth, the sum of these chances is the predicted number of accepted drafts.
+            drafts: For each row, the nodes that it submitted, with `Node.accepted`. They give the
+                true number at each depth. They may be the same nodes.
+        """
         for index in range(len(self.predicted)):
             self.predicted[index] *= self.FADE
             self.accepted[index] *= self.FADE
@@ -165,7 +186,7 @@ class ExpectedGain:
     UNREAD_DECAY = 0.95
     # The head must make this many times the steps of stale drafts: both are estimates, and the
     # larger estimate is more often too large.
-    HEAD_MARGIN = 1.03
+    HEAD_MARGIN = 1.06
     # A pass of a head that a call has not tried yet is charged this share more: a call of which the
     # head is no part has to find that out by trying it.
     CAUTION = 1.5
@@ -217,8 +238,14 @@ class ExpectedGain:
         return widths[rates.index(max(rates))]
 
     def learn(self, amount: Amount, outlines: Drafts, drafts: Drafts) -> None:
-        """Update the corrections of estimated chances (`Calibration`) after a round, as
-        `DraftAmount.learn` requires."""
+        """Correct the estimated chances after a round, by which of them came true (`Calibration`).
+
+        Args:
+            amount: The amount of the round.
+            outlines: The drafts that `plan` was given, whose chances were estimated without the
+                head.
+            drafts: The drafts that were submitted, with `Node.accepted`.
+        """
         if not amount.passes:
             self.stale.learn(drafts, drafts)
             return
