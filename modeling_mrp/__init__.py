@@ -58,8 +58,8 @@ def register() -> None:
     """Make transformers' Auto classes load this package's models without `trust_remote_code`. It
     may be called repeatedly.
 
-    It is called when this package is imported. Only the command `mrp` calls it later, because its
-    help has to appear at once.
+    It is called when this package is imported, except in the command `mrp`. There, it is called at
+    the first use of a name that this package exports, so that `mrp --help` does not wait for torch.
     """
     with tested_versions():
         from transformers import AutoConfig, AutoModel, AutoModelForCausalLM

@@ -333,10 +333,10 @@ class Module(NamedTuple):
 
     Attributes:
         text: The source of the module.
-        imports: The names that the module imports from other modules of the package, by the name of
-            the other module.
-        needed: Those other modules whose names are used while this module is imported, for instance
-            as a base class.
+        imports: Maps the name of each other module of the package from which this one imports to
+            the names that it imports from there.
+        needed: The names of those other modules whose definitions are used already while this
+            module is imported, for instance as a base class.
     """
 
     text: str
@@ -345,8 +345,8 @@ class Module(NamedTuple):
 
 
 def used_on_import(node: ast.AST) -> Iterator[str]:
-    """Yield the names that code reads while it is imported: all names outside of function bodies
-    and annotations."""
+    """Yield the names that a piece of code reads while it is imported: all names outside of
+    function bodies and annotations. `node` is the syntax tree of the code."""
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
         yield node.id
     children: list[ast.AST | None] = list(ast.iter_child_nodes(node))
@@ -390,9 +390,13 @@ def modules_of(family: str = DENSE) -> dict[str, Module]:
     """Read the modules that the bundle of a model family contains: `modeling`, the module of the
     family's backbone, and all modules of this package that they import, directly or indirectly.
 
-    Return them by name, in reading order (the list `READING` in this module), except that modules
-    which a module needs for its import come before it. `family` is the name of the family. Its own
-    module is left out if it lies outside this package.
+    Args:
+        family: The name of the family. Its own module is left out if it lies outside this package.
+
+    Returns:
+        The modules by name. They are in reading order (the list `READING` in this module), with
+        one exception: the modules whose names a module needs while it is imported (`Module.needed`)
+        come before that module.
     """
     family_module = backbone_of(family).__module__.removeprefix(f"{__package__}.")
     pending = ["modeling"]
@@ -417,10 +421,14 @@ def modules_of(family: str = DENSE) -> dict[str, Module]:
 
 
 def reading_rank(name: str) -> tuple[int, str]:
-    """Return a key that sorts modules by reading order, given the name of a module. The key begins
-    with the index of an entry of `READING`, the list of modules and packages in that order: the
-    longest entry that is the module or a package around it. A module without such an entry comes
-    last."""
+    """Return a key that sorts the names of modules by reading order: a pair of a number and the
+    name.
+
+    The number is an index in `READING`, a list of modules and packages in this order. It is the
+    index of the module itself, if the list has it, or else of the innermost package around the
+    module that the list has: "model.head" stands at "model.head", and "model.layouts" at "model".
+    If the list has neither, the number is the length of the list, so that the module comes last.
+    """
     components = name.split(".")
     for length in range(len(components), 0, -1):
         entry = ".".join(components[:length])
@@ -430,13 +438,13 @@ def reading_rank(name: str) -> tuple[int, str]:
 
 
 def code_of(text: str, imported: dict[str, set[str]]) -> str:
-    """Return the text of a module without imports and `__all__`. Its imports of other packages are
-    added to `imported`.
+    """Return the text of a module without its top-level imports and without `__all__`.
 
     Args:
         text: The source of the module.
-        imported: Maps the first words of an import statement, such as "from torch import ", to the
-            names that follow these words.
+        imported: Collects the removed imports of other packages; the function adds to it. It maps
+            the first words of an import statement, such as "from torch import ", to the names that
+            follow these words. Imports from this package are not added.
     """
     removed: set[int] = set()  # line numbers
     for node in ast.parse(text).body:
@@ -480,7 +488,7 @@ def imported_packages(nodes: Iterable[ast.AST]) -> set[str]:
 def packages_of(modules: dict[str, Module]) -> tuple[list[str], list[str]]:
     """Return the names of the packages outside the standard library that modules import, as two
     lists. The first are required: they are imported at the top level of a module. The others are
-    optional, as they are only imported within other statements."""
+    optional: they are only imported further in, for instance in a function or a `try`."""
     required: set[str] = set()
     optional: set[str] = set()
     for module in modules.values():
@@ -504,8 +512,8 @@ def sources_digest() -> str:
 
 
 def about(title: str) -> str:
-    """Return the text with which a generated file begins: its title, and how the file was
-    generated."""
+    """Return the text with which a generated file begins: the given title, the command that
+    generated the file, the version of this package, and the digest of its sources."""
     digest = sources_digest()
     return f"""{title}
 
@@ -517,7 +525,8 @@ whether the code in a folder is the package's; it runs none of that code."""
 
 
 def end_mark() -> str:
-    """Return the last line of `package_mrp.py`, which marks the file as complete."""
+    """Return the last line of `package_mrp.py`. A copy of the file that does not end with this line
+    has not been written to its end yet."""
     return f"# The end of {PACKAGE}, sources {sources_digest()}"
 
 
@@ -529,12 +538,12 @@ def first_sentence(text: str) -> str:
 
 
 def listing(entries: Iterable[tuple[str, str]], lines: Mapping[str, int]) -> str:
-    """Write a list of texts, each after a line number. The number of lines written does not depend
-    on the line numbers.
+    """Write a list: each text, after the line number of the thing that it describes. Long texts are
+    wrapped; how many lines the list takes does not depend on the line numbers.
 
     Args:
-        entries: Pairs of a name and a text.
-        lines: Maps each name to its line number.
+        entries: Pairs of a name and the text to write for it.
+        lines: Maps each of these names to the line number to write before its text.
     """
     filled = []
     for name, text in entries:
@@ -549,8 +558,13 @@ def section_line(name: str) -> str:
 
 
 def lines_of(text: str, modules: Iterable[str]) -> dict[str, int]:
-    """Return the numbers of the lines at which modules, functions, classes and methods begin in the
-    text of a generated file, by the name of each."""
+    """Return the line numbers at which modules, functions, classes and methods begin in the text of
+    a generated file. They are given by name; the name of a method is "Class.method".
+
+    Args:
+        text: The text of the file.
+        modules: The names of the modules in it.
+    """
     text_lines = text.splitlines()
     lines = {name: text_lines.index(section_line(name)) + 1 for name in modules}
     for definition in ast.parse(text).body:
@@ -564,8 +578,9 @@ def lines_of(text: str, modules: Iterable[str]) -> dict[str, int]:
 
 
 def header(modules: Mapping[str, Module], lines: Mapping[str, int]) -> str:
-    """Write the docstring of `package_mrp.py`: table of contents, call path, glossary, imports and
-    effects.
+    """Write the docstring of `package_mrp.py`: table of contents, the path from loading to text, a
+    glossary, the packages that are imported, and all calls that touch files, the network or other
+    code.
 
     Args:
         modules: The modules of the file, by name, in reading order.
@@ -616,8 +631,9 @@ def package_text(family: str) -> str:
 
 
 def entry_text() -> str:
-    """Generate the text of `modeling_mrp.py`, which imports `package_mrp.py` once that file is
-    complete."""
+    """Generate the text of `modeling_mrp.py`. When this file is imported, it waits until
+    `package_mrp.py` beside it, which another process may still be copying, has been written to its
+    end, and imports it (`entry.import_whole`)."""
     imported: dict[str, set[str]] = {}
     code = code_of(read_module("entry").text, imported)
     code = code.removeprefix(f'"""{ast.get_docstring(ast.parse(code), clean=False)}"""').strip()
@@ -638,8 +654,8 @@ def bundled(family: str = DENSE) -> dict[str, str]:
 
 
 def differences(folder: Path) -> list[str]:
-    """List the differences between the code in a checkpoint's folder and the code that this package
-    would write there. None of this code is run.
+    """Return a message for each difference between the code in a checkpoint's folder and the code
+    that this package would write there; an empty list if there is none. None of this code is run.
 
     Two things are compared: the texts of all Python files, and the classes that `auto_map` names in
     config files. Raise `ValueError` for a malformed config.
@@ -668,7 +684,15 @@ def differences(folder: Path) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the remote code into the folders of checkpoints or, with `--check`, compare the code
-    there with it. Return the exit status, which is 1 if a folder differs."""
+    there with it.
+
+    Args:
+        arguments: The arguments of the command: folders, and possibly `--check`. None: those of the
+            process.
+
+    Returns:
+        The exit status: 1 if `--check` finds a difference, else 0.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m modeling_mrp.bundle", description="Write or check a repository's code."
     )

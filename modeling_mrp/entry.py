@@ -10,11 +10,15 @@ from types import ModuleType
 
 
 class WholeFile(SourceFileLoader):
-    """A loader that waits until a module's file is complete before it runs the file.
+    """A loader that waits, before it runs a module's file, until the file ends with a certain line.
+    Another process may still be copying the file.
 
     Args:
-        end: The last line of a complete file.
-        seconds: The longest time to wait for a complete file.
+        name: The name of the module.
+        path: The path of the file.
+        end: The last line of the file. The file is complete if it ends with this line and has no
+            zero bytes.
+        seconds: The longest time to wait until the file is complete.
     """
 
     def __init__(self, name: str, path: str, end: str, seconds: float) -> None:
@@ -23,8 +27,9 @@ class WholeFile(SourceFileLoader):
         self.seconds = seconds
 
     def get_data(self, path: str) -> bytes:
-        """Read the module's file once it is complete; raise `ImportError` if it stays incomplete.
-        Read other files (byte code) as they are."""
+        """Return the bytes of the module's file, once the file is complete (see `end` of this
+        class). Raise `ImportError` if it is not within `seconds`. For any other path, such as that
+        of the module's byte code, return the bytes at once."""
         if path != self.path:
             return super().get_data(path)
         deadline = time.monotonic() + self.seconds

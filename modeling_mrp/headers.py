@@ -47,9 +47,19 @@ def stored_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
 
 
 def check_tensors(config: MRPConfig, stored: Mapping[str, StoredTensor], prefix: str = "") -> None:
-    """Raise `ValueError`, listing all differences, unless `stored` holds exactly the tensors that
-    the config implies. Only names that begin with `prefix` are expected; a tied `lm_head.weight`
-    may be missing."""
+    """Check that a checkpoint has the tensors that its config implies, with the right shapes.
+
+    Args:
+        config: The config.
+        stored: The checkpoint's tensors, by name.
+        prefix: Only tensors whose names begin with this are implied: for a checkpoint of a head
+            alone, the prefix of the head's tensors.
+
+    Raises:
+        ValueError: if there are differences; it lists all tensors that are missing, unexpected or
+            of a wrong shape. Before that, it is raised if the config asks for more layers than
+            `stored` has. If embeddings are tied, `lm_head.weight` may be missing.
+    """
     check_depth(config, stored, "the checkpoint")
     with torch.device("meta"):
         state: Any = MRPForCausalLM(config).state_dict().items()

@@ -46,6 +46,10 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPDecidingMixin, MRPG
     A token attends to all tokens of earlier blocks and of its own block; a masked position predicts
     the token at that position.
 
+    Args:
+        config: The `MRPConfig`. If its `num_nextn_predict_layers` is above 0, the model has a head,
+            `mrp_head`; else `mrp_head` is None.
+
     Example:
         >>> from modeling_mrp import MRPForCausalLM
         >>> from mrp_trainer import embedded_checkpoint
@@ -106,12 +110,14 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPDecidingMixin, MRPG
         cache: Cache | None = None,
     ) -> Tensor:
         """Compute the head's residual h_C = Head(embed(x'), h_A), [batch, length, hidden_size].
-        Raise `ValueError` if the model has no head.
+        Here, h_A are the backbone's hidden states before a reveal, x' is the state after it, and
+        h_A + h_C is the head's estimate of the hidden states after it. Raise `ValueError` if the
+        model has no head.
 
         Args:
-            input_ids: int64 [batch, length], the state x' after a reveal.
-            hidden_states: [batch, length, hidden_size], h_A, or an estimate of it: h_A plus earlier
-                residuals.
+            input_ids: int64 [batch, length], x', the token ids after the reveal.
+            hidden_states: [batch, length, hidden_size], h_A, or an earlier estimate in place of it
+                (h_A + h_C).
             position_ids, mask, cache: As for `backbone`. A cache must have room for the head's
                 layers.
         """
@@ -158,8 +164,9 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPDecidingMixin, MRPG
                 the block-causal one.
             position_ids: int64 [batch, length], absolute positions; by default counted from the
                 first real token.
-            past_key_values: Keys and values of earlier, clean blocks; must be empty in a `shifted`
-                family. `cache` is the name of this argument from transformers 5.24 on.
+            past_key_values: Keys and values of earlier, clean blocks. It must be empty in a family
+                in which a hidden state predicts the next position (`shifted`). `cache` is the name
+                of this argument from transformers 5.24 on.
             inputs_embeds: [batch, length, hidden_size], in place of `input_ids`.
             labels: int64 [batch, length], the true tokens; -100 where nothing is learned (the
                 prompt).
@@ -167,19 +174,21 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPDecidingMixin, MRPG
                 default. The first number is 1 - t. Then comes one number for each token, which is
                 masked if its number is below t.
             num_items_in_batch: With `labels`, the divisor of the loss, by default the number of
-                learned tokens. transformers' Trainer passes the number over all accumulation steps.
-                If it is above 0, a batch without learned tokens has loss 0, since other batches of
-                the step have some.
-            logits_to_keep: As in transformers; chosen positions must hold masks.
+                learned tokens of this batch. transformers' Trainer passes the number over all
+                accumulation steps.
+            logits_to_keep: As in transformers. If it is a tensor of positions, at least one of
+                these must hold a mask.
             use_cache, kwargs: As in transformers.
 
         Returns:
             Logits [batch, kept, vocab]; with `labels`, the loss; with `output_hidden_states=True`,
-            hidden states, of which h_A are the last.
+            the hidden states of the layers. The last of them are h_A, the output of the backbone.
 
         Raises:
-            ValueError: for an argument that has no effect or does not fit the tokens, for labels
-                without a learned token, or for a `BlockCache` of `generate`.
+            ValueError: for an argument that has no effect or does not fit the tokens, or for a
+                `BlockCache` of `generate`. Also for labels without a learned token, unless
+                `num_items_in_batch` is above 0: then other batches of the step have learned tokens,
+                and the loss of this one is 0.
         """
         if unknown := sorted(
             name for name, value in kwargs.items() if value is not None and name not in _PASSED_ON

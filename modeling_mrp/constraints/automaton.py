@@ -42,8 +42,8 @@ class ByteAutomaton:
 
     @cached_property
     def only(self) -> np.ndarray:
-        """int [states], for each state the byte with which every text continues; -1 where a text
-        may end or may continue with different bytes."""
+        """An array int [states]: for each state, the byte with which every text continues; -1 where
+        a text may end or may continue with different bytes."""
         goes_on = self.next_state >= 0
         is_forced = (goes_on.sum(1) == 1) & ~self.final
         return np.where(is_forced, goes_on.argmax(1), -1)
@@ -453,10 +453,12 @@ def token_automaton(
     """Make the automaton that accepts token sequences whose bytes form a text of a language. Return
     None if the tokens cannot form any text of the language.
 
-    Where every text continues with the same bytes, and no token that may follow reaches beyond
-    these bytes, the automaton keeps only the longest of these tokens. It does so only if each byte
-    of the language is also a token by itself, so that every text keeps a token sequence. As a
-    result, no model is needed where the language leaves no choice.
+    At some states, every text continues with the same bytes, for instance "name". Of the tokens
+    that may follow there, such as "n", "na" and "name", only the longest is allowed, so that the
+    model need not choose where the language leaves no choice. There are two exceptions, in which
+    all these tokens stay allowed: if one of them is longer than the common bytes, such as "names",
+    and if some byte of the language is not a token by itself, as a text might then have no spelling
+    left.
 
     Args:
         automaton: Accepts the texts of the language, as bytes.

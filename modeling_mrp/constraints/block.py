@@ -34,8 +34,14 @@ class AutomatonConstraint(Constraint):
         self._paths: dict[tuple[int, int, tuple[int, ...]], list[States]] = {}
 
     def advance(self, origin: int, start: int, ids: Sequence[int]) -> int | None:
-        """Return the automaton's state after a block, from the state `origin` before it; None if
-        the automaton does not accept the block or the block has masks. See `Constraint.advance`."""
+        """Return the automaton's state after a block. Return None if the automaton does not accept
+        the block, or if the block has masks.
+
+        Args:
+            origin: The automaton's state before the block.
+            start: The position in the text where the block begins.
+            ids: The token ids of the block. Those of the prompt are skipped.
+        """
         for token in ids[max(0, self.prompt - start) :]:
             following = self.automaton.step(origin, token)
             if following is None:
@@ -46,9 +52,19 @@ class AutomatonConstraint(Constraint):
     def allowed(
         self, origin: int, start: int, ids: tuple[int, ...], columns: Sequence[int]
     ) -> list[TokenSet | None]:
-        """List the sets of tokens that the masked `columns` of a state may take, each column
-        considered alone; None for each column if the text cannot be completed any more. See
-        `Constraint.allowed`."""
+        """Return, for each of the masked `columns` of a block, the tokens that may stand there.
+
+        Args:
+            origin: The automaton's state before the block.
+            start: The position in the text where the block begins.
+            ids: The token ids of the block, masks included.
+            columns: Masked columns of the block.
+
+        Returns:
+            For each column, the set of tokens with which the text can still be completed if the
+            other masks are filled suitably. If the text cannot be completed in any way, None for
+            each column, which stands for all tokens.
+        """
         paths = self.paths(origin, start, ids)
         if not paths[0]:
             return [None] * len(columns)
@@ -62,8 +78,9 @@ class AutomatonConstraint(Constraint):
     def forced(
         self, origin: int, start: int, ids: tuple[int, ...], columns: Sequence[int]
     ) -> dict[int, int]:
-        """Find the masked columns that can take only one token, and return these tokens by column.
-        See `Constraint.forced`; unlike that method, this one makes no sets of tokens."""
+        """Map each of the masked `columns` that can take only one token to that token. If the text
+        cannot be completed in any way, the map is empty. The arguments are those of `allowed`, but
+        no sets of tokens are made."""
         paths = self.paths(origin, start, ids)
         if not paths[0]:
             return {}
@@ -81,8 +98,9 @@ class AutomatonConstraint(Constraint):
         return tokens
 
     def is_possible(self, origin: int, start: int, ids: tuple[int, ...]) -> bool:
-        """Return whether a text with this state can still be completed. See
-        `Constraint.is_possible`."""
+        """Return whether a text can still be completed that has the token ids `ids`, masks
+        included, in the block at position `start`. `origin` is the automaton's state before the
+        block."""
         return bool(self.paths(origin, start, ids)[0])
 
     def paths(self, origin: int, start: int, ids: tuple[int, ...]) -> list[States]:

@@ -15,12 +15,11 @@ _KNOWN_TEXTS = 256
 
 class GrammarConstraint(Constraint):
     """Constrains a row so that its new tokens form a text of a grammar, or the beginning of such a
-    text. The tokens are revealed from left to right.
+    text if there is no room for all of it. The tokens are revealed from left to right, and only the
+    leftmost masked column is constrained.
 
-    One matcher follows the text. For another text, the matcher takes back its last tokens to the
-    place where the two texts differ, and continues from there. Only the leftmost masked column is
-    constrained. A text that is cut at the limit is incomplete. The origin of a block is the tuple
-    of all new tokens before the block.
+    The matcher holds the text that it has read. To read another text, it takes back its tokens from
+    the first difference on, and reads on from there.
 
     Args:
         matcher: A matcher of llguidance at the beginning of a text; no other row may use it.
@@ -28,6 +27,10 @@ class GrammarConstraint(Constraint):
         eos: Ids that end a text. The first is used where only the end can follow.
         mask_id: The mask's id.
         vocab_size: The number of rows of the model's unembedding.
+
+    Attributes:
+        first: The empty tuple, the origin of a block without new tokens before it. The origin of a
+            block is the tuple of all new tokens before the block.
     """
 
     first: tuple[int, ...] = ()
@@ -46,8 +49,14 @@ class GrammarConstraint(Constraint):
     def advance(
         self, origin: tuple[int, ...], start: int, ids: Sequence[int]
     ) -> tuple[int, ...] | None:
-        """Return the origin of the next block: `origin` followed by the new tokens of this block.
-        Return None if this block has a mask or an eos. See `Constraint.advance`."""
+        """Return the origin of the next block: `origin` followed by the new tokens of the given
+        block. Return None if the given block has a mask or an eos after the prompt.
+
+        Args:
+            origin: All new tokens before the given block.
+            start: The position in the text where the given block begins.
+            ids: The token ids of the given block.
+        """
         prefix = self.prefix_of(origin, start, ids)
         return (
             prefix if len(ids) - max(0, self.prompt - start) + len(origin) == len(prefix) else None
@@ -66,18 +75,33 @@ class GrammarConstraint(Constraint):
     def allowed(
         self, origin: tuple[int, ...], start: int, ids: tuple[int, ...], columns: Sequence[int]
     ) -> list[TokenSet | None]:
-        """List the sets of tokens that the masked `columns` of a state may take. Only the leftmost
-        masked column has a set; the others have None, which allows all tokens. See
-        `Constraint.allowed`."""
+        """Return, for each of the masked `columns` of a block, the tokens that may stand there.
+
+        Args:
+            origin: All new tokens before the block.
+            start: The position in the text where the block begins.
+            ids: The token ids of the block, masks included.
+            columns: Masked columns of the block, in increasing order.
+
+        Returns:
+            For the leftmost masked column of the block, the set of tokens that the grammar allows
+            after the text on its left. None, which stands for all tokens, for any other column, and
+            also if the grammar does not allow that text.
+        """
         sets: list[TokenSet | None] = [None] * len(columns)
         if columns and ids.index(self.mask_id, max(0, self.prompt - start)) == columns[0]:
             sets[0] = self.tokens(self.prefix_of(origin, start, ids))
         return sets
 
     def is_possible(self, origin: tuple[int, ...], start: int, ids: tuple[int, ...]) -> bool:
-        """Return whether the grammar allows the new tokens before the state's first mask or eos
-        and, if an eos follows them, whether the text may end there. See
-        `Constraint.is_possible`."""
+        """Return whether the grammar allows the new tokens before the first mask or eos of a block
+        and, if an eos follows them, whether the text may end there.
+
+        Args:
+            origin: All new tokens before the block.
+            start: The position in the text where the block begins.
+            ids: The token ids of the block, masks included.
+        """
         prefix = self.prefix_of(origin, start, ids)
         if not self.follow(prefix):
             return False

@@ -72,9 +72,9 @@ class Languages:
         self._automata: OrderedDict[str, TokenAutomaton] = OrderedDict()
 
     def automaton(self, pattern: str) -> TokenAutomaton:
-        """Return the token automaton of a regex, which is made only if it was not kept. Raise
-        `ValueError` if the regex is invalid or matches no text, or if the tokenizer's tokens form
-        none of its texts."""
+        """Return the token automaton of a regex: the one that was kept from an earlier call, or
+        else a new one. Raise `ValueError` if the regex is invalid or matches no text, or if the
+        tokenizer's tokens form none of its texts."""
         automaton = self._automata.pop(pattern, None)
         if automaton is None:
             made = token_automaton(byte_automaton(pattern), self.trie, self.vocabulary.eos)
@@ -127,7 +127,7 @@ def language_of(languages: Languages, name: str, value: Any) -> Language:
     invalid.
 
     Args:
-        languages: The languages of the tokenizer and the model.
+        languages: Makes the languages of the tokenizer and the model, and keeps their automata.
         name: The option: "regex", "choices", "json_schema" or "grammar".
         value: The value of the option for one prompt.
     """
@@ -151,8 +151,10 @@ _OF_TOKENIZERS: "weakref.WeakKeyDictionary[Any, dict[Any, Languages]]" = weakref
 
 
 def languages_of(tokenizer: Any, vocabulary: Vocabulary) -> Languages:
-    """Return the `Languages` of a tokenizer and of the model with this vocabulary. The last result
-    for each tokenizer is kept as long as the tokenizer lives."""
+    """Return the object that makes languages, which restrict what texts may be generated, for a
+    tokenizer and the `vocabulary` of a model. It is kept as long as the tokenizer lives: a call
+    with the same tokenizer and vocabulary returns the same object, and one with another vocabulary
+    replaces it."""
     by_vocabulary = _OF_TOKENIZERS.setdefault(tokenizer, {})
     key = (len(tokenizer), vocabulary)
     languages = by_vocabulary.get(key)

@@ -40,9 +40,9 @@ def schema_pattern(schema: Mapping[str, Any] | str) -> str:
     `json.dumps` writes them.
 
     An object has its properties in the order of the schema and, if the schema names any, no other
-    properties. Where the schema allows any value, arrays and objects hold no further arrays and
-    objects. Each reference is replaced by the schema to which it refers, so a schema that refers to
-    itself is refused.
+    properties. A schema without restrictions (`{}`) allows arrays and objects, but none that hold
+    further arrays or objects. Each reference is replaced by the schema to which it refers, so a
+    schema that refers to itself is refused.
 
     Raises:
         ImportError: if outlines-core is not installed.
@@ -132,8 +132,13 @@ class Checker:
         raise ValueError(f"{name} at {path} is {why}: leave it out, and check the value itself")
 
     def checked_choice(self, name: str, keywords: dict[str, Any], path: str) -> dict[str, Any]:
-        """Return a schema with the keyword `name`, rewritten for outlines-core. The keyword is
-        "$ref", "const", "enum", "anyOf" or "allOf"."""
+        """Return a schema that has the keyword `name`, rewritten for outlines-core.
+
+        Args:
+            name: "$ref", "const", "enum", "anyOf" or "allOf".
+            keywords: The schema without annotations.
+            path: The place of the schema in the whole schema, for messages.
+        """
         value = keywords[name]
         if name == "$ref":
             return self.referred(value, path)
@@ -162,7 +167,13 @@ class Checker:
         return value is None if expected is None else isinstance(value, expected)
 
     def referred(self, ref: Any, path: str) -> dict[str, Any]:
-        """Return the schema to which a reference refers, rewritten for outlines-core."""
+        """Return the schema to which a reference refers, rewritten for outlines-core.
+
+        Args:
+            ref: The value of "$ref", such as "#/$defs/name". A reference of another form, to
+                nothing, or that leads back to itself raises `ValueError`.
+            path: The place of the reference in the whole schema, for messages.
+        """
         if not isinstance(ref, str) or not ref.startswith("#/") or {*ref} & {*"~%"}:
             self.refuse("$ref", path, f"{ref!r}, and not '#/' with names behind it")
         if ref in self.open_refs:

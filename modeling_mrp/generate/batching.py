@@ -203,8 +203,8 @@ class ContinuousBatchingManager:
         record_timestamps: bool = False,
         **options: Any,
     ) -> list[str]:
-        """Submit a request for each prompt, as `add_request` does; return the ids of the
-        requests."""
+        """Submit a request for each prompt, a sequence of ids, as `add_request` does; return the
+        ids of the requests in this order. The other arguments apply to every request."""
         common = (max_new_tokens, streaming, record_timestamps)
         return [self.add_request(ids, None, *common, **options) for ids in inputs]
 

@@ -11,8 +11,8 @@ from .option_table import CONSTRAINTS
 def languages_by_row(
     options: Any, tokenizer: Any, rows: int, vocab_size: int, mask_id: int
 ) -> list[Language | None]:
-    """Make the language of each prompt's new text. It is None for a prompt whose new text is not
-    constrained.
+    """Make the language of each prompt's new text from the options `regex`, `choices`,
+    `json_schema` and `grammar`. It is None for a prompt that has none of them.
 
     Args:
         options: An `MRPGenerationConfig`.
@@ -22,7 +22,8 @@ def languages_by_row(
 
     Raises:
         ImportError: if a language needs a library that is not installed.
-        ValueError: for a value that is invalid or cannot be enforced.
+        ValueError: if the value of one of these options is invalid or cannot be enforced, if a
+            prompt has two of them, or if there is no tokenizer or no eos.
     """
     languages: list[Language | None] = [None] * rows
     names: list[str | None] = [None] * rows
@@ -67,11 +68,14 @@ def values_by_row(name: str, value: Any, rows: int) -> Sequence[Any]:
 
 
 def response_options(response_format: dict[str, Any] | None) -> dict[str, Any]:
-    """Translate OpenAI's `response_format` into options of `generate`.
+    """Translate OpenAI's `response_format` into the option `json_schema` of `generate`.
 
     Args:
-        response_format: A mapping whose `type` is "text", "json_object" or "json_schema"; the last
-            has the schema in `json_schema["schema"]`. None means "text".
+        response_format: None, or a dict whose `type` is "text", "json_object" or "json_schema".
+
+    Returns:
+        A dict of options: empty for None and "text"; for "json_object", the `json_schema` of any
+        object; for "json_schema", the one in `response_format["json_schema"]["schema"]`.
 
     Raises:
         ValueError: for any other format.

@@ -109,20 +109,24 @@ def read_form(
 ) -> Form:
     """Tokenise a form.
 
-    A space before a blank becomes part of its answers, as in most tokenizers. A prefix that all
-    answers of a blank share is shown in the form. Answers of different lengths are filled up with
-    eos tokens.
+    A space before a blank is tokenised together with each answer, as most tokenizers do in a text.
+    Tokens with which all answers to a question begin are written into the form, and the blank holds
+    the rest. Answers to a question may have different numbers of tokens only if its blank ends the
+    form. Such answers are filled up with eos tokens to one more than the largest number.
 
     Args:
         form: The text, with a blank `{name}` for each question.
-        questions: Maps the name of each question to its possible answers (see `answers_of`).
+        questions: Maps the name of each question to its possible answers: a list of texts, `bool`,
+            or a `range` of numbers.
         tokenizer: The tokenizer of the model.
         mask_id: The id of the mask token.
         eos: Ids that end a text.
 
     Raises:
-        ValueError: for a blank without a question, a question without a blank, and answers that do
-            not differ in the tokens of one blank.
+        ValueError: unless the form has exactly one blank for each question; if two answers to a
+            question have the same tokens, or one contains the mask; if answers have different
+            numbers of tokens, and text follows their blank or there is no eos; for a question that
+            is something else, has no answers, or has equal or empty answers.
     """
 
     def encoded(text: str) -> list[int]:
@@ -165,11 +169,12 @@ def read_form(
 
 
 class Sheet:
-    """The prompt and the form of one row, while the blanks are filled in from left to right.
+    """The prompt and the form of one row, while the blanks are filled in from left to right. A form
+    is a text with blanks, and a blank a run of masks that one of a few given answers replaces.
 
     Args:
         prompt: The ids of the prompt.
-        form: The form.
+        form: The form, with the ids of its text and the place and answers of each blank.
         block_size, mask_id: Block size and mask id of the model.
 
     Attributes:
@@ -203,14 +208,20 @@ class Sheet:
     def states(
         self, group: Sequence[Blank], length: int
     ) -> dict[tuple[int, tuple[int, ...]], list[int]]:
-        """Return the states at which the answers to a group of blanks are scored: for each blank,
-        one state for each sequence of tokens with which an answer can begin, the empty one
-        included.
+        """Return the states at which the answers to a group of blanks are scored. There is one for
+        each beginning that an answer can have, short of the whole answer. If the answers to a
+        question have the tokens (5, 6), (5, 7) and (8, 9), the beginnings are (), (5,) and (8,).
 
-        The result maps pairs to states. A pair is the column of a blank, counted from the beginning
-        of the group's first block, and the first tokens of an answer. The state shows these tokens
-        in the blank, and masks in the rest of the blank and in the other blanks of the group. It
-        is a list of `length` ids from the beginning of the group's first block.
+        Args:
+            group: Blanks that are answered in one forward, one of `groups`.
+            length: The number of ids of each state.
+
+        Returns:
+            A dict from pairs to states. A pair is the first column of a blank, counted from the
+            beginning of the group's first block, and the beginning of an answer. The state is a
+            list of `length` ids from the beginning of that block. It has the beginning of the
+            answer in the blank, and masks in the rest of the blank and in the other blanks of the
+            group.
         """
         start = self.start_of(group)
         old_ids = self.text[start : start + length]

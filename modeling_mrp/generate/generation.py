@@ -70,8 +70,9 @@ _AT_ONCE = 16  # default number of rows of `generate_batch`
 
 
 class MRPGenerationMixin(GenerationMixin):
-    """The method `generate` of an MRP model, and methods around it. transformers prepares the
-    inputs, and this package's loop decodes them."""
+    """Adds `generate` and `generate_batch` to an MRP model, and methods for continuous batching,
+    caches and CUDA graphs. transformers prepares the inputs, and this package's loop decodes
+    them."""
 
     @tested_versions()
     def generate(
@@ -89,11 +90,11 @@ class MRPGenerationMixin(GenerationMixin):
         """Decode prompts block by block. The keyword arguments are those of
         `GenerationMixin.generate` and the fields of `DecodingOptions`.
 
-        Logits processors get the scores of masked positions, [positions, vocab], and the ids before
+        Logits processors get the logits of masked positions, [positions, vocab], and the ids before
         each position, [positions, length]. These ids are the row's text with the revealed tokens of
         its block, and `mask_token_id` where no token is known yet. A processor that remembers its
-        calls or depends on the row is supported under `sequential` only. It is called once for each
-        token, with all rows.
+        calls or depends on the row is supported under `sequential` only. There, it is called once
+        for each token, with all rows.
 
         Stopping criteria get the prompts of all rows as given, each followed by n tokens, where n
         is the number of tokens of the row that is being checked. A row with fewer tokens is filled
@@ -106,7 +107,8 @@ class MRPGenerationMixin(GenerationMixin):
             streamer: For a single row, an object that receives the prompt without padding, and then
                 finished blocks in order. For several rows (after `num_return_sequences`), a list of
                 one streamer per row; each ends as soon as its row does.
-            custom_generate: As in transformers, to which the call is passed on.
+            custom_generate: As for transformers' own `generate`, which handles a call with this
+                argument.
             infill_ids: int64 [rows, n], the continuation of each prompt. It has `mask_token_id`
                 where a token is to be generated; other ids are kept. Fill shorter rows up with
                 masks. Generation continues after column n if `max_new_tokens`, which also counts
@@ -129,7 +131,8 @@ class MRPGenerationMixin(GenerationMixin):
 
         Raises:
             ValueError: for an invalid or unsupported argument, before any forward; for a malformed
-                result of a criterion or processor; for a position without a finite score.
+                result of a criterion or processor; for a position at which the picked token has no
+                finite logit.
 
         Example:
             >>> from modeling_mrp import MRPForCausalLM
@@ -233,8 +236,8 @@ class MRPGenerationMixin(GenerationMixin):
         return call
 
     def adjust_generation_fn(self, *args: Any, **kwargs: Any) -> None:
-        """Load the generation config as transformers does, and convert it to an
-        `MRPGenerationConfig`."""
+        """Set `self.generation_config` as transformers does when it loads a model, but as an
+        `MRPGenerationConfig`. The arguments are those of transformers' method of this name."""
         super().adjust_generation_fn(*args, **kwargs)
         self.generation_config: MRPGenerationConfig = MRPGenerationConfig.from_dict(
             self.generation_config.to_dict()

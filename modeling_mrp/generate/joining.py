@@ -38,9 +38,10 @@ class Batch:
 
     Args:
         model: An `MRPForCausalLM`.
-        first: A request with the setting.
+        first: A request from which the batch takes its setting, mode and picker. It does not join
+            by this; `add` lets it join.
         places: The largest number of rows that are decoded at the same time.
-        capacity: Number of cache slots of each row.
+        capacity: Number of cache slots (tokens) of each row.
         prompt_tokens: The largest number of prompt tokens that are computed between two rounds.
         tell: A function that is called with each request whose text a round has extended or ended.
 
@@ -76,13 +77,19 @@ class Batch:
         return self.places * self.capacity
 
     def takes(self, request: Request) -> bool:
-        """Return whether a request can join the batch."""
+        """Return whether a request can join the batch: it has the batch's setting, its text fits
+        into the cache slots of a row, and the batch has fewer requests than `places`."""
         fits = request.setting == self.setting and request.size <= self.capacity
         return fits and len(self.requests) < self.places
 
     def add(self, request: Request, slot: int) -> None:
-        """Add a request to the batch; its row joins before the next round. `slot` is a number that
-        no other request of the batch has; it becomes the row's `place`, the key in `requests`."""
+        """Add a request to the batch; its row joins before the next round.
+
+        Args:
+            request: A request that the batch `takes`.
+            slot: A number that no other request of the batch has. It becomes the row's `place`, the
+                request's key in `requests`.
+        """
         request.begin()
         request.row.place = slot
         self.requests[slot] = request
@@ -97,8 +104,14 @@ class Batch:
                 yield from JoinedRows(self, networks).rounds([], iter(()))
 
     def report(self, networks: Networks, rows: Sequence[Row]) -> None:
-        """Update the requests of `rows` after a round, and call `tell` with those that have new
-        results."""
+        """Update the results of requests after a round. Call `tell` (an argument of `Batch`) with
+        each request that has new results, and remove the requests whose texts have ended.
+
+        Args:
+            networks: The networks of the batch, which compute the likeliest tokens for requests
+                that ask for them.
+            rows: The rows of the batch.
+        """
         for row in rows:
             request = self.requests.get(row.place)
             if request is None:
@@ -127,7 +140,12 @@ class Batch:
 
 class JoinedRows(Decoder):
     """The decoder of a `Batch`: rows join the batch as requests arrive, and the batch grows for
-    them."""
+    them.
+
+    Args:
+        batch: The `Batch`, whose requests are decoded.
+        networks: The networks of the batch, which run the model and hold the cache.
+    """
 
     def __init__(self, batch: Batch, networks: Networks) -> None:
         call = batch.call
@@ -151,7 +169,8 @@ class JoinedRows(Decoder):
         new places. `waiting` is not used.
 
         Prompts are computed in parts, so that a long prompt does not delay the next round of the
-        other rows. Return whether a row joined, or has to wait until its prompt is complete.
+        other rows. Return True if a row joined, or if one still waits because not all of its prompt
+        has been computed; else False.
         """
         self.requests.drop_cancelled()
         for index, row in list(self.reading.items()):
@@ -175,8 +194,10 @@ class JoinedRows(Decoder):
         return joined
 
     def make_room(self, batch: list[Row]) -> None:
-        """Assign places of the batch to the requests that have arrived. The batch grows if
-        necessary. Until its prompt is complete, an ended row stands in for each of them."""
+        """Assign a place in `batch`, the list of rows, to each request that has arrived: the place
+        of an ended row, or a new one at the end. In each of these places, put an ended row. It
+        stands in for the request's row until the keys and values of the whole prompt are
+        computed."""
         joining, self.requests.joining = self.requests.joining, []
         if not joining:
             return
@@ -199,17 +220,23 @@ class JoinedRows(Decoder):
             self.reading[index] = row
 
     def read_part(self, stand_in: Row, row: Row, index: int, tokens: int) -> None:
-        """Compute keys and values of the next `tokens` tokens of a row's prompt. `index` is the
-        place in the batch that the row will take. Until the prompt is complete, the ended row
-        `stand_in` is there in its place."""
+        """Compute keys and values of the next part of a row's prompt, before the row joins the
+        batch.
+
+        Args:
+            stand_in: The ended row that is in the batch in the row's place.
+            row: The row that will join.
+            index: The index in the batch at which it will join.
+            tokens: The number of tokens of the part, whole blocks; if 0, nothing is computed.
+        """
         if tokens:
             self.networks.read_ahead(row, index, row.held, row.held + tokens)
             stand_in.held, stand_in.head_held = row.held, row.head_held
 
 
 def vacant(row: Row) -> Row:
-    """Make an ended row, which keeps a place of the batch for another row to take. It is a copy of
-    `row` before its first step."""
+    """Make a row that is marked as ended, to fill a place of the batch until another row takes it:
+    a copy of `row`, reset to its text before the first step. `row` stays as it is."""
     ended = row.rewound(0)
     ended.place, ended.stop = -1, ended.prompt
     return ended

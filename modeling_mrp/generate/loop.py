@@ -125,9 +125,9 @@ class Mode:
 
     @property
     def width(self) -> int:
-        """The largest number of states of a row in a round. With drafts it is K
-        (`Drafting.states`), but at least 2: the row's own state and the next block's first
-        state."""
+        """The largest number of states that a row submits in a round, at least 2. With drafts, it
+        is `Drafting.states`. Without drafts, it is 2: a row submits one state, but if that state
+        has no masks, it also submits the first state of the next block."""
         return max(2, 1 if self.drafting is None else self.drafting.states)
 
 
@@ -140,7 +140,8 @@ def draft_amount(
         mode: The `Mode` of the call.
         picker: The `Picker` of the call. It has the weight of `lm_head` and the size of shortlists.
         config: The model's config.
-        table: The costs of states, as `RoundCosts.from_dict` reads them; None for predicted costs.
+        table: What forwards cost by their number of states, as `RoundCosts.from_dict` reads it;
+            None for predicted costs.
     """
     drafting = mode.drafting
     if drafting is None:
@@ -160,7 +161,7 @@ class RoundPlan:
 
     Attributes:
         amount: How much the round drafts.
-        outlines: For each row, its draft without the head.
+        outlines: For each row, a draft that is built without the head.
     """
 
     amount: Amount
@@ -236,7 +237,8 @@ class RoundDecoder:
         estimates: Sequence[Mapping[Key, Scores]] | None = None,
     ) -> list[list[Node]]:
         """Build a draft of at most `size` states for each row that has not ended; an ended row gets
-        no nodes. A row that ends a block gets up to two states even if `size` is 1.
+        no nodes. A row whose own state has no masks gets up to two states even if `size` is 1: that
+        state and the first state of the next block.
 
         `estimates` has, for each row, the head's estimates of scores, by `State.key`. It is None if
         the head has not read any state.
@@ -348,8 +350,8 @@ class Decoder(RoundDecoder):
         mode, networks, amount, sources: As for `RoundDecoder`.
         watches: Callbacks such as stopping criteria. They get the batch's rows after every prefill
             and every round, and may end rows.
-        least_rows: The number of rows that the batch keeps at least. As its rows end, it is halved
-            repeatedly, but not below this number.
+        least_rows: The number of rows below which a batch is never shrunk. As rows end, the number
+            of rows in the batch is halved, if possible repeatedly.
     """
 
     networks: Networks
@@ -379,7 +381,8 @@ class Decoder(RoundDecoder):
             waiting: Rows that take the places of rows that have ended.
 
         Raises:
-            UnscoredError: if no token has a finite score at a position that is to be revealed.
+            UnscoredError: if the token picked at a position that is to be revealed has no finite
+                logit.
         """
         batch = list(rows)
         self.write(batch, self.prefill(batch, reused))
@@ -434,7 +437,7 @@ class Decoder(RoundDecoder):
         return pending_reveals
 
     def join(self, batch: list[Row], waiting: Iterator[Row]) -> bool:
-        """Replace ended rows in `batch` with rows from `waiting` until either run out. For each row
+        """Replace ended rows in `batch` by rows from `waiting` until either runs out. For each row
         that joins, compute the keys and values of its prompt, and write the reveal at its first
         state into its text. Return whether a row joined."""
         pending_reveals: list[PendingReveal | None] = [None] * len(batch)
@@ -459,8 +462,14 @@ class Decoder(RoundDecoder):
             watch(rows)
 
     def smaller(self, size: int, active: int) -> int:
-        """Return the size of a batch of `size` rows after halving it as often as possible. At least
-        `least_rows` rows must remain, and room for the `active` rows, which have not ended."""
+        """Return the size to which a batch can shrink: `size` halved (and rounded up) as often as
+        possible.
+
+        Args:
+            size: The present number of rows, ended ones included.
+            active: The number of rows that have not ended. The result is not less than this number,
+                nor less than `least_rows`, unless `size` itself is.
+        """
         while size > 1 and (half := (size + 1) // 2) >= max(active, self.least_rows):
             size = half
         return size

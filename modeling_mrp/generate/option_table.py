@@ -242,10 +242,16 @@ OPTIONS = (*_OWN[:2], *_options_of_rules(), *_OWN[2:])
 
 
 def rule_of(choice: str | RevealRule, options: Any, block_size: int) -> RevealRule:
-    """Return the reveal rule for `choice`, a value of `decoding` or `target`.
+    """Return the reveal rule for a value of `decoding` or `target`.
 
-    A name gives the rule of that name, made from checked options. A rule object gives the same
-    rule, with its results checked (`CheckedRule`).
+    Args:
+        choice: The name of a rule, or a rule object.
+        options: The checked options, from which a rule that is given by name is made.
+        block_size: The block size of the model.
+
+    Returns:
+        For a name, the rule of that name. For a rule object, a `CheckedRule` around it, which
+        reveals the same but raises `ValueError` for columns that cannot be revealed.
     """
     if isinstance(choice, RevealRule):
         return CheckedRule(choice)
@@ -393,8 +399,8 @@ OFF |= dict.fromkeys(
 
 
 def check_supported(values: Mapping[str, Any]) -> None:
-    """Raise `ValueError`, with its value and the reason, for the first option or argument among
-    `values` that is not supported."""
+    """Raise `ValueError` for the first option or argument among `values` that is not supported. The
+    message gives its value and the reason."""
     for name, why in UNSUPPORTED.items():
         if (value := values.get(name)) not in (None, OFF.get(name)):
             raise ValueError(

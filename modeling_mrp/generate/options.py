@@ -49,8 +49,9 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Make a config from the fields of a file. Raise `ValueError` for a field whose value is
-        invalid for every model."""
+        """Make a config from the fields of a file, `config_dict`. `kwargs` are passed on to the
+        method of this name of `GenerationConfig`. Raise `ValueError` for a field whose value is
+        invalid for every model, or that transformers cannot read."""
         _check_values(config_dict)
         try:
             return super().from_dict(config_dict, **kwargs)
@@ -61,10 +62,12 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
             ) from error
 
     def validate(self, strict: bool = False, **kwargs: Any) -> None:
-        """Validate the config as transformers does, also on `update`.
+        """Validate the config. transformers calls this method when a config is made, updated or
+        saved. transformers' own checks are made, too; `kwargs` are passed on to them.
 
-        Raise `ValueError` for an option that is invalid for every model. If `strict`, as when the
-        config is saved, also raise it for an option that no file can hold.
+        Raise `ValueError` for an option whose value is invalid for every model. If `strict`, as
+        when a changed config is saved, also raise it for a reveal rule that is given as an object,
+        which no file can hold.
         """
         _check_values(vars(self))
         for name in ("decoding", "target") if strict else ():
@@ -76,8 +79,13 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
         super().validate(strict=strict, **kwargs)
 
     def check(self, block_size: int, has_head: bool) -> None:
-        """Fill in defaults. Then raise `ValueError`, with its value and the remedy, for the first
-        option that is invalid or not supported."""
+        """Set the options that are None to their defaults, in place. Raise `ValueError` for the
+        first option that is invalid or not supported. The message gives its value and the remedy.
+
+        Args:
+            block_size: The block size of the model, which limits some options.
+            has_head: Whether the model has a head. If not, modes that use one are invalid.
+        """
         for option in OPTIONS:
             if getattr(self, option.name) is None:
                 setattr(self, option.name, option.default)
@@ -92,8 +100,13 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
         check_supported(vars(self))
 
     def mode(self, block_size: int, rows: int = 1) -> Mode:
-        """Make the `Mode` of a call with `rows` rows from the options, which must have been
-        checked."""
+        """Make the `Mode` that the options describe. They must have been checked (`check`).
+
+        Args:
+            block_size: The block size of the model.
+            rows: The number of rows of the call. For many rows, the default of `draft_branches` is
+                smaller.
+        """
         options: Any = self  # checked options are not None
         name, with_head = options.decoding, options.decoding == "mrp_spec"
         if name == "mrp_direct":
@@ -139,7 +152,8 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
 
     @property
     def is_constrained(self) -> bool:
-        """Whether an option restricts the texts that may be generated."""
+        """Whether the options restrict new texts to a language: whether `regex`, `choices`,
+        `json_schema` or `grammar` is set."""
         return any(getattr(self, name) is not None for name in CONSTRAINTS)
 
     def eos_ids(self) -> list[int]:
@@ -194,10 +208,17 @@ def set_fields(fields: Mapping[Any, Any]) -> dict[str, Any]:
 def resolved(
     model: Any, given: Any, kwargs: dict[str, Any]
 ) -> tuple[MRPGenerationConfig, dict[str, Any]]:
-    """Return the config of a call, and the arguments of the call that are not fields of the config.
+    """Return the checked config of a call, and the arguments of the call that are not fields of the
+    config.
 
-    `kwargs` override the `given` config, which overrides the model's config. Raise `ValueError` for
-    an argument that is unknown, unsupported or invalid.
+    Args:
+        model: The model, whose own `generation_config` is used where the call sets nothing.
+        given: The argument `generation_config` of the call: a config, a dict or None. It overrides
+            the model's config.
+        kwargs: The keyword arguments of the call, which override both.
+
+    Raises:
+        ValueError: for an argument that is unknown, unsupported or invalid.
     """
     if not isinstance(given, GenerationConfig | Mapping | None):
         raise ValueError(
@@ -367,8 +388,13 @@ def check_ids(ids: Any, attention_mask: Any, config: Any, infilled: int | None =
 
 
 def check_rows(real: Tensor, new_tokens: int, max_positions: int) -> None:
-    """Raise `ValueError` if a row of the mask `real` [rows, length] has no real token, has holes,
-    or is too long with its new tokens."""
+    """Raise `ValueError` if a prompt has no token, has padding between its tokens, or is too long.
+
+    Args:
+        real: bool [rows, length], True at tokens of the prompts and False at padding.
+        new_tokens: The number of tokens to generate after each prompt.
+        max_positions: The largest number of tokens of a prompt with its new ones.
+    """
     for row in (~real.any(-1)).nonzero():
         raise ValueError(
             f"row {int(row)} has no token (its attention_mask is all zeros): drop the row"

@@ -162,8 +162,13 @@ class Progress:
             self.picks[row.place, state.start + column] = (single, hidden[index, column].clone())
 
     def distributions(self, picker: Picker, tokens: Tensor) -> dict[str, tuple[Tensor, ...]]:
-        """Compute those of the output's `scores` and `logits` that are requested. Each is a tuple
-        of tensors [rows, vocab], one for each column of `tokens` [rows, generated]."""
+        """Compute those of the output's `scores` and `logits` that are requested. Return them by
+        these names, each a tuple of tensors [rows, vocab], one for each column of `tokens`.
+
+        Args:
+            picker: The picker of the call.
+            tokens: int64 [rows, generated], the generated tokens, padded after each row's end.
+        """
         if not any(self.requested.values()):
             return {}
         rewound = cache(lambda row_index, start: self.rows[row_index].rewound(start))
@@ -242,16 +247,20 @@ class Streams:
 
 
 class CountsEnd(BaseStreamer):
-    """A streamer that advances a progress bar when its row ends."""
+    """A streamer that advances a progress bar by one when its row ends.
+
+    Args:
+        bar: A progress bar with the method `update`, such as one of tqdm.
+    """
 
     def __init__(self, bar: Any) -> None:
         self.bar = bar
 
     def put(self, value: Tensor) -> None:
-        """See `BaseStreamer.put`: do nothing."""
+        """Do nothing: the tokens of the row are not needed."""
 
     def end(self) -> None:
-        """See `BaseStreamer.end`: advance the progress bar."""
+        """Advance the progress bar by one, because the row has ended."""
         self.bar.update()
 
 
@@ -348,8 +357,19 @@ def output_of(
     cache: BlockCache | None,
     pad: int,
 ) -> Tensor | MRPGenerateOutput:
-    """Make the output of `generate` from ended rows: their texts after `input_ids` [rows, prompt],
-    padded with `pad`. Without `progress`, the output is only the tensor of ids."""
+    """Make the output of `generate` after all rows have ended.
+
+    Args:
+        input_ids: int64 [rows, prompt], the prompts as given; the generated tokens follow them.
+        rows: All rows of the call.
+        decoder: The decoder of the call, which has counts of forwards.
+        progress: What was recorded during the call; None if only the ids are to be returned.
+        cache: The cache that the output returns for the next call, or None.
+        pad: The id that pads rows after their end.
+
+    Returns:
+        int64 [rows, prompt + generated] if `progress` is None, else an `MRPGenerateOutput`.
+    """
     device = input_ids.device
     texts = [row.text[row.prompt : row.stop] for row in rows]
     width = max(map(len, texts))

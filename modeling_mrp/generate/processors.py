@@ -38,7 +38,11 @@ CONTRACT = (
 
 class InOrder:
     """Calls logits processors as an autoregressive model does: once for each token of the text, in
-    order. Each call gets all rows of the batch in the order of their indices, including ended rows.
+    order. Each time, a processor gets all rows of the batch in the order of their indices, also
+    those that have ended.
+
+    The object is called in place of the processors. It is given the logits at the first mask of
+    each row that has not ended, and returns them as the processors change them.
 
     Args:
         processors: The processors.
@@ -85,8 +89,13 @@ class InOrder:
 def why_in_order(
     processors: Sequence[Any], prompts: Sequence[Tensor], weight: Tensor
 ) -> str | None:
-    """Return why processors must be called in order: the first reason that `check_processor` gives
-    for one of them. Return None if it gives none."""
+    """Return why logits processors must be called once for each token in order (`InOrder`): the
+    first reason that `check_processor` gives for one of them. Return None if it gives none.
+
+    Args:
+        processors: The processors.
+        prompts, weight: As for `check_processor`.
+    """
     reasons = [check_processor(processor, prompts, weight) for processor in processors]
     return next((reason for reason in reasons if reason is not None), None)
 

@@ -49,9 +49,9 @@ class Reveal:
     def keep(self, columns: Sequence[int], estimates: Sequence[float]) -> None:
         """Reduce the reveal to `columns`.
 
-        `estimates` has a number from the head for each column of the block. Where it is NaN, the
-        log-odds of the reveal's token become NaN, too; to write that token is then an
-        `UnscoredError`.
+        `estimates` has what the head computed for each column of the block: log-odds, or the size
+        of a change of a logit. Where this is NaN at a column of the reveal, the log-odds of the
+        token there become NaN, too. An attempt to write such a token raises `UnscoredError`.
         """
         for column in self.columns:
             if estimates[column] != estimates[column]:
@@ -106,11 +106,18 @@ def run_head(
     queries: list[tuple[Reveal, State]],
     residual: bool = False,
 ) -> list[Hidden]:
-    """Run one head pass at some states; return the hidden states h_A + h_C at each of them (h_C
-    alone if `residual`), in the form of `Scores.hidden`.
+    """Run one head pass at some states of the batch.
 
-    Each query is a reveal and the state that the head reads. The head starts from the reveal's
-    `hidden`. A row has at most one query.
+    Args:
+        networks: Runs the head.
+        rows: The rows of the batch.
+        queries: Pairs of a row's reveal and the state that the head reads, at most one per row. The
+            head starts from the hidden states `Reveal.hidden`.
+        residual: Whether to return the head's output h_C alone.
+
+    Returns:
+        For each query, the estimated hidden states h_A + h_C of its state (h_C if `residual`), in
+        the form of `Scores.hidden`: a tensor, and the index of the state in it.
     """
     inputs: list[list[tuple[State, Hidden]]] = [[] for _ in rows]
     for reveal, state in queries:
@@ -122,12 +129,20 @@ def run_head(
 def head_log_odds(
     networks: Runner, rows: Sequence[Row], queries: Sequence[tuple[Reveal, Columns]]
 ) -> list[tuple[Reveal, list[float]]]:
-    """Compute with the head the log-odds of each reveal's tokens. Return, for each query, its
-    reveal and a list [block] of log-odds, which are -inf at columns that the reveal does not have.
+    """Compute with the head the log-odds of the tokens of reveals.
 
-    Each query is a reveal and some columns. The head reads the state in which the reveal's tokens
-    stand at these columns. For a token at one of these columns, a trained head estimates the
-    log-odds that the backbone would give if this token alone were still masked.
+    For a token at one of the columns that the head sees, a trained head estimates the log-odds that
+    the backbone would give if this token alone were still masked.
+
+    Args:
+        networks: Runs the head.
+        rows: The rows of the batch.
+        queries: Pairs of a row's reveal and some of its columns. The head reads the state in which
+            the reveal's tokens stand at just these columns.
+
+    Returns:
+        For each query, its reveal and a list [block] of log-odds: those of the reveal's token at
+        each of its columns, also those that the head does not see; -inf at all other columns.
     """
     states = []
     tokens = []
@@ -142,6 +157,8 @@ def head_log_odds(
 class Direct:
     """The mode `mrp_direct`: after each backbone step, the head reveals more columns, one at a time
     and unverified (MRP, section 5).
+
+    The object is called with the reveals of a batch (`Reveal`), and adds columns to them in place.
 
     Attributes:
         head_reveals: The number of columns that the head reveals after each backbone step.
@@ -174,13 +191,14 @@ class Direct:
 @dataclass(frozen=True)
 class ThresholdRemask:
     """The published rule of `mrp_remask`: mask tokens again if the head's confidence in them, given
-    the other reveals of the step, is below tau.
+    the other reveals of the step, is below the probability tau.
 
-    The head reads the state after all reveals of the step (MRP, arXiv 2605.18817). Under every
-    remasking rule, at least one reveal stays.
+    The head reads the state after all reveals of the step (MRP, arXiv 2605.18817). If all tokens
+    are below tau, the most confident one stays. The object is called with the reveals of a batch
+    (`Reveal`), and removes columns from them in place.
 
     Attributes:
-        threshold: tau, in log-odds.
+        threshold: The log-odds of tau.
     """
 
     threshold: float  # tau, in log-odds
@@ -199,10 +217,12 @@ class ResidualRemask:
     by much.
 
     The head reads the state before the reveal. A token becomes a mask again if its logit changes by
-    more than `delta`, up or down. At least one reveal stays.
+    more than `delta`, up or down. If all do, the token in which the backbone is most confident
+    stays. The object is called with the reveals of a batch (`Reveal`), and removes columns from
+    them in place.
 
     Attributes:
-        delta: The largest change, in logits.
+        delta: The largest change, in logits, with which a token stays.
     """
 
     delta: float  # in logits
@@ -221,18 +241,22 @@ class ResidualRemask:
 @dataclass(frozen=True)
 class RereadRemask:
     """The rule `reread`: keep the tokens in which the head is confident, both given all other kept
-    tokens and given the most confident token alone.
+    tokens and given the most confident token alone. Confidence is a probability here.
 
-    Under the rule `threshold`, two tokens that contradict each other both become masks again. Under
-    this rule, only the least confident token below tau does. Then the head reads the remaining
-    tokens again, until the confidence of every token, given the others, reaches tau. Tokens that
-    are wrong together still support each other. So the head finally reads them given only the most
-    confident token; a token whose confidence is then below `alone_threshold` becomes a mask again,
-    too (`benchmarks/NOTES.md`, Remasking). A single token needs no head pass.
+    1. The head reads all tokens of the step. If its confidence in any but the most confident one is
+       below tau, the least confident token becomes a mask again, and the head reads the rest. This
+       is repeated until no such token is left. So of two tokens that contradict each other, one
+       stays, while the rule `threshold` masks both.
+    2. Tokens that are wrong together still support each other. So the head reads the state with
+       only the token in which the backbone is most confident. Each other token whose confidence is
+       then below tau / 2 becomes a mask again, too (`benchmarks/NOTES.md`, Remasking).
+
+    A single token stays without a head pass. The object is called with the reveals of a batch
+    (`Reveal`), and removes columns from them in place.
 
     Attributes:
-        threshold: tau, in log-odds.
-        alone_threshold: The log-odds of half of tau.
+        threshold: The log-odds of tau.
+        alone_threshold: The log-odds of tau / 2.
     """
 
     threshold: float  # tau, in log-odds

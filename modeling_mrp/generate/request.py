@@ -54,8 +54,8 @@ class Call:
 
 
 def unscored(error: UnscoredError, row: Row, picker: Picker) -> str:
-    """Make the error message for a row in which there is no token to choose, including the
-    remedy."""
+    """Make the message for the user about `error`, which says that the token picked at a position
+    of `row` has no finite logit; include the remedy. `picker` is the picker of the row."""
     return (
         f"no token with a finite score at position {error.position}, "
         f"{error.position - row.prompt} behind its prompt: leave one that no logits processor, "
@@ -75,7 +75,7 @@ class RequestOutput(GenerationOutput):
             log-probabilities. Empty unless the request asks for them.
         finish_reason: "eos", "length" or "criterion" (also for a stop string) once the text is
             complete; None before.
-        counts: The costs of the row (`MRPGenerateStats` explains each number).
+        counts: How many forwards and drafts the row has taken (`Counts`).
     """
 
     reveal_step: list[int] = field(default_factory=list)
@@ -144,8 +144,9 @@ class Request:
             self._stopping = Stopping(self.call.criteria, [self.row], ids, pad)
 
     def read(self, networks: Networks) -> bool:
-        """Update the results after a round: end the row if a criterion does, and take the tokens
-        that have become final. Return whether anything is new."""
+        """Update `output` after a round: end the row if a stopping criterion of the request says
+        so, and add the tokens that have become final. Return whether anything is new. `networks`
+        compute the likeliest tokens of each position, if the request asks for them."""
         row = self.row
         if self.top_count:
             self._read_likeliest(networks)

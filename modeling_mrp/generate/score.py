@@ -54,7 +54,7 @@ class MRPScoreOutput(ModelOutput):
 
 
 class MRPScoringMixin:
-    """The method `score` of an MRP model."""
+    """Adds the method `score` to an MRP model. It computes the log-probabilities of given texts."""
 
     @torch.no_grad()
     def score(

@@ -194,15 +194,15 @@ def _check(kernel: Kernel, arguments: tuple[Any, ...], result: Any) -> None:
 
 
 def failed_kernels() -> list[str]:
-    """List the kernels that failed in this process and that PyTorch twins replace, each with the
-    device on which it failed."""
+    """Return the kernels that have failed in this process and are now replaced by their PyTorch
+    twins. Each is a string "NAME on DEVICE", with the device on which the kernel failed."""
     with _KERNELS_LOCK:
         return sorted(f"{name} on {device}" for name, device in _failed)
 
 
 def processors(device: torch.device) -> int:
-    """Return the number of multiprocessors of a GPU. On other devices kernels are interpreted; for
-    these, return the number of a large GPU."""
+    """Return the number of multiprocessors of a GPU. For any other device, where Triton interprets
+    kernels, return the number of a large GPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
     return 132
@@ -226,7 +226,8 @@ def _obstacle(tensors: Sequence[Tensor], interpreted: bool) -> str | None:
 
 def unusable(device: torch.device, dtype: torch.dtype, interpreted: bool = False) -> str | None:
     """Return the reason why kernels cannot run on a device in a dtype, with its remedy; None if
-    they can run. If TRITON_INTERPRET is set, they can run only where `interpreted` is True."""
+    they can run. `interpreted` says whether kernels may run in Triton's interpreter: if it is False
+    and TRITON_INTERPRET is set, they cannot run."""
     if triton is None:
         return "triton cannot be imported: install it (pip install triton)"
     if dtype not in KERNEL_DTYPES:

@@ -85,9 +85,13 @@ class Unembedding:
         return logits if self.temperature == 1.0 else logits / self.temperature
 
     def chunks(self, rows: int, row_size: int | None = None) -> list[slice]:
-        """Divide `rows` rows into slices, so that the logits of one slice fit in memory. With
-        `row_size`, make room for that many numbers per row in place of the logits. If `rows` is 0,
-        return one empty slice."""
+        """Divide `rows` rows into slices, such that the values of one slice fit in memory.
+
+        Args:
+            rows: The number of rows. If it is 0, the result is one slice, which selects nothing.
+            row_size: The number of values that a row takes in memory; None for the row's logits,
+                one for each token of the vocabulary.
+        """
         size = row_size or self.weight.shape[0]
         step = max(1, _LOGITS_AT_ONCE // size)
         if rows > step:  # each further slice would read the whole weight again
@@ -119,8 +123,9 @@ def likeliest_tokens(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def log_odds(scores: Tensor, token: Tensor, picked: bool = False) -> Tensor:
-    """Compute the log-odds [n], log p - log (1 - p), of one token per row, `token` [n], under
-    `scores` [n, vocab]. If `picked`, the log-odds are NaN where the token's score is not finite."""
+    """Compute the log-odds [n], log p - log (1 - p), of one token per row, `token` int64 [n]. p is
+    the probability of the token in the softmax of its row of `scores` [n, vocab]. If `picked`, the
+    log-odds are NaN where the token's score is not finite."""
     token_score = scores.gather(1, token[:, None])
     other_logsumexp = scores.scatter(1, token[:, None], -torch.inf).logsumexp(-1, keepdim=True)
     odds = token_score - other_logsumexp
@@ -130,8 +135,9 @@ def log_odds(scores: Tensor, token: Tensor, picked: bool = False) -> Tensor:
 
 
 def odds_of(scores: Tensor, ids: Tensor) -> Tensor:
-    """Compute the log-odds [n, m] of the tokens `ids`, int64 [n, m], under `scores` [n, vocab].
-    Where they would be NaN, return -inf."""
+    """Compute the log-odds [n, m], log p - log (1 - p), of m tokens per row, `ids` int64 [n, m]. p
+    is the probability of a token in the softmax of its row of `scores` [n, vocab]. Log-odds that
+    would be NaN are -inf instead."""
     token_scores = scores.gather(1, ids)
     log_p = token_scores - scores.logsumexp(-1, keepdim=True)
     odds = log_p - torch.log1p(-log_p.exp())
@@ -157,8 +163,17 @@ def gumbel_noise(keys: Tensor, vocab: int, dtype: torch.dtype) -> Tensor:
 
 
 def slices_of(rows: int, vocab: int, device: torch.device) -> tuple[int, int]:
-    """Divide the vocabulary into slices, one for each program of a row, so that the programs of all
-    rows fill the device. Return the length of a slice and the number of slices."""
+    """Divide the vocabulary into slices for a kernel that has a program for each row and slice, so
+    that all programs together fill the device.
+
+    Args:
+        rows: The number of rows of logits.
+        vocab: The number of tokens of the vocabulary.
+        device: The device.
+
+    Returns:
+        The number of tokens of a slice (the last slice may have fewer), and the number of slices.
+    """
     length = triton.cdiv(vocab, _TILE * triton.cdiv(_READERS * processors(device), rows))
     length *= _TILE
     return length, triton.cdiv(vocab, length)
@@ -167,18 +182,24 @@ def slices_of(rows: int, vocab: int, device: torch.device) -> tuple[int, int]:
 def pick_rows(
     unembedding: Unembedding, logits: Tensor, min_logit: Tensor | None, keys: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Pick in each row the token with the largest logit or, to sample, with the largest sum of the
-    logit (divided by the temperature) and noise. Return the tokens and their log-odds, [n] each.
+    """Pick a token in each row of logits, and compute the log-odds of this token.
 
-    Of equal logits the first is picked; NaN counts as larger than any number, as in `torch.argmax`.
-    Log-odds are NaN where the score of the picked token itself is not finite. They are computed
-    over all tokens, including those below `min_logit`.
+    Without `keys`, the picked token has the largest logit. With `keys`, tokens are sampled: the
+    picked token has the largest sum of logit / temperature and noise. Of equal values, the first is
+    picked; NaN counts as larger than any number, as in `torch.argmax`.
 
     Args:
         unembedding: Gives the temperature.
         logits: [n, vocab], at least one row.
-        min_logit: [n], the smallest logit that may be picked in each row; or None.
-        keys: int64 [n], noise keys made by `noise_key`, to sample; None to pick without noise.
+        min_logit: [n], for each row, a lower bound on `logits`: a token with a smaller logit is not
+            picked. None if there is no bound.
+        keys: int64 [n], noise keys made by `noise_key`; None to pick without noise.
+
+    Returns:
+        The tokens, int64 [n], and their log-odds, [n]. The log-odds are log p - log (1 - p), where
+        p is the token's probability in the softmax of logits / temperature. This softmax is over
+        all tokens, also those below `min_logit`, and is without noise. The log-odds are NaN where
+        the logit of the picked token is not finite.
     """
     rows, vocab = logits.shape
     device = logits.device
@@ -220,8 +241,14 @@ def pick_rows_ref(
     keys: Tensor | None,
     truncated_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Pick as `pick_rows` does, in PyTorch. `truncated_logits` [n, vocab], if given, are the logits
-    with -inf at tokens that must not be picked; log-odds are still computed over all tokens."""
+    """Compute the same as `pick_rows`, in PyTorch.
+
+    Args:
+        unembedding, logits, min_logit, keys: As in `pick_rows`.
+        truncated_logits: [n, vocab], a copy of `logits` with -inf at further tokens that must not
+            be picked, or None. It has no effect on the softmax of the log-odds, which is that of
+            `logits`.
+    """
     scores = unembedding.tempered(logits)
     candidates = scores if truncated_logits is None else unembedding.tempered(truncated_logits)
     if min_logit is not None:
@@ -243,19 +270,24 @@ def list_rows(
     count: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Pick a token in each row as `pick_rows` does, and list the m likeliest tokens of the row.
-    Return the tokens [n], their log-odds [n], and the candidates [n, 2 m + 1] in at least float32.
-
-    A row of candidates holds, in this order: the ids of the listed tokens, the likeliest first; the
-    scores of these tokens, which are logits divided by the temperature, or -inf for tokens that
-    must not be picked; and the log-sum-exp of the scores of all other tokens. Listed tokens that
-    must not be picked count among these others. Tokens with equal scores are listed by increasing
-    id. If several tokens tie for the last place of a list, PyTorch may list any of them, unless
-    their score is -inf.
 
     Args:
         unembedding, logits, keys: As in `pick_rows`.
-        min_logit: As in `pick_rows`. In a row with a largest logit, it must not exceed that logit.
+        min_logit: As in `pick_rows`. It must not exceed the largest logit of its row, unless all
+            logits of the row are -inf.
         count: m, at most `MOST_LISTED`. If the vocabulary is smaller, all its tokens are listed.
+
+    Returns:
+        The picked tokens [n], their log-odds [n], and the candidates [n, 2 m + 1] in at least
+        float32. A row of candidates has three parts, in this order:
+
+        - The ids of the listed tokens, the likeliest first. Of tokens with equal logits, the
+          smaller id comes first. If several tokens tie for the last place, PyTorch
+          (`list_rows_ref`) may list any of them, unless their logit is -inf.
+        - The scores of these m tokens: logit / temperature, or -inf if the logit is below
+          `min_logit`.
+        - The log-sum-exp of logit / temperature over all other tokens. Listed tokens whose score is
+          -inf because of `min_logit` are included here.
     """
     rows, vocab = logits.shape
     device = logits.device
@@ -313,8 +345,13 @@ def list_rows_ref(
     count: int,
     truncated_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """List as `list_rows` does, in PyTorch. `truncated_logits` [n, vocab], if given, are the logits
-    with -inf at tokens that must not be picked, in addition to those below `min_logit`."""
+    """Compute the same as `list_rows`, in PyTorch.
+
+    Args:
+        unembedding, logits, min_logit, keys, count: As in `list_rows`.
+        truncated_logits: [n, vocab], a copy of `logits` with -inf at further tokens that must not
+            be picked, or None. These tokens are treated like those below `min_logit`.
+    """
     token, odds = pick_rows_ref(unembedding, logits, min_logit, keys, truncated_logits)
     scores = unembedding.tempered(logits)
     ids = _likeliest_ids(upcast(logits), count)

@@ -146,8 +146,9 @@ def _add_turned(out: Tensor, values: Tensor, sin: Tensor) -> Tensor:
 
 
 def gated(gate: Tensor, up: Tensor, activation: Any) -> Tensor:
-    """Return `silu(gate) * up` [..., size]. Rows of `gate` and `up` may be parts of larger rows.
-    `activation` is a module that computes SiLU."""
+    """Return `silu(gate) * up` [..., size]. `gate` and `up` [..., size] may be slices, along the
+    last dimension, of a wider tensor. `activation` is a module that computes SiLU; only the PyTorch
+    twin calls it."""
     size = gate.shape[-1]
     gates = gate.reshape(-1, size)
     ups = up.reshape(-1, size)
@@ -171,8 +172,9 @@ class RoundMask:
     tensor.
 
     Attributes:
-        committed: int64 [rows, width], the number of slots of its row's committed text that each
-            state sees, counted from the first slot; width is the number of states per row.
+        committed: int64 [rows, width], where width is the number of states per row. For each state,
+            the number of slots that it sees of the committed text of its row, counted from the
+            first slot.
         parent: int64 [rows, width], for each state, the index (within the row) of the parent whose
             keys it also sees; -1 if it has none.
         block_size: The number of tokens per state.
@@ -191,8 +193,8 @@ class RoundMask:
 
     def dense(self, cached_slots: int) -> Tensor:
         """Make the mask as a tensor, bool [rows, 1, queries, cached_slots + queries] with queries =
-        width * block_size: True where a query sees a key. Its keys are `cached_slots` slots of the
-        committed text, then the tokens of all states of the row."""
+        width * block_size: True where a query sees a key. The keys of a row are `cached_slots`
+        slots of its committed text, then the tokens of all its states."""
         slots = torch.arange(self.parent.shape[1], device=self.parent.device)
         block = self.block_size
         # themselves and their parents
@@ -218,9 +220,14 @@ class RoundMask:
         return self._shared[key]
 
     def arrived(self, count: int) -> Tensor:
-        """Return counters, int32 [count], with which the attention kernel counts its programs that
-        have finished. They are zero when a layer begins, and the kernel sets them back to zero at
-        its end."""
+        """Return counters for the attention kernel, int32 [count], which all layers of a forward
+        share.
+
+        There is one counter for each tile of queries, which is a part of a row's queries under one
+        KV head. Several programs work on a tile, and the kernel counts there how many of them have
+        finished. All counters are 0 when the kernel starts, and it sets them back to 0 before it
+        ends.
+        """
         if count not in self._shared:
             self._shared[count] = torch.zeros(
                 count, dtype=torch.int32, device=self.committed.device
@@ -326,10 +333,18 @@ ROUND_ATTENTION = Kernel("round_attention", round_attention, round_attention_ref
 def product(
     linears: Sequence[Any], weight: Tensor | None
 ) -> Callable[[Tensor], Tensor | list[Tensor]]:
-    """Make a function that applies several linear layers to one input. If `weight` is given, which
-    holds the weights of all layers in order, [sum of out_features, in_features], it returns their
-    outputs side by side in one tensor; otherwise, it returns a list with the output of each
-    layer."""
+    """Make a function that applies several linear layers to one input.
+
+    Args:
+        linears: The layers.
+        weight: The weights of all layers, in order, as one matrix [sum of out_features,
+            in_features], if no layer has a bias; or None.
+
+    Returns:
+        A function of an input [..., in_features]. With `weight`, it returns one tensor [..., sum of
+        out_features] with the outputs of all layers side by side. Without, it calls each layer, and
+        returns a list of their outputs.
+    """
     if weight is not None:
         return partial(F.linear, weight=weight)
     return lambda hidden: [linear(hidden) for linear in linears]
@@ -342,12 +357,15 @@ def run_fused(
     return the normed hidden states. Where kernels do not run, as on a CPU, their PyTorch twins do.
 
     Args:
-        plan: The layers and their matrix products (see `Plan`).
+        plan: For each layer, a tuple that `plan_layers` made: the layer; a function that computes
+            queries, keys and values from its input; one that computes gate and up; and whether the
+            gate goes through a plain SiLU.
         norm: The final norm.
         hidden: [rows, tokens, hidden_size].
         rotary: cos and sin, [rows, tokens, head_dim] each.
         mask: Which keys each state sees.
-        cache: A `BlockCache`; its target receives the keys and values.
+        cache: A `BlockCache`. Keys and values are written to the slots that its method `target` has
+            set.
     """
     run = mask.dispatch.run
     added = None

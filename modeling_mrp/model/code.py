@@ -34,8 +34,12 @@ the top of {PACKAGE}.""",
 
 def code_files(family: str = DENSE) -> dict[str, str]:
     """Return the remote code of a repository as a dict that maps the path of each file to its text.
-    The texts are generated for a family of backbones (`MRPConfig.family`). If this code itself runs
-    as remote code, they are those of its own files, whatever the family."""
+
+    Args:
+        family: The family of backbones (`MRPConfig.family`) for which the installed package
+            generates the code. If this function itself runs as remote code, `family` is ignored,
+            and the code is that of the folder from which the function was loaded.
+    """
     this_file = Path(__file__)
     if this_file.name == PACKAGE:
         files = {
@@ -67,15 +71,24 @@ def model_tags(family: str) -> list[str]:
 
 
 def generate_on_stock(inputs: Any = None, *, model: Any, **kwargs: Any) -> Any:
-    """Decode with a stock SDAR model and the head of the Hub repository that holds this file; an
-    MRP model decodes with its own head. The call is `sdar.generate(custom_generate="org/head",
-    trust_remote_code=True)`. Return what `generate` of an MRP model returns; `inputs` and `kwargs`
-    are its arguments, and options for fetching the head, such as `token`.
+    """Decode with a stock SDAR model and the head of the Hub repository that holds this file.
 
-    The file `custom_generate/generate.py` holds only this function, under the name `generate`, so
-    the function itself imports everything that it needs. The path at which transformers caches that
-    file gives the repository and the commit. `ValueError` is raised if the head does not fit, or if
-    the repository is a local folder.
+    transformers calls this function for the call `sdar.generate(custom_generate="org/head",
+    trust_remote_code=True)`. It is then the only content of `custom_generate/generate.py`, under
+    the name `generate`, so it imports everything that it needs. The path at which transformers
+    caches that file gives the repository and the commit of the head.
+
+    Args:
+        inputs: The prompts, as for `generate` of an MRP model.
+        model: The stock model. An MRP model decodes with its own head instead.
+        kwargs: Further arguments of `generate` of an MRP model. They may also have options for
+            fetching the head, such as `token`.
+
+    Returns:
+        What `generate` of an MRP model returns.
+
+    Raises:
+        ValueError: if the head does not fit the model, or if `custom_generate` is a local folder.
     """
     import re
     from pathlib import Path

@@ -24,9 +24,17 @@ PAGE_SIZE_NAME = (
 
 
 def check_saved_modules(model: Any, adapter_name: str) -> None:
-    """Check that an adapter was loaded together with the modules that were saved with it. If the
-    installed version of transformers has left these out, delete the adapter and raise
-    `ImportError`."""
+    """Check that transformers has loaded an adapter together with the modules that were saved whole
+    with it (peft's `modules_to_save`).
+
+    Args:
+        model: The model to which the adapter was added.
+        adapter_name: The name of the adapter.
+
+    Raises:
+        ImportError: if there are such modules, and transformers is older than 5.18, which leaves
+            them out. The adapter is deleted from the model before.
+    """
     saved = getattr(model.peft_config[adapter_name], "modules_to_save", None)
     if saved and Version(transformers.__version__) < Version("5.18"):
         model.delete_adapter(adapter_name)
@@ -38,8 +46,8 @@ def check_saved_modules(model: Any, adapter_name: str) -> None:
 
 
 def chosen_cache(cache: Any, past_key_values: Any) -> Any:
-    """Return the cache that a caller passed under one of the two names of the argument, or None if
-    neither was used. Raise `ValueError` if both were used."""
+    """Return the argument `cache` or, if it was passed under its older name, `past_key_values`.
+    Return None if both are None. Raise `ValueError` if neither is None."""
     if cache is not None and past_key_values is not None:
         raise ValueError(
             "cache and past_key_values are two names of one argument: pass one of them"

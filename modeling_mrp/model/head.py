@@ -40,6 +40,10 @@ class MRPHead(nn.Module):
     ``h_C = norm(layers(eh_proj([enorm(embed(x')) ; hnorm(h_A)])))``, with Qwen3's layers: x' is the
     state after the reveal, and h_A are the backbone's hidden states before it. A new head, before
     any training, returns 0.
+
+    Args:
+        config: The config of the model. It has the sizes of the layers and, in
+            `num_nextn_predict_layers`, their number.
     """
 
     def __init__(self, config: MRPConfig) -> None:

@@ -196,15 +196,19 @@ def is_hub_id(name: str) -> bool:
 
 
 def backbone_location(name: str, source: str) -> str:
-    """Return the name of the backbone, which a head repository's config gives. Raise `ValueError`
-    if that config may not give such a name.
+    """Check the name of the backbone that the config of a head repository gives, and return it
+    unchanged.
 
-    A name may be the id of a repository on the Hub, if no path of this name exists here. In the
-    config of a local folder, it may also be the absolute path of another folder that exists.
+    Two kinds of names are allowed: the id of a repository on the Hub, if no path of this name
+    exists here; and, in the config of a local folder only, the absolute path of a folder that
+    exists.
 
     Args:
         name: The name in the config.
         source: The head repository: a folder, or the id of a repository.
+
+    Raises:
+        ValueError: for any other name.
     """
     is_repository = isinstance(name, str) and is_hub_id(name) and not os.path.exists(name)
     is_local = isinstance(name, str) and os.path.isdir(source) and os.path.isabs(name)

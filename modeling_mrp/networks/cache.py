@@ -133,8 +133,9 @@ class BlockCache(Cache):
             used: The first slot to write, usually the number of slots that the texts take.
             width: The number of slots to write in each row.
             prefill: Whether the forward computes tokens of the texts, in their own slots. Any other
-                forward scores states after the texts. If the cache is `fixed` (made for CUDA
-                graphs), it starts at `used` rounded up to a power of two (`bucket`).
+                forward scores states, which are written after the texts. If the cache is `fixed`
+                (made for CUDA graphs), their first slot is not `used`, but `used` rounded up to a
+                power of two (`bucket`).
         """
         self.begin = bucket(used) if self.fixed and not prefill else used
         self.end = self.begin + width
@@ -235,11 +236,11 @@ class BlockCache(Cache):
         values are written.
 
         Args:
-            ids: The text whose tokens the slots hold.
-            held, head_held: The number of leading tokens whose keys and values are in all layers of
-                the backbone (`held`) and in all layers of the head (`head_held`).
-            hidden_held: The number of leading tokens that the head has read, or can still read from
-                the attribute `hidden`.
+            ids: For each row, the text whose tokens the slots hold.
+            held, head_held: For each row, the number of leading tokens whose keys and values are in
+                all layers of the backbone (`held`) and in all layers of the head (`head_held`).
+            hidden_held: For each row, the number of leading tokens that the head has read, or can
+                still read from the attribute `hidden`.
         """
         self.ids, self.held, self.head_held, self.hidden_held = ids, held, head_held, hidden_held
         # a copy of the cache needs no copies of views

@@ -39,8 +39,12 @@ LEAST_CAPACITY = 1024
 
 
 class CudaRecorder:
-    """Recorder of CUDA graphs that share one memory pool of a device. So the output of a graph may
-    be overwritten by the next graph that runs."""
+    """Records functions as CUDA graphs. All graphs of a recorder share one memory pool, so the next
+    graph that runs may overwrite the output of an earlier one.
+
+    Args:
+        device: The GPU on which the functions run.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -123,10 +127,13 @@ class Graphs:
         self.borrower: Callable[[], BlockCache | None] = lambda: None
 
     def lend(self, past: BlockCache | None) -> BlockCache:
-        """Return a cache that shares the memory of the recordings, filled with the content of
-        `past` if that is given. If `past` shares this memory already, return `past` itself.
+        """Return a cache that shares the memory of the recordings, so that these can be replayed on
+        it.
 
-        Otherwise, the cache that was lent last first gets memory of its own, if it still exists.
+        If `past`, the cache of an earlier call, shares this memory already, it is returned itself.
+        Otherwise, the result is a new cache, with the content of `past` if that is given. In this
+        case, the cache that `lend` returned last, if it is still in use, first gets a copy of the
+        memory for itself, so that it keeps its content.
         """
         cache = past
         if cache is None or cache.hidden is not self.cache.hidden:
@@ -139,10 +146,18 @@ class Graphs:
         return cache
 
     def call(self, key: Hashable, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """Return `function(*inputs)`, from a recording if there is one for `key` and for inputs of
-        these shapes and dtypes. No later replay overwrites the result.
+        """Return `function(*inputs)`, computed by a recording where possible. No later replay
+        overwrites the result.
 
-        `function` must depend only on the inputs (which may be on the host), the key and the cache.
+        A recording belongs to a key and to inputs of certain shapes and dtypes. The first call with
+        these runs the function as usual, a later one records it, and all further ones replay the
+        recording. After a failure of any recording, the function always runs as usual.
+
+        Args:
+            key: A value that identifies the computation: calls with equal keys, inputs and cache
+                content must have equal results.
+            function: The function.
+            inputs: Its arguments, which may be on the host.
         """
         key = key, tuple((tensor.shape, tensor.dtype) for tensor in inputs)
         static_inputs = self.inputs.get(key)
@@ -229,17 +244,19 @@ def cache_for(
     scratch: int,
     with_head: bool,
 ) -> Iterator[tuple[BlockCache, Graphs | None]]:
-    """Context manager: yield the cache of a call, and the `Graphs` that record its forwards as CUDA
-    graphs, or None if forwards are not recorded. Both may be kept from earlier calls.
+    """Context manager: yield a pair for a call of `generate`: its cache, and the `Graphs` that
+    record its forwards as CUDA graphs, or None if forwards are not recorded. Both may be kept from
+    earlier calls.
 
-    The cache holds the content of `past`, unless that lacks the head's layers and the head takes
-    part.
+    The cache has the content of `past`. It is empty if `past` is None, or if the head takes part
+    and `past` lacks the head's layers.
 
     Args:
         model: The model.
         weights: The model's `fingerprint`.
-        graphs: None: record forwards where possible. True: record them where no other call is using
-            the model's recordings. False: never record them.
+        graphs: False: never record forwards. None: record them if forwards of this model can be
+            recorded. True: the same, but raise an error if they cannot. With None and True,
+            forwards are not recorded while another call is using the model's recordings.
         past: The cache of an earlier call, or None.
         rows: The number of rows of the cache.
         capacity, scratch: The least number of slots per row for committed tokens (`capacity`) and
@@ -358,8 +375,8 @@ def obstacle(model: Any, weights: Hashable = None) -> str | None:
     """Explain why forwards of this model cannot be recorded as CUDA graphs, with the remedy; return
     None if they can.
 
-    If the model's `fingerprint` is given as `weights`, the model's tensors are examined only if it
-    has changed since the last call.
+    If the model's `fingerprint` is given as `weights`, the model's tensors are examined only if the
+    fingerprint has changed since the last call.
     """
     # checked first: the rest reads all weights, which calls on other devices need not do
     device = model.device

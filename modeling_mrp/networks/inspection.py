@@ -31,11 +31,12 @@ _DECISIONS: "weakref.WeakKeyDictionary[nn.Module, tuple[Hashable, dict[Hashable,
 
 
 class PassingReference(weakref.ref[Any]):
-    """A weak reference, for attributes of objects that are copied and pickled. In a deep copy of
-    such an object, it still refers to the same object; once unpickled, it refers to nothing.
+    """A weak reference, for attributes of objects that are copied and pickled. If such an object is
+    deep-copied, the reference in the copy refers to the same target. If the object is unpickled,
+    the reference refers to nothing.
 
-    Two such references are equal if they refer to the same live object. A reference to nothing
-    equals none, not even itself.
+    Two such references are equal if both refer to the same target and the target still exists. A
+    reference whose target is gone is not equal to any reference, not even to itself.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -162,7 +163,7 @@ def weight_versions(module: nn.Module, model_key: Hashable = None) -> list[Any]:
     Two records are equal if, between them, no parameter was replaced, moved or written to, and the
     active adapters stayed the same. Writes through `.data` are not noticed, because autograd does
     not count them. If the model's `fingerprint` is given as `model_key`, references to the
-    parameters are made only if it has changed since the last call.
+    parameters are made only if the fingerprint has changed since the last call.
     """
     weights: list[Tensor] = []
     # adapters of peft

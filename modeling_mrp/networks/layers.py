@@ -45,8 +45,8 @@ def plan_layers(
         model: The `MRPForCausalLM`.
         with_head: Whether the head takes part.
         dispatch: Decides between kernels and PyTorch.
-        model_key: The model's `fingerprint`. If it is given, modules are examined only if it has
-            changed since the last call.
+        model_key: The model's `fingerprint`, or None. With a fingerprint, modules are examined only
+            if it has changed since the last call.
 
     Returns:
         A dict from `model.model` and, if `with_head`, `model.mrp_head` to a list with a tuple for

@@ -13,7 +13,8 @@ _MASKS_ON_DEVICE = 512
 
 
 class TokenMasks:
-    """Keeps masks of token sets on the device, because a call uses the same sets repeatedly."""
+    """Stores boolean masks over the vocabulary on the device, one for each set of tokens. A mask is
+    made when its set is first used, and then kept, because a call uses the same sets repeatedly."""
 
     def __init__(self) -> None:
         self._index: dict[TokenSet, int] = {}

@@ -120,8 +120,8 @@ class Networks:
         position `end`, before its row joins the batch. The later `prefill` of the row reuses them.
         Set `row.held` to `end` and, if the head takes part, `row.head_held` as well.
 
-        Until then, rounds need a stand-in for the row in the batch: an ended row at `index` that
-        has the same text, `held` and `head_held` as `row` (see `Row`).
+        Until the row joins, the caller must keep another row in its place in the batch: an ended
+        row at `index` that has the same text, `held` and `head_held` as `row` (see `Row`).
 
         Args:
             row: The row that will join.
@@ -300,9 +300,13 @@ class Networks:
         return self.sampler.score(rows, drafts, hidden, first_states)
 
     def hidden(self, states: Sequence[Sequence[State]], read: int) -> Tensor:
-        """Run the backbone over states of each row, wherever in the row's text they lie. Each state
-        sees the blocks before its own, as far as they are among the first `read` tokens of the row,
-        whose keys and values the method `read` must have computed.
+        """Run the backbone over states of each row, wherever in the row's text they lie.
+
+        Args:
+            states: For each row, its states. A state sees itself, and the blocks before its own as
+                far as these lie within the first `read` tokens of the row.
+            read: The number of leading tokens of each row whose keys and values the method `read`
+                has computed.
 
         Returns:
             [rows, width, block, hidden_size], where width is at least the largest number of states
@@ -594,8 +598,8 @@ class Networks:
         return rows[:size]
 
     def extend(self, size: int) -> None:
-        """Enlarge the batch to the first `size` rows of the cache. Earlier calls of `shrink_batch`
-        are not undone, and can no longer be."""
+        """Make the batch the first `size` rows of the cache, more than before. Rows that
+        `shrink_batch` has moved stay where they are; `restore_batch` no longer moves them back."""
         self._swaps.clear()
         self.cache.active = size
 

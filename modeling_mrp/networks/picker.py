@@ -128,11 +128,13 @@ class Picks(NamedTuple):
     Attributes:
         token: int64 [n], the picked tokens.
         log_odds: float [n], the log-odds of the token's probability after temperature and
-            processors, before truncation. NaN where no token had a finite score.
-        entropy: float [n], in nats.
+            processors, before truncation. NaN where no token has a finite logit.
+        entropy: float [n], in nats, of the distribution after temperature and processors, before
+            truncation.
         candidates: [n, 2 m + 1] in at least float32, for the m likeliest tokens: m ids, the
-            likeliest first; their m scores, which are -inf for tokens that truncation leaves out;
-            and the log-sum-exp of the scores of all other tokens, including those left out.
+            likeliest first; their m scores (logits after processors, divided by the temperature),
+            which are -inf for tokens that truncation leaves out; and the log-sum-exp of the scores
+            of all other tokens, including those left out.
     """
 
     token: Tensor
@@ -194,7 +196,8 @@ class Picker:
 
     @cached_property
     def masks(self) -> TokenMasks:
-        """Keeps on the device the masks of the token sets that constraints allow."""
+        """The store on the device of masks over the vocabulary, one for each set of tokens that a
+        constraint allows. It is made at first use."""
         return TokenMasks()
 
     def __call__(self, hidden: Tensor, spots: Spots | None = None) -> Picks:
@@ -211,13 +214,17 @@ class Picker:
         return _join(picks)
 
     def among(self, hidden: Tensor, candidates: Tensor, spots: Spots) -> Picks:
-        """Pick greedily at n positions, each time among the first `shortlist` of the candidates
-        that were found there at an earlier state. All other tokens keep the scores that they had at
-        that state.
+        """Pick a token for a draft at each of n positions, greedily and among few candidates.
 
-        The argmax after a reveal is nearly always one of the likeliest tokens before it, so drafts
-        need no other rows of `lm_head`. Processors and bans are not applied. Tokens that truncation
-        left out at the earlier state are not picked.
+        The candidates of a position are the first `shortlist` of the tokens that were listed there
+        at an earlier state. They get new logits from `hidden`. All other tokens keep the scores
+        (logits divided by the temperature) of the earlier state; they are never picked, but count
+        in the softmax that gives the log-odds. Candidates that truncation left out at the earlier
+        state are not picked, nor is an eos where none is allowed. Processors and bans are not
+        applied.
+
+        This reads only the candidates' rows of `lm_head`. It suffices for drafts, because the
+        argmax after a reveal is nearly always one of the likeliest tokens before it.
 
         Args:
             hidden: [n, hidden_size], hidden states.
@@ -252,9 +259,14 @@ class Picker:
         return _join(picks)
 
     def token_odds(self, hidden: Tensor, token: Tensor, spots: Spots) -> Tensor:
-        """Compute the log-odds [n] of the tokens `token`, int64 [n], one for each of n positions
-        (`spots`), from hidden states [n, hidden_size]. They are those of the token's probability
-        after temperature and processors, before truncation."""
+        """Compute the log-odds [n] of given tokens, one at each of n positions. They are those of
+        the token's probability after temperature and processors, before truncation.
+
+        Args:
+            hidden: [n, hidden_size], the hidden states at the positions.
+            token: int64 [n], the tokens.
+            spots: The positions.
+        """
         shape = self._shaper(spots)
         odds = []
         for chunk in self.unembedding.chunks(len(hidden)):

@@ -43,7 +43,12 @@ class Rates:
 
 
 def rates_of(device: torch.device, dtype: torch.dtype) -> Rates:
-    """Return a device's rates for a dtype, from the properties that the device reports."""
+    """Estimate how many bytes a device reads per second, how many operations it computes per second
+    with numbers of a dtype, and the additional seconds for each layer of a model.
+
+    For a GPU, the estimates use the properties that it reports; for a CPU, torch's number of
+    threads. For any other device, they are constants.
+    """
     if device.type == "cpu":
         threads = torch.get_num_threads()
         flops = threads * CPU_FLOPS / (2 if dtype == torch.float64 else 1)
@@ -65,7 +70,8 @@ def predicted_costs(config: Any, weight: Tensor, shortlist: int = 0) -> RoundCos
     """Predict the costs of a model's forwards, in seconds, on the device of its weights.
 
     Args:
-        config: The model's sizes, named as in config.json.
+        config: The model's config, or any object with its sizes as attributes (`hidden_size`,
+            `num_hidden_layers` and so on).
         weight: [vocab, hidden_size], the weight of `lm_head`; only its device and dtype are used.
         shortlist: Number of tokens among which a head pass chooses at each position; 0 for all
             tokens.
@@ -78,7 +84,8 @@ def costs_at(config: Any, rates: Rates, item_bytes: float, shortlist: int = 0) -
     """Predict the costs of a model's forwards, in seconds, at given rates.
 
     Args:
-        config: The model's sizes, named as in config.json.
+        config: The model's config, or any object with its sizes as attributes (`hidden_size`,
+            `num_hidden_layers` and so on).
         rates: The rates of the device.
         item_bytes: The bytes that each number of the model's weights takes.
         shortlist: Number of tokens among which a head pass chooses at each position; 0 for all

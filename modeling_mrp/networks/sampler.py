@@ -117,9 +117,9 @@ class Sampler:
             parents: For each state, its parent (see `Spots`), or None. The sequence may be empty if
                 no state has a parent.
             candidates: For each state, the likeliest tokens that were found at the state from which
-                it was made (`Scores.candidates`), or None. If all states whose rows have the same
-                picker have candidates, tokens are chosen among these, and otherwise among all
-                tokens.
+                it was made (`Scores.candidates`), or None. The sequence may be empty. States whose
+                rows have the same picker are processed together: if all of them have candidates,
+                each state's tokens are chosen among its candidates, and otherwise among all tokens.
         """
         return self._by_picker(self._estimate, states, hidden, parents, candidates)
 
@@ -201,12 +201,14 @@ class Sampler:
         queries: Sequence[tuple[Row, State, Sequence[int], Sequence[int]]],
         hidden: Sequence[Hidden],
     ) -> list[list[float]]:
-        """Compute the log-odds of given tokens at each state, [block] for each; they are -inf at
-        all other columns. There is one transfer to the host for each picker.
+        """Compute the log-odds of given tokens at some columns of each state. Return a list [block]
+        for each state, with -inf at all other columns. There is one transfer to the host for each
+        picker.
 
         Args:
-            queries: For each state, its row, the state, some of its free columns, and a sequence
-                that has the given token for each of these columns, by column.
+            queries: For each state, a tuple: its row, the state, some of its free columns, and a
+                sequence of token ids. The token given at a column is the item of this sequence at
+                the index `column`.
             hidden: For each state, its hidden states: a tensor [n, block, hidden_size], and the
                 index of the state in it.
         """
@@ -227,13 +229,13 @@ class Sampler:
         return [log_odds[index] for index in range(len(queries))]
 
     def magnitudes(self, queries: TokensAt, hidden: Sequence[Hidden]) -> list[list[float]]:
-        """Compute the magnitudes |C| of the residual logits of given tokens, [block] for each
-        state; they are -inf at all other columns. Residual logits are `lm_head` applied to the
-        head's output h_C.
+        """Compute the absolute values of the residual logits of given tokens at some columns of
+        each state. Return a list [block] for each state, with -inf at all other columns. Residual
+        logits are `lm_head` applied to the head's output h_C.
 
         Args:
-            queries: For each state, some of its columns, and a sequence that has the given token
-                for each of these columns, by column.
+            queries: For each state, a pair: some of its columns, and a sequence of token ids. The
+                token given at a column is the item of this sequence at the index `column`.
             hidden: For each state, its h_C: a tensor [n, block, hidden_size], and the index of the
                 state in it.
         """
@@ -268,53 +270,55 @@ class Sampler:
 def gather_columns(
     device: torch.device, columns: np.ndarray, *several: Sequence[Hidden]
 ) -> list[Tensor]:
-    """Gather values at columns of blocks. Return the indices `columns` [n], copied to the device,
-    then for each list of blocks in `several` the values at these columns, [n, size].
-
-    All indices go to the device in one copy.
+    """Gather the values at the same n columns from several lists of blocks. All indices go to the
+    device in one copy.
 
     Args:
         device: The device.
-        columns: int64 [n]. Each index is that of a block in its list times the block size, plus a
-            column of the block.
-        several: Lists of blocks. A block is a pair: a tensor [m, block, size] that holds it, and
-            its index in that tensor.
+        columns: int64 [n], the columns. The column c of the block with the index i in its list is
+            given as i * block + c.
+        several: The lists of blocks. A block is a pair: a tensor [m, block, size] that holds it,
+            and its index in that tensor.
+
+    Returns:
+        A list of tensors: first `columns`, copied to the device; then, for each list of blocks, the
+        values at the columns, [n, size].
     """
     vectors = [columns]
-    # By list, the pieces of its result: values, the numbers of the vectors that index them and the
-    # places at which they belong; None for a piece that is the whole result.
-    pieces: list[list[tuple[Tensor, int, int | None]]] = []
+    # By list, from where its result is copied: values, the numbers of the vectors that index them
+    # and the result; the latter is None if the values are the whole result.
+    copies: list[list[tuple[Tensor, int, int | None]]] = []
     for blocks in several:
         holders = {id(holder): holder for holder, _ in blocks}
         indices = [index for _, index in blocks]
         if len(holders) == 1 and indices == list(range(len(blocks))):
-            pieces.append([(blocks[0][0].flatten(0, 1), 0, None)])
+            copies.append([(blocks[0][0].flatten(0, 1), 0, None)])
             continue
         block = blocks[0][0].shape[1]
         block_index, offset = np.divmod(columns, block)
         positions = np.array(indices, np.int64)[block_index] * block + offset
         if len(holders) == 1:
-            pieces.append([(blocks[0][0].flatten(0, 1), len(vectors), None)])
+            copies.append([(blocks[0][0].flatten(0, 1), len(vectors), None)])
             vectors.append(positions)
             continue
         owners = np.array([id(holder) for holder, _ in blocks])[block_index]
-        pieces.append([])
+        copies.append([])
         for key, holder in holders.items():
             chosen = np.flatnonzero(owners == key)
-            pieces[-1].append((holder.flatten(0, 1), len(vectors), len(vectors) + 1))
+            copies[-1].append((holder.flatten(0, 1), len(vectors), len(vectors) + 1))
             vectors += [positions[chosen], chosen]
     on_device = upload_all(vectors, device)
     gathered = [on_device[0]]
-    for parts in pieces:
-        out = parts[0][0].new_empty(0)
-        for values, source, target in parts:
-            found = values[on_device[source].to(values.device)]
+    for sources in copies:
+        out = sources[0][0].new_empty(0)
+        for values, source, target in sources:
+            indexed = values[on_device[source].to(values.device)]
             if target is None:
-                out = found
+                out = indexed
                 continue
             if not len(out):
-                out = found.new_empty(len(columns), found.shape[1])
-            out[on_device[target].to(out.device)] = found.to(out.device)
+                out = indexed.new_empty(len(columns), indexed.shape[1])
+            out[on_device[target].to(out.device)] = indexed.to(out.device)
         gathered.append(out)
     return gathered
 

@@ -101,10 +101,16 @@ def interpolated(points: Sequence[int], values: Sequence[float], point: int) -> 
 
 
 def draft_sizes(width: int, passes: int) -> list[int]:
-    """Return, for each head pass of a round, the number of states of a row's draft that it reads.
+    """Return, for each head pass of a round, the number of states that the head reads in a row's
+    draft.
 
-    The numbers increase evenly up to `width` - 1, where `width` is the number of states that a row
-    submits. So there are at most `width` - 1 passes, even if `passes` is larger.
+    The numbers increase evenly up to `width` - 1: for a `width` of 5, they are [2, 4] with two
+    passes and [4] with one. As each pass reads more states than the one before, there are at most
+    `width` - 1 passes, even if `passes` is larger.
+
+    Args:
+        width: The number of states that a row submits.
+        passes: The number of head passes in the round, at least 1.
     """
     passes = min(passes, width - 1)
     return [-(-count * (width - 1) // passes) for count in range(1, passes + 1)]

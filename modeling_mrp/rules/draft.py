@@ -46,15 +46,16 @@ class Node:
 
     Attributes:
         state: The state.
-        parent: Index, among the row's nodes, of the node with the block before this state's block,
-            if the state attends to that node because the block is not in the cache yet. The node's
-            state has no masks or, for a preview (`is_preview`), is the row's own state. -1 if all
-            text before this state's block is in the cache.
+        parent: The index, among the row's nodes, of the node whose block comes directly before the
+            block of this state. It is given if that block is not in the cache yet, so that this
+            state has to attend to it in the same forward. -1 if the cache has all text before this
+            state's block.
         source: Scores of the state from which this one was made, or the head's estimate of these
             scores; None if there are none.
-        parent_state: The state of the parent node; None if there is none.
-        chance: The estimated chance that the row's path, on which the rule leads it from state to
-            state, reaches the state.
+        parent_state: The state of the node `parent`; None if `parent` is -1. It has no masks,
+            except if this node is a preview (`is_preview`): then it is the row's own, unfinished
+            state.
+        chance: The estimated chance that the rule, from the row's own state on, leads to the state.
         depth: Number of drafts on the path to the state, itself included; 0 for the row's own
             state.
         accepted: Whether the row's path reached the state. Set once the round is over.
@@ -71,7 +72,8 @@ class Node:
     @property
     def opens(self) -> bool:
         """Whether this is the first state of a block, submitted together with the block before it.
-        Such a state is not a draft: it is what comes next, or a preview of that (`is_preview`)."""
+        Such a state is not a draft: it follows for certain once the block before it has no masks. A
+        preview (`is_preview`) counts as such a state, too."""
         return self.parent >= 0 and self.state.step == 0
 
     @property
@@ -100,14 +102,9 @@ def followers(
 ) -> Iterator[tuple[Key, Follower, float]]:
     """Yield each state to which a reveal at `state` may lead, as a candidate for a draft.
 
-    Each is yielded as its key (`State.key`), a `Follower` and the chance that the reveal leads to
-    it. A `Follower` is a tuple from which the state is made once it is drafted: the state before,
-    the columns to reveal there, the key of the resulting state, its `Node.source` and
-    `Node.parent`, and the log-odds by column. Without columns, the first entry is already the
-    resulting state.
-
     States at which the text is complete are left out. A state that the last round scored is
-    replaced by the first unscored state to which the rule leads from there.
+    replaced by the first unscored state to which the rule leads from there. If the row has a
+    constraint, both happen only later (`constrained_follower`).
 
     Args:
         row: The row.
@@ -118,6 +115,13 @@ def followers(
         candidates: What other sources propose at the state.
         parent: `Node.parent` of the state, which is also that of its followers.
         clean: The state of the node `parent`, which has no masks; None if there is none.
+
+    Yields:
+        Triples: the key of the new state (`State.key`), its `Follower`, and the chance that the
+        reveal leads to it. A `Follower` is a tuple from which the new state is made if it is
+        drafted. It has the state before the reveal, the columns to reveal there, the key of the new
+        state, its `Node.source` and `Node.parent`, and the log-odds by column. If its columns are
+        empty, the new state has been made already, and is the first entry.
     """
     scored: tuple[Sequence[int], Sequence[float]] | None = None
     if scores is not None and scores.drawable is None:
@@ -140,11 +144,15 @@ def followers(
 
 
 def variants(columns: Sequence[int], guess: Guess) -> Iterator[tuple[Sequence[int], float]]:
-    """Yield the possible tokens of a reveal of `columns`, each time as a sequence by column, with
-    its share of the reveal's chance.
+    """Yield the tokens that a reveal of certain columns may give them. Each item is a pair: a
+    sequence of tokens, indexed by column of the block, and the chance that the reveal gives these.
 
     First come the likeliest tokens. Then the least certain column takes each of its other tokens in
     turn. Nothing is yielded if the token of one of the columns is unknown.
+
+    Args:
+        columns: The columns that are revealed.
+        guess: The tokens that are possible at each column of the block, and their chances.
     """
     if any(guess.token[column] == UNKNOWN for column in columns):
         return
@@ -171,19 +179,24 @@ def follower(
     parent: int,
     clean: State | None = None,
 ) -> Follower | None:
-    """Return the candidate for a draft (a `Follower`, see `followers`) that stands for the state
-    after revealing `token[column]` at each of `columns`. Return None if the text is complete there.
-
-    If the last round scored this state, the candidate is instead for the first unscored state to
-    which the rule leads from there (`unscored_follower`). For a row with a constraint, neither is
-    checked here, but in `constrained_follower`.
+    """Return a candidate for a draft: the state after revealing `token[column]` at each of
+    `columns`.
 
     Args:
         row, rule, state, scores: As in `followers`.
         columns: The columns that are revealed.
         token: For each column of the block, the token that is revealed there if it is in `columns`.
-        log_odds: For each column of the block, the log-odds that go into the candidate.
+        log_odds: For each column of the block, the estimated log-odds. The candidate keeps them for
+            `constrained_follower`.
         parent, clean: As in `followers`.
+
+    Returns:
+        For a row with a constraint, the `Follower` of this state (see `followers`). For other rows:
+
+        - None if the text is complete at this state;
+        - if the last round scored this state, the `Follower` of the first unscored state to which
+          the rule leads from there, or None if there is none (`unscored_follower`);
+        - otherwise, the `Follower` of this state.
     """
     start, ids = state.key
     # Whether the text ends with the block, or with an eos in the reveal.
@@ -227,10 +240,11 @@ def unscored_follower(
     clean: State | None,
 ) -> Follower | None:
     """Return the candidate (a `Follower`, see `followers`) for the first unscored state after
-    revealing `token[column]` at each of `columns`. Return None if the text is complete there.
+    revealing `token[column]` at each of `columns`.
 
-    While the resulting state is one that the last round scored, the rule's reveal at that state
-    leads on to the next one. The arguments are as in `follower`.
+    This is the state after that reveal unless the last round scored it. If it did, the rule's
+    reveal at that state gives the next state, and so on until one is not scored. Return None if the
+    text is complete there. The arguments are as in `follower`.
     """
     successor, source = row.successor(state, columns, token, clean), scores
     while (remembered := row.memory.get(successor.key)) is not None:
@@ -413,7 +427,8 @@ def gumbel(keys: list[int], tokens: Any) -> Any:
 
 
 class UnscoredError(ValueError):
-    """No token has a finite score at a position.
+    """The token picked at a position has no finite logit (after processors, bans and constraints),
+    or the head's estimate for it is NaN. So the token cannot be revealed.
 
     Args:
         place: Index of the row in the call (`Row.place`).
@@ -438,16 +453,16 @@ def accept(
         rule: Decides what a step reveals.
         nodes: The row's nodes in the round, that of its own state first.
         scores: The backbone's scores of each node.
-        drafts: Whether the round drafted. If so, the path may also continue through states that
-            the last round scored (`row.memory`), those scored in this round then replace them, and
-            drafts are counted. If not, `row.memory` stays as it is.
+        drafts: Whether the round drafted. If so, the path may also continue through states that the
+            last round scored (`row.memory`). At the end, states scored in this round replace these
+            in `row.memory`, and the drafts are counted. If not, `row.memory` stays as it is.
 
     Returns:
         The pending reveal, which is not written yet (None if the path ends in a state without
         masks), and the indices in `nodes` of the accepted states without masks.
 
     Raises:
-        UnscoredError: if no token had a finite score at a position that is revealed.
+        UnscoredError: if the token picked at a position that is revealed has no finite logit.
     """
     # Indices in `nodes` by parent and key: a state is scored only as what follows the clean state
     # before it.
@@ -548,7 +563,7 @@ def write(row: Row, pending: PendingReveal) -> None:
     """Write a pending reveal into the row's text, and move the row to the state after the reveal.
 
     Raises:
-        UnscoredError: if no token had a finite score at a revealed column.
+        UnscoredError: if the token picked at a revealed column has no finite logit.
     """
     start, scores = pending.state.key[0], pending.scores
     offset = start - row.prompt
@@ -566,13 +581,19 @@ def write(row: Row, pending: PendingReveal) -> None:
 
 
 def count_drafts(row: Row, nodes: Sequence[Node], last: State, parent: int, depth: int) -> None:
-    """Add a round's drafts to the row's counts: those submitted, offered and accepted.
+    """Add a round's drafts to `row.counts` (`Counts`).
+
+    All drafts that the round submitted are added to `drafted`, and the accepted ones to `accepted`
+    and, by depth, to `accepted_at_depth`. The same depths are added to `offered_at_depth`, and also
+    the next depth if the round submitted a draft that could have followed `last`: one of the same
+    block that has all tokens of `last`, and more.
 
     Args:
         row: The row.
         nodes: The row's nodes in the round, that of its own state first.
-        last: The state to which the accepted path leads.
-        parent: `Node.parent` of that state.
+        last: The state at which the accepted path ends.
+        parent: The index in `nodes` of the accepted state without masks whose block comes before
+            that of `last`; -1 if the round accepted none.
         depth: Number of accepted drafts, including states that the last round had scored.
     """
     counts = row.counts

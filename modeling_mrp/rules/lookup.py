@@ -15,15 +15,18 @@ PRIOR, FADE = 0.25, 0.95
 
 @dataclass
 class NgramIndex:
-    """The n-grams of a row's final text, and how often lookups in it have been right so far.
+    """The n-grams of a row's final text, and how often lookups in it have been right so far. A
+    lookup proposes, as the next token, the one that followed the last earlier occurrence of the
+    text's last tokens; as many of these as possible have to match.
 
     Attributes:
         length: Number of tokens read so far.
-        next_position: Maps each n-gram to the position after its last occurrence that is followed
-            by a token.
-        trials, hits: Counts of generated tokens, by the length of the longest match before the
-            token. `trials` counts the tokens for which a lookup would have proposed a token, `hits`
-            those for which the proposal would have been right. Both decay over time.
+        next_position: Maps each n-gram to the position of the token that followed its last
+            occurrence. An n-gram at the very end of the text does not count, as nothing follows it
+            yet.
+        trials, hits: Counts by the number of tokens that matched. `trials` counts the generated
+            tokens for which a lookup with that many matching tokens had a proposal, and `hits`
+            those for which the proposal was right. In both, earlier tokens count less and less.
     """
 
     length: int = 0
@@ -83,8 +86,15 @@ class PromptLookup:
     )
 
     def propose(self, row: Row, state: State, parent: State | None) -> Candidates | None:
-        """Propose the tokens that followed the last occurrence of the tokens before the state's
-        first mask, as `DraftSource.propose` requires. Return None if no token can be proposed."""
+        """Propose the tokens that followed the last earlier occurrence of the tokens before the
+        state's first mask. Return None if there is no such occurrence or nothing to propose.
+
+        Args:
+            row: The row that drafts.
+            state: A drafted state, with at least one column that may be revealed.
+            parent: A drafted block without masks that comes before the state's block, if `row.text`
+                does not hold that block yet; else None.
+        """
         index = self._indices.setdefault(row, NgramIndex())
         final = row.state.start
         index.read(row.text, final, row.prompt, self.max_ngram_size)

@@ -86,12 +86,17 @@ class FastDLLM(RevealRule, name="fast_dllm"):
 
     @classmethod
     def from_options(cls, options: Any, block_size: int) -> Self:
-        """Make the rule from checked options, as `RevealRule.from_options` requires."""
+        """Make the rule from `factor`, a checked option in `options` (an `MRPGenerationConfig`).
+        The block size is not used."""
         return cls(options.factor)
 
     def leading(self, ordered: Sequence[int], log_odds: Sequence[float]) -> int:
-        """Return how many columns to reveal, at least 1: the number of columns from the first on
-        that satisfy the bound. `ordered` has the columns in order of decreasing confidence."""
+        """Return how many columns to reveal, at least 1: the n of the rule.
+
+        Args:
+            ordered: The free columns, in order of decreasing confidence.
+            log_odds: For each column of the block, the log-odds of the picked token.
+        """
         count = 1
         while count < len(ordered) and log_odds[ordered[count]] >= logit(
             1 - self.factor / (count + 2)
@@ -100,13 +105,15 @@ class FastDLLM(RevealRule, name="fast_dllm"):
         return count
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """Choose the columns to reveal, as `RevealRule.reveal` requires."""
+        """Return the columns that the rule reveals at `state`, judging by `scores.log_odds`. The
+        memo is not used, and is returned as it is."""
         ordered = by_odds(state.free, scores.log_odds)
         return tuple(sorted(ordered[: self.leading(ordered, scores.log_odds)])), memo
 
     def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
-        """Guess as `RevealRule.likely` requires. Each guess has about as many columns as the bound
-        allows under the estimates."""
+        """Guess up to `count` sets of columns that the rule may reveal at `state`, each with its
+        chance. The first guess is what the rule reveals if the estimated `log_odds` are right. Most
+        others have a few more or fewer of the most confident columns (`likely_first`)."""
         return likely_first(state.free, log_odds, self.leading, count)
 
 
@@ -129,11 +136,13 @@ class EBSampler(EntropyBound, name="eb_sampler"):
 
 @dataclass(frozen=True)
 class Hierarchy(Dynamic, name="hierarchy"):
-    """Reveal the columns above the high threshold. In each run of adjacent masks, also reveal the
-    most confident column if it is above the low threshold.
+    """Reveal the columns above the high threshold (`threshold`). In each run of adjacent masks,
+    also reveal the most confident column if it is above the low threshold (`low`). If there are no
+    such columns, reveal the most confident one.
 
-    This is hierarchical decoding of dInfer (arXiv 2510.08666), with thresholds 0.9 and 0.4. A
-    reveal inside a run of masks splits the run, so tokens revealed together are rarely neighbours.
+    This is hierarchical decoding of dInfer (arXiv 2510.08666), by default with thresholds at the
+    log-odds of the probabilities 0.9 and 0.4. A reveal inside a run of masks splits the run, so
+    tokens revealed together are rarely neighbours.
 
     Attributes:
         low: The low threshold, in log-odds like `threshold`.
@@ -144,12 +153,19 @@ class Hierarchy(Dynamic, name="hierarchy"):
 
     @classmethod
     def from_options(cls, options: Any, block_size: int) -> Self:
-        """Make the rule from checked options, as `RevealRule.from_options` requires."""
+        """Make the rule from the checked options (an `MRPGenerationConfig`):
+        `confidence_threshold`, and `low_threshold` or, if that is None, the probability 0.4. The
+        block size is not used."""
         return cls(*thresholds_of(options, 0.4))
 
     def eased(self, free: Columns, log_odds: Sequence[float]) -> set[int]:
         """Return the columns for which the low threshold is enough: the most confident column of
-        each run of adjacent masks."""
+        each run of adjacent masks.
+
+        Args:
+            free: The columns that may be revealed, in increasing order.
+            log_odds: For each column of the block, the log-odds of the picked token.
+        """
         # within a run of masks, column and index differ by a constant
         runs = groupby(enumerate(free), lambda pair: pair[1] - pair[0])
         eased = set()
@@ -158,7 +174,8 @@ class Hierarchy(Dynamic, name="hierarchy"):
         return eased
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """Choose the columns to reveal, as `RevealRule.reveal` requires."""
+        """Return the columns that the rule reveals at `state`, judging by `scores.log_odds`. The
+        memo is not used, and is returned as it is."""
         free = state.free
         log_odds = scores.log_odds
         eased = self.eased(state.free, scores.log_odds)
@@ -171,8 +188,9 @@ class Hierarchy(Dynamic, name="hierarchy"):
         return tuple(columns) or (most_confident(free, log_odds),), memo
 
     def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
-        """Guess as `Dynamic.likely` does, after raising the estimated log-odds of eased columns
-        (`eased`) by the difference between the two thresholds."""
+        """Guess up to `count` sets of columns that the rule may reveal at `state`, each with its
+        chance, from estimated `log_odds`. The first guess is the columns above their threshold: the
+        low one where that is enough (`eased`), and the high one elsewhere."""
         increase = max(bounded(self.threshold, MOST_ODDS) - bounded(self.low, MOST_ODDS), 0.0)
         eased = self.eased(state.free, log_odds)
         raised_log_odds = list(log_odds)
@@ -183,11 +201,13 @@ class Hierarchy(Dynamic, name="hierarchy"):
 
 @dataclass(frozen=True)
 class LocalLeap(Hierarchy, name="local_leap"):
-    """Reveal the columns that reach the high threshold (*anchors*), and the columns near an anchor
-    that reach the low threshold.
+    """Reveal the columns that reach the high threshold `threshold` (these columns are *anchors*),
+    and the columns near an anchor that reach the low threshold `low`. If there are no anchors,
+    reveal the most confident column.
 
-    This is LocalLeap (arXiv 2510.07081), with thresholds 0.9 and 0.75 and radius 4. Tokens near a
-    confident token are likelier to be right.
+    This is LocalLeap (arXiv 2510.07081), by default with thresholds at the log-odds of the
+    probabilities 0.9 and 0.75, and radius 4. Tokens near a confident token are likelier to be
+    right.
 
     Attributes:
         radius: The largest distance from an anchor that counts as near, in columns.
@@ -197,12 +217,14 @@ class LocalLeap(Hierarchy, name="local_leap"):
 
     @classmethod
     def from_options(cls, options: Any, block_size: int) -> Self:
-        """Make the rule from checked options, as `RevealRule.from_options` requires."""
+        """Make the rule from the checked options (an `MRPGenerationConfig`):
+        `confidence_threshold`, and `low_threshold` or, if that is None, the probability 0.75. The
+        block size is not used."""
         return cls(*thresholds_of(options, 0.75))
 
     def eased(self, free: Columns, log_odds: Sequence[float]) -> set[int]:
-        """Return the columns for which the low threshold is enough: the free columns within the
-        radius of an anchor."""
+        """Return the columns for which the low threshold is enough: those at most `radius` columns
+        from an anchor. The arguments are as in `Hierarchy.eased`."""
         anchors = [column for column in free if log_odds[column] >= self.threshold]
         neighbours = set[int]()
         for anchor in anchors:
@@ -210,7 +232,8 @@ class LocalLeap(Hierarchy, name="local_leap"):
         return neighbours.intersection(free)
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """Choose the columns to reveal, as `RevealRule.reveal` requires."""
+        """Return the columns that the rule reveals at `state`, judging by `scores.log_odds`. The
+        memo is not used, and is returned as it is."""
         free = state.free
         log_odds = scores.log_odds
         eased = self.eased(state.free, scores.log_odds)
@@ -225,12 +248,12 @@ class LocalLeap(Hierarchy, name="local_leap"):
 
 @dataclass(frozen=True)
 class ConfidenceAdaptive(Dynamic, name="cad"):
-    """Reveal those of the `max_columns` most confident columns that reach the threshold, but no eos
-    in the first half of a block.
+    """Reveal those of the `max_columns` most confident columns that reach the threshold, at least
+    the most confident one. Until half of the block is revealed, leave out columns at which an eos
+    is picked.
 
-    This is CAD of CD4LM (arXiv 2601.02236), with 4 columns; the paper's threshold is 0.8. Until
-    half of the block is revealed, an eos is revealed only if an eos is picked at every column that
-    is left.
+    This is CAD of CD4LM (arXiv 2601.02236), with 4 columns; the paper's threshold is the
+    probability 0.8. If an eos is picked at every free column, none is left out.
 
     Attributes:
         eos: Ids that end the text.
@@ -242,11 +265,13 @@ class ConfidenceAdaptive(Dynamic, name="cad"):
 
     @classmethod
     def from_options(cls, options: Any, block_size: int) -> Self:
-        """Make the rule from checked options, as `RevealRule.from_options` requires."""
+        """Make the rule from `confidence_threshold` and the eos ids of the checked options (an
+        `MRPGenerationConfig`). The block size is not used."""
         return cls(logit(options.confidence_threshold), frozenset(options.eos_ids()))
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """Choose the columns to reveal, as `RevealRule.reveal` requires."""
+        """Return the columns that the rule reveals at `state`, judging by the picked tokens and
+        their log-odds in `scores`. The memo is not used, and is returned as it is."""
         free = state.free
         block = len(state.ids)
         if 2 * (block - state.masks) < block:
@@ -257,8 +282,9 @@ class ConfidenceAdaptive(Dynamic, name="cad"):
         return at_least(candidates, scores.log_odds, self.threshold), memo
 
     def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
-        """Guess as `Dynamic.likely` does, but only among the `max_columns` most confident
-        columns."""
+        """Guess up to `count` sets of columns that the rule may reveal at `state`, each with its
+        chance, from estimated `log_odds`. The first guess is the columns above the threshold. All
+        guesses are made of the `max_columns` most confident columns."""
         candidates = tuple(sorted(by_odds(state.free, log_odds)[: self.max_columns]))
         return likely_over(candidates, log_odds, self.threshold, count)
 
@@ -293,11 +319,13 @@ class EosRejection(Static, name="eoser"):
 
     @classmethod
     def from_options(cls, options: Any, block_size: int) -> Self:
-        """Make the rule from checked options, as `RevealRule.from_options` requires."""
+        """Make the rule from the block size and the eos ids of the checked options (an
+        `MRPGenerationConfig`)."""
         return cls(ascending(block_size), frozenset(options.eos_ids()))
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """Choose the columns to reveal, as `RevealRule.reveal` requires."""
+        """Return the columns that the rule reveals at `state`, judging by the picked tokens and
+        their log-odds in `scores`. The memo is not used, and is returned as it is."""
         steps = len(self.schedule)
         share = (2 ** min(state.step + 1, steps) - 1) / 2**steps
         factor = self.gamma + (1 - self.gamma) * share
@@ -318,8 +346,8 @@ class Prophet(Static, name="prophet"):
     """
 
     def margin(self, state: State, log_odds: Sequence[float]) -> float:
-        """Compute by how much the mean log-odds of a state's free columns exceed the bound at the
-        state's step."""
+        """Compute by how much the mean log-odds of a state's free columns exceed the bound: 7.5, 5
+        or 2.5, if the state's step is in the first, second or last third of the block's steps."""
         progress = state.step / len(self.schedule)
         if progress < 0.33:
             bound = 7.5
@@ -331,14 +359,21 @@ class Prophet(Static, name="prophet"):
         return sum(free) / len(free) - bound
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """Choose the columns to reveal, as `RevealRule.reveal` requires."""
+        """Return the columns that the rule reveals at `state`, judging by `scores.log_odds`. The
+        memo is not used, and is returned as it is."""
         if self.margin(state, scores.log_odds) >= 0:
             return state.free, memo
         return self.first(state, scores.log_odds), memo
 
     def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
-        """Guess as `RevealRule.likely` requires: all columns, with the chance that their mean
-        reaches the bound, and also the guesses of `Static`, with the remaining chance."""
+        """Guess up to `count` sets of columns that the rule may reveal at `state`, each with its
+        chance.
+
+        One guess is all free columns, with the estimated chance that their mean log-odds reach the
+        bound. The others are those of `Static.likely`, with their chances times the remaining
+        chance. If `Static` reveals all free columns anyway, the guesses are those of
+        `Static.likely` alone.
+        """
         log_odds = [bounded(value, MOST_ODDS) for value in log_odds]
         chance = sigmoid(2 * self.margin(state, log_odds))
         guesses = super().likely(state, log_odds, count)
@@ -358,11 +393,14 @@ def recalled(memo: Any, state: State, default: tuple[Any, ...]) -> tuple[Any, ..
 
 @dataclass(frozen=True)
 class BoundedAdaptive(Dynamic, name="bacd"):
-    """Reveal the columns that are at least as confident as the mean of the block's reveals so far,
-    where this mean is clipped to [`low`, `threshold`].
+    """Reveal the columns whose confidence is at least the mean confidence of the block's reveals so
+    far, and at least the most confident column. The mean is clipped to the range from the low
+    threshold (`low`) to the high one (`threshold`).
 
-    This is BACD of TDAR (arXiv 2602.09555), with bounds 0.6 and 0.9. In the first step of a block,
-    the mean is the confidence of the most confident column. Drafts assume that it is `threshold`.
+    This is BACD of TDAR (arXiv 2602.09555), by default with thresholds at the log-odds of the
+    probabilities 0.6 and 0.9. The mean is one of probabilities. In the first step of a block, the
+    confidence of the most confident column takes its place. Drafts assume that the mean is at the
+    high threshold.
 
     Attributes:
         low: The low threshold, in log-odds like `threshold`.
@@ -373,12 +411,15 @@ class BoundedAdaptive(Dynamic, name="bacd"):
 
     @classmethod
     def from_options(cls, options: Any, block_size: int) -> Self:
-        """Make the rule from checked options, as `RevealRule.from_options` requires."""
+        """Make the rule from the checked options (an `MRPGenerationConfig`):
+        `confidence_threshold`, and `low_threshold` or, if that is None, the probability 0.6. The
+        block size is not used."""
         return cls(*thresholds_of(options, 0.6))
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """Choose the columns to reveal, as `RevealRule.reveal` requires. The memo holds the number
-        of columns that the block has revealed, and the sum of their confidences."""
+        """Return the columns that the rule reveals at `state`, judging by `scores.log_odds`, and
+        the new memo. The memo is `State.start`, the number of columns that the block has revealed,
+        and the sum of their confidences, which are probabilities."""
         count, total = recalled(memo, state, (0, 0.0))
         if count:
             mean_log_odds = logit(total / count)
@@ -400,13 +441,14 @@ class SlowFast(Dynamic, name="slow_fast"):
     span; then repeat after the span.
 
     This is SlowFast sampling (arXiv 2506.10848). Each step of exploration estimates the end of the
-    span as one past the last column that reaches `low` (0.3). Once two successive estimates differ
-    by less than two columns, the later estimate is the end. If this has not happened after
-    `explores` steps, the mean of the last two estimates is the end.
+    span as one past the last column that reaches `low`, by default the log-odds of the probability
+    0.3. Once two successive estimates differ by less than two columns, the later estimate is the
+    end. If this has not happened after `explores` steps, the mean of the last two estimates is the
+    end.
 
-    Each step reveals the columns that reach `threshold` (0.9), at least one. While exploring, these
-    may lie anywhere from the beginning of the span on; afterwards only within the span, until no
-    mask is left in it.
+    Each step reveals the columns that reach `threshold`, by default the log-odds of the probability
+    0.9, and at least one column. While exploring, these columns may lie anywhere from the beginning
+    of the span on; afterwards only within the span, until no mask is left in it.
 
     Attributes:
         low: The low threshold, in log-odds like `threshold`.
@@ -419,13 +461,16 @@ class SlowFast(Dynamic, name="slow_fast"):
 
     @classmethod
     def from_options(cls, options: Any, block_size: int) -> Self:
-        """Make the rule from checked options, as `RevealRule.from_options` requires."""
+        """Make the rule from the checked options (an `MRPGenerationConfig`):
+        `confidence_threshold`, and `low_threshold` or, if that is None, the probability 0.3. The
+        block size is not used."""
         return cls(*thresholds_of(options, 0.3))
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """Choose the columns to reveal, as `RevealRule.reveal` requires. The memo holds the
-        beginning of the span, its end (0 while exploring), the number of its exploration steps, and
-        the last estimate of its end."""
+        """Return the columns that the rule reveals at `state`, judging by `scores.log_odds`, and
+        the new memo. The memo is `State.start`, the first column of the span, one past its last
+        column (0 while exploring), the number of its exploration steps, and the last estimate of
+        its end."""
         begin, end, steps, last = recalled(memo, state, (0, 0, 0, 0))
         free = state.free
         log_odds = scores.log_odds
@@ -467,8 +512,9 @@ class Coherent(RevealRule, name="ccd"):
     buffer_size: int = 4
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """Choose the columns to reveal, as `RevealRule.reveal` requires. The memo holds the columns
-        of the buffer and their tokens."""
+        """Return the columns that the rule reveals at `state`, judging by the picked tokens and
+        their log-odds in `scores`, and the new memo. The memo is `State.start` and the buffer:
+        pairs of a column and its token."""
         (buffer,) = recalled(memo, state, ((),))
         ordered = by_odds(state.free, scores.log_odds)
         buffered_tokens = dict(buffer)
@@ -482,21 +528,29 @@ class Coherent(RevealRule, name="ccd"):
         return columns, (state.start, tuple(new_buffer[: self.buffer_size]))
 
     def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
-        """Guess as `RevealRule.likely` requires: one column in the first step of a block, and about
-        `buffer_size` columns in later steps, as if all columns of the buffer qualified."""
+        """Guess up to `count` sets of columns that the rule may reveal at `state`, each with its
+        chance. In the first step of a block, whose buffer is empty, the first guess is the most
+        confident column. In later steps, it is the `buffer_size` most confident columns, as if the
+        buffer held all of them. Most other guesses have a few more or fewer columns
+        (`likely_first`)."""
         room = min(self.buffer_size, len(state.free)) if state.step else 1
         return likely_first(state.free, log_odds, lambda *_: room, count)
 
 
 @dataclass(frozen=True)
 class Credit(Dynamic, name="credit"):
-    """Reveal the columns whose log-odds reach the threshold after adding the credit that their
-    token has earned over the steps.
+    """Reveal the columns whose log-odds reach the threshold, and at least the most confident
+    column, after adding a bonus for the credit that their token has earned over the steps.
 
     This is CreditDecoding (arXiv 2510.06133), with the numbers of dInfer's code. In each step, the
-    credit of a picked token becomes beta * credit + confidence ** gamma. Then alpha * log(1 +
-    credit) is added to the token's logit, and so to its log-odds. The reported log-probabilities of
-    the text leave credit out.
+    credit of a picked token becomes beta * credit + confidence ** gamma, where the confidence is
+    the token's probability. The bonus alpha * log(1 + credit) is added to the token's logit, and so
+    to its log-odds. The reported log-probabilities of the text leave the bonus out.
+
+    Attributes:
+        alpha: The factor of the bonus.
+        gamma: The exponent of the confidence.
+        beta: The factor by which earlier credit is multiplied in each step.
     """
 
     alpha: float = 0.7
@@ -504,8 +558,9 @@ class Credit(Dynamic, name="credit"):
     beta: float = 0.8
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """Choose the columns to reveal, as `RevealRule.reveal` requires. The memo holds columns,
-        their tokens and the credits of these tokens."""
+        """Return the columns that the rule reveals at `state`, judging by the picked tokens and
+        their log-odds in `scores`, and the new memo. The memo is `State.start` and triples: a
+        column, its token, and the credit of that token."""
         (records,) = recalled(memo, state, ((),))
         credits = {(column, token): credit for column, token, credit in records}
         new_credits = []
@@ -521,8 +576,10 @@ class Credit(Dynamic, name="credit"):
         return at_least(state.free, log_odds, self.threshold), (state.start, tuple(new_credits))
 
     def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
-        """Guess as `Dynamic.likely` does, after adding to the estimated log-odds of each column the
-        credit of a confident token that has never changed."""
+        """Guess up to `count` sets of columns that the rule may reveal at `state`, each with its
+        chance, from estimated `log_odds`. The first guess is the columns above the threshold after
+        each has got a bonus. This is the largest possible bonus, that of a token which every step
+        of the block so far has picked with confidence 1."""
         credit = (1 - self.beta ** (state.step + 1)) / (1 - self.beta)
         return likely_over(
             state.free, log_odds, self.threshold - self.alpha * math.log1p(credit), count
@@ -531,23 +588,28 @@ class Credit(Dynamic, name="credit"):
 
 @dataclass(frozen=True)
 class Klass(Dynamic, name="klass"):
-    """Reveal the confident columns whose distribution has hardly changed in the last steps. If
-    there are none, reveal the most confident column.
+    """Reveal the columns whose confidence is above the threshold, whose picked token has stayed the
+    same in the last steps and whose confidence has hardly changed in them. If there are none,
+    reveal the most confident column.
 
-    This is KLASS (arXiv 2511.05664), with a divergence below 0.01 in each of the last two steps and
-    a confidence above 0.9.
+    This is KLASS (arXiv 2511.05664), by default with a divergence below 0.01 in each of the last
+    two steps and a confidence above 0.9 (`threshold` holds its log-odds).
 
     Attributes:
-        divergence: Bound on the divergence between successive steps, in nats.
-        steps: Number of successive steps in which the bound must hold.
+        divergence: The bound below which a change of confidence from one step to the next counts as
+            small. The change is measured as KL(now || before), in nats, where the confidence p
+            stands for the distribution (p, 1 - p).
+        steps: Number of successive steps in which the change has to be small.
     """
 
     divergence: float = 0.01
     steps: int = 2
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """Choose the columns to reveal, as `RevealRule.reveal` requires. The memo holds, for each
-        column, its token, its log-odds, and the number of steps for which it has been stable."""
+        """Return the columns that the rule reveals at `state`, judging by the picked tokens and
+        their log-odds in `scores`, and the new memo. The memo is `State.start` and, for each free
+        column, its number, its token, the log-odds, and for how many steps the column has been
+        stable."""
         (records,) = recalled(memo, state, ((),))
         previous_records = {
             (column, token): (log_odds, stable) for column, token, log_odds, stable in records
@@ -574,8 +636,10 @@ class Klass(Dynamic, name="klass"):
         )
 
     def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
-        """Guess as `RevealRule.likely` requires: the most confident column in the first `steps`
-        steps of a block, and in later steps as `Dynamic.likely` does."""
+        """Guess up to `count` sets of columns that the rule may reveal at `state`, each with its
+        chance, from estimated `log_odds`. In the first `steps` steps of a block no column can be
+        stable yet, so the first guess is the most confident column alone. In later steps, all
+        columns are taken to be stable, and the first guess is those above the threshold."""
         return likely_over(
             state.free, log_odds, self.threshold if state.step >= self.steps else math.inf, count
         )

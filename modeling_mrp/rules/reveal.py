@@ -67,9 +67,9 @@ class RevealRule(ABC):
 
     Args:
         name: A class argument of subclasses: the value of `decoding` and `target` that selects the
-            rule. If it is "", the rule is selected by passing an object of it. A name counts only
-            for classes of this package, since the table of options is made when it is imported:
-            elsewhere pass an object.
+            rule. If it is "", the rule can only be selected by passing an object of it. A name has
+            an effect only for classes of this package, because the table of options is made when
+            the package is imported. For your own classes, pass an object.
 
     Attributes:
         options: The options of `generate` from which the rule is made.
@@ -88,7 +88,8 @@ class RevealRule(ABC):
 
     @classmethod
     def from_options(cls, options: Any, block_size: int) -> Self:
-        """Make the rule from the block size and from checked options (an `MRPGenerationConfig`)."""
+        """Make the rule for a model's block size from checked options (an `MRPGenerationConfig`).
+        This implementation uses neither, and makes the rule with the defaults of its fields."""
         return cls()
 
     @property
@@ -110,8 +111,9 @@ class RevealRule(ABC):
         """
 
     def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
-        """Guess which sets of columns a step may reveal, from estimated log-odds [block] and
-        without a memo. Return up to `count` sets, each with its chance.
+        """Guess which sets of columns a step may reveal at `state`, from estimated `log_odds`
+        [block] and without a memo. Return a list of up to `count` pairs: a set of columns and its
+        chance.
 
         Likelier sets mostly come first. Chances only rank the guesses, so a single guess may have
         the chance 1. This implementation is for rules that mostly reveal the most confident column.
@@ -193,7 +195,14 @@ def first_reveal_probabilities(
     candidates: Sequence[int], columns: Sequence[int], log_odds: Sequence[float]
 ) -> dict[int, float]:
     """Map each column of `candidates` to the estimated chance that it is the most confident one of
-    all `columns`. `candidates` are in order of decreasing log-odds."""
+    all `columns`.
+
+    Args:
+        candidates: Some of the columns, in order of decreasing log-odds, beginning with the highest
+            of all `columns`.
+        columns: All columns that may be the most confident one.
+        log_odds: For each column of the block, the estimated log-odds.
+    """
     max_log_odds = log_odds[candidates[0]]
     if max_log_odds > MOST_ODDS:
         return first_reveal_probabilities(
@@ -213,9 +222,19 @@ def likely_over(
     """Guess the reveals of a rule that reveals all columns above a threshold in log-odds (a column
     exactly at it is left out), and at least the most confident column.
 
-    The further an estimate is from the threshold, the likelier its column really is on that side.
-    If only one column is likely to be revealed, it is uncertain which column is the most confident,
-    as under `Static`. Then every second guess is another column alone.
+    The first guess is what the rule reveals if the estimates are right. Each of the others adds or
+    leaves out one column whose estimate is close to the threshold. If the first guess is a single
+    column, another column may turn out to be the most confident one; so a guess of some other
+    column alone follows each guess that adds a column.
+
+    Args:
+        columns: The free columns of the state.
+        log_odds: For each column of the block, the estimated log-odds.
+        threshold: The threshold.
+        count: The largest number of guesses.
+
+    Returns:
+        Guesses, each a pair of the columns and the chance that the rule reveals just these.
     """
     best = most_confident(columns, log_odds)
     threshold = bounded(threshold, 2 * MOST_ODDS)
@@ -262,12 +281,22 @@ def likely_first(
     room_of: Callable[[list[int], list[float]], int],
     count: int,
 ) -> Guesses:
-    """Guess the reveals of a rule that reveals some number of the most confident columns.
+    """Guess the reveals of a rule that reveals the most confident columns, as many as `room_of`
+    returns.
 
-    The guesses have about as many columns as `room_of` returns. It is called with the columns in
-    order of decreasing log-odds, and with the log-odds of all columns, which are finite. If it
-    returns 1, no guess can have fewer columns. Then other single columns are guessed instead,
-    because it is uncertain which column is the most confident.
+    If it returns n, the guesses are the n most confident columns, then the n + 1, the n - 1, the
+    n + 2 most confident ones and so on, as far as there are such numbers of columns. If n is 1, no
+    guess can be smaller: in place of the smaller ones, other columns are guessed, each alone.
+
+    Args:
+        columns: The free columns of the state.
+        log_odds: For each column of the block, the estimated log-odds.
+        room_of: A function that returns the number of columns that the rule reveals, given
+            `columns` in order of decreasing log-odds, and log-odds (clipped to be finite).
+        count: The largest number of guesses.
+
+    Returns:
+        Guesses, each a pair of the columns and a chance, which serves to rank the guesses.
     """
     log_odds = [bounded(value, MOST_ODDS) for value in log_odds]
     ordered = by_odds(columns, log_odds)
@@ -325,11 +354,11 @@ def schedule_of(block_size: int, denoising_steps: int | None) -> Columns:
 
 @dataclass(frozen=True)
 class Static(RevealRule, name="static"):
-    """Reveal the n most confident columns.
+    """Reveal the n most confident columns, where n depends on the denoising step.
 
     Attributes:
-        schedule: For each denoising step of a block, the number n of columns to reveal
-            (`schedule_of`).
+        schedule: The number n for each denoising step of a block. `schedule_of` makes one in which
+            the steps share the columns of the block equally.
     """
 
     schedule: Columns
@@ -337,27 +366,34 @@ class Static(RevealRule, name="static"):
 
     @classmethod
     def from_options(cls, options: Any, block_size: int) -> Self:
-        """Make the rule from checked options, as `RevealRule.from_options` requires."""
+        """Make the rule from the block size and `denoising_steps`, a checked option in `options`
+        (an `MRPGenerationConfig`)."""
         return cls(schedule_of(block_size, options.denoising_steps))
 
     def quota(self, state: State) -> int:
-        """Return n, the number of columns that the step at a state reveals."""
+        """Return n, the number of columns that the step at a state reveals: the entry of `schedule`
+        for this step, or its last entry after more steps than it has."""
         return self.schedule[min(state.step, len(self.schedule) - 1)]
 
     def first(self, state: State, log_odds: Sequence[float]) -> Columns:
-        """Return the n most confident free columns, or all of them if fewer are left."""
+        """Return the n most confident free columns of a state, or all of them if fewer are left.
+        `log_odds` has the log-odds of each column of the block."""
         quota = self.quota(state)
         if quota == 1:
             return (most_confident(state.free, log_odds),)
         return tuple(sorted(by_odds(state.free, log_odds)[:quota]))
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """Choose the columns to reveal, as `RevealRule.reveal` requires."""
+        """Return the n most confident free columns of `state` by `scores.log_odds`, where n is the
+        number of tokens that this step of the block reveals. The memo is not used, and is returned
+        as it is."""
         return self.first(state, scores.log_odds), memo
 
     def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
-        """Guess as `RevealRule.likely` requires. The guesses differ only in the least confident of
-        their n columns; the other columns are taken as certain."""
+        """Guess up to `count` sets of columns that the rule may reveal at `state`, each with its
+        chance, from estimated `log_odds`. All guesses have the n - 1 most confident columns, which
+        are taken as certain, and differ in the last column. If fewer than n columns are free, the
+        only guess is all of them."""
         quota = self.quota(state)
         if count == 1 or len(state.free) < quota:
             return [(self.first(state, log_odds), 1.0)]
@@ -373,10 +409,11 @@ class Static(RevealRule, name="static"):
 
 @dataclass(frozen=True)
 class Dynamic(RevealRule, name="dynamic"):
-    """Reveal every column whose confidence exceeds tau, and at least the most confident column.
+    """Reveal every column whose confidence exceeds tau, a probability, and at least the most
+    confident column.
 
     Attributes:
-        threshold: tau, in log-odds (`logit`).
+        threshold: The log-odds of tau (`logit`).
     """
 
     threshold: float
@@ -384,11 +421,13 @@ class Dynamic(RevealRule, name="dynamic"):
 
     @classmethod
     def from_options(cls, options: Any, block_size: int) -> Self:
-        """Make the rule from checked options, as `RevealRule.from_options` requires."""
+        """Make the rule from `confidence_threshold`, a checked option in `options` (an
+        `MRPGenerationConfig`). The block size is not used."""
         return cls(logit(options.confidence_threshold))
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """Choose the columns to reveal, as `RevealRule.reveal` requires."""
+        """Return the columns that the rule reveals at `state`, judging by `scores.log_odds`. The
+        memo is not used, and is returned as it is."""
         log_odds = scores.log_odds
         threshold = self.threshold
         best = most_confident(state.free, log_odds)
@@ -397,8 +436,10 @@ class Dynamic(RevealRule, name="dynamic"):
         ), memo
 
     def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
-        """Guess as `RevealRule.likely` requires: sets of columns whose log-odds may exceed the
-        threshold."""
+        """Guess up to `count` sets of columns that the rule may reveal at `state`, each with its
+        chance. The first guess is what the rule reveals if the estimated `log_odds` are right. Most
+        others add or leave out one column whose estimate is close to the threshold
+        (`likely_over`)."""
         return likely_over(state.free, log_odds, self.threshold, count)
 
 
@@ -412,7 +453,8 @@ class Sequential(Static, name="sequential"):
         return max(self.schedule) == 1
 
     def first(self, state: State, log_odds: Sequence[float]) -> Columns:
-        """Return the n leftmost free columns, or all of them if fewer are left."""
+        """Return the n leftmost free columns of a state, or all of them if fewer are left. The
+        log-odds are not used."""
         return state.free[: self.quota(state)]
 
     def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
@@ -435,16 +477,19 @@ class EntropyBound(RevealRule, name="entropy_bound"):
 
     @classmethod
     def from_options(cls, options: Any, block_size: int) -> Self:
-        """Make the rule from checked options, as `RevealRule.from_options` requires."""
+        """Make the rule from `entropy_threshold`, a checked option in `options` (an
+        `MRPGenerationConfig`). The block size is not used."""
         return cls(options.entropy_threshold)
 
     def leading(self, entropies: Sequence[float]) -> int:
-        """Return the number of columns to reveal, given entropies in increasing order. If it is 0,
-        one column is revealed all the same."""
+        """Return the largest number of entropies, from the first on, whose sum is below the bound.
+        If it is 0, `reveal` reveals one column all the same. `entropies` are those of the free
+        columns, in nats, in increasing order."""
         return sum([total < self.bound for total in accumulate(entropies)])
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """Choose the columns to reveal, as `RevealRule.reveal` requires."""
+        """Return the columns that the rule reveals at `state`, judging by `scores.entropy`. The
+        memo is not used, and is returned as it is."""
         entropy = scores.entropy
         assert entropy is not None
         ordered = sorted(state.free, key=entropy.__getitem__)
@@ -452,8 +497,10 @@ class EntropyBound(RevealRule, name="entropy_bound"):
         return tuple(sorted(ordered[:count])), memo
 
     def likely(self, state: State, log_odds: Sequence[float], count: int) -> Guesses:
-        """Guess as `RevealRule.likely` requires: the most confident columns, about as many as the
-        bound allows under their estimated entropies."""
+        """Guess up to `count` sets of columns that the rule may reveal at `state`, each with its
+        chance. The first guess is the most confident columns, as many as the bound allows if their
+        entropies are what `likely_entropy` estimates from `log_odds`. Most others have a few more
+        or fewer columns (`likely_first`)."""
 
         def room_of(ordered: list[int], log_odds: list[float]) -> int:
             return self.leading([likely_entropy(log_odds[column]) for column in ordered])

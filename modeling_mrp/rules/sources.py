@@ -59,7 +59,8 @@ class DraftSource(Protocol):
 
 @dataclass(frozen=True)
 class CheckedSource:
-    """A user's source whose proposals are checked.
+    """A user's source of drafts. Each of its proposals is checked; a malformed one, or one with a
+    token that the model does not have, raises `ValueError`.
 
     Attributes:
         source: The user's source.
@@ -72,8 +73,9 @@ class CheckedSource:
     mask_id: int
 
     def propose(self, row: Row, state: State, parent: State | None) -> Candidates | None:
-        """Return the proposal of the user's source (`DraftSource.propose`). Raise `ValueError` if
-        it is invalid."""
+        """Return the proposal of the user's source (`DraftSource.propose`), which may be None.
+        Raise `ValueError` if it is not like `Candidates`, or if one of its columns, token ids,
+        probabilities or its number of `log_odds` is out of range."""
         candidates = self.source.propose(row, state, parent)
         if candidates is None:
             return None

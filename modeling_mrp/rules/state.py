@@ -61,17 +61,18 @@ class Scores:
     Attributes:
         token: For each column, the picked token; arbitrary where the state has no mask.
         log_odds: For each column, the log-odds of the picked token. They order columns as
-            probabilities do, but stay precise where probabilities round to 1. NaN if no token had a
-            finite score.
+            probabilities do, but stay precise where probabilities round to 1. NaN if the logit of
+            the picked token is not finite.
         entropy: For each column, the entropy in nats; None unless the rule needs it.
-        drawable: A numpy array [block, 2 m + 1]: for each column, its row of `Picks.candidates` (m
-            candidates), among which drafts draw tokens. None unless tokens are sampled and drafts
-            are made.
+        drawable: A numpy array [block, 2 m + 1], among whose tokens drafts draw. For each column,
+            it has the ids of the m likeliest tokens, their m scores (logits divided by the
+            temperature), and the log-sum-exp of the scores of all other tokens. None unless tokens
+            are sampled and drafts are made.
         hidden: A tensor [n, block, hidden_size], and the index of this state's hidden states in it.
             None for scores made by hand, without a network.
-        candidates: A tensor [n, block, 2 m + 1] of `Picks.candidates`, and the index of this state
-            in it: the tokens among which the head's drafts choose. None if they choose among all
-            tokens.
+        candidates: The tokens among which the head's drafts choose: a tensor [n, block, 2 m + 1],
+            for n states, in the form of `drawable`, and the index of this state in it. None if they
+            choose among all tokens.
     """
 
     token: list[int]
@@ -109,12 +110,23 @@ class PendingReveal:
 
 
 class Counts:
-    """The counts of one row's forwards and drafts, at first 0. `MRPGenerateStats` explains each of
-    them.
+    """The counts of one row's forwards and drafts, at first 0.
 
     Args:
         width: The largest number of states of the row in a round.
         drafts: Whether rounds draft. If not, there are no counts by depth.
+
+    Attributes:
+        forwards, head_forwards: Number of forwards of the backbone and of the head in which the row
+            took part.
+        drafted, accepted: Number of drafts that were submitted, and that were accepted.
+        revoked: Number of reveals that the head masked again.
+        lengths: For each n from 0 on, the number of rounds that accepted n states. The first state
+            of a round counts, although it is not a draft. States that the round before had scored
+            count, too.
+        offered_at_depth: For each k from 1 on, the number of rounds that accepted at least k - 1
+            drafts and offered a k-th one, which could follow the (k - 1)-th.
+        accepted_at_depth: For each k from 1 on, the number of rounds that accepted a k-th draft.
     """
 
     def __init__(self, width: int, drafts: bool) -> None:
@@ -163,8 +175,9 @@ class Row:
             Both are None if there is no preview.
         held, head_held: Number of leading tokens whose keys and values are cached in the layers of
             the backbone (`held`) and of the head (`head_held`).
-        logprob, step: For each position after the prompt, the log-confidence of its token, and the
-            denoising step that revealed it. They are 0 and -1 where nothing was revealed.
+        logprob, step: For each position after the prompt, the log-probability of its token when it
+            was revealed, and the denoising step that revealed it. They are 0 and -1 where nothing
+            was revealed.
         steps: Number of denoising steps so far.
         stop: One past the last token once the text is complete; else None.
         counts: Counts of forwards and drafts.
@@ -216,7 +229,8 @@ class Row:
         self.write_filled()
 
     def forget(self) -> None:
-        """Drop the scores of an ended row, because they hold tensors of whole rounds."""
+        """Free the scores that the row keeps for later drafts, which hold tensors of whole rounds.
+        To be called once the row has ended; its text and counts stay."""
         self.source = None
         self.memory = {}
         self.preview = (None, None)
@@ -361,7 +375,8 @@ class Row:
         return not state.free or state.free[0] >= room
 
     def update_stop(self) -> None:
-        """Set `stop` if the text is complete at the row's state."""
+        """If the text is complete at the row's state (`ends`), set the attribute `stop` to one past
+        the position of its last token. Otherwise, change nothing."""
         if self.ends(self.state):
             start = self.state.start
             end = self.state.end

@@ -21,8 +21,8 @@ COMPARED = 2  # number of compared replays of each graph
 
 
 def alone(answer: bool) -> bool:
-    """Return the decision unchanged: for a process that does not share the model with others, so
-    has nobody to agree with."""
+    """Return the answer unchanged. A process that does not share the model with others uses this
+    function to agree, as it has nobody to agree with."""
     return answer
 
 
@@ -69,16 +69,20 @@ class CheckedReplays:
     def run(
         self, replay: Callable[[], tuple[Hashable, Tensor]], eagerly: Callable[[], Tensor]
     ) -> Tensor:
-        """Run a step by replaying a graph or, where graphs are not used, without one. Return the
-        step's output.
+        """Run a step by replaying a graph, and return the step's output. Once graphs are given up,
+        run the step without one.
+
+        Graphs are given up if the comparison of a replay fails in any process, or if a replay
+        raises an error and no other process shares the model. The returned output is then that of
+        the step without a graph.
 
         Args:
             replay: Replays a graph; returns a value that identifies the graph, and the output.
             eagerly: Runs the same step without graphs; returns the output.
 
         Raises:
-            Exception: the error of a replay, if other processes share the model: these are waiting
-                within their own replays.
+            Exception: the error of a failed replay, if other processes share the model. Graphs are
+                not given up then, because the other processes are waiting within their replays.
         """
         if self.given_up:
             return eagerly()

@@ -28,12 +28,16 @@ _BACKEND_ARGUMENTS = ("attention_backend", "prefill_attention_backend", "decode_
 
 
 class MRP(DllmAlgorithm):
-    """Decodes with an MRP head. Either the backbone verifies drafts, or the head itself reveals
-    tokens.
+    """The algorithm `MRP`, with which the engine decodes. In some decoding modes, the backbone
+    verifies drafts; in others, the head itself reveals tokens.
 
     A round takes one backbone forward, whatever it drafts. A forward that scores a block without
     masks also stores the keys and values of that block, and may score the first state of the next
     block. So no forward is needed only to store keys and values.
+
+    Args:
+        config: The engine's `DllmConfig`, as `dllm_config` makes it: with the server's `Settings`
+            as `mrp_settings`.
     """
 
     supported_attention_backends = SUPPORTED
@@ -69,7 +73,8 @@ class MRP(DllmAlgorithm):
 
     @classmethod
     def validate_request(cls, req: Any) -> str | None:
-        """Return the reason why a request cannot be served; None if it can be served."""
+        """Return the reason why `req`, a request (`Req`) of the engine, cannot be served, with a
+        remedy. Return None if it can."""
         return refusal(req)
 
     def run(self, model_runner: Any, forward_batch: Any, algo_states: Any = None) -> Any:
@@ -111,7 +116,8 @@ def rows_of(server_args: Any) -> int:
 
 
 def abort(req: Any, message: str) -> None:
-    """End a request with an error message once its current block is done."""
+    """Let the engine end a request once its current block is done, with an error of status 500.
+    `req` is the engine's `Req`, and `message` the text of the error."""
     req.to_finish = FINISH_ABORT(message, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError")
 
 

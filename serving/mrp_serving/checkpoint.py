@@ -115,8 +115,8 @@ def named_backbone(config: Any, source: str) -> Backbone | None:
 
 
 def head_weight(name: str) -> str | None:
-    """Return the name within the head of a tensor that is called `name` in the checkpoint; None for
-    a tensor of the backbone."""
+    """Return the name that a tensor of the checkpoint has within the head; None for a tensor of the
+    backbone. `name` is the tensor's name in the checkpoint."""
     own_name = our_name(name)
     return own_name.removeprefix(HEAD) if own_name.startswith(HEAD) else None
 

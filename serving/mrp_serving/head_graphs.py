@@ -42,7 +42,9 @@ class HeadGraphs(DecodeCudaGraphRunner):
         super().__init__(engine, attn_backend=backend)
 
     def capture_one_shape(self, size: int, forward: Any, *args: Any, **more: Any) -> None:
-        """Record a graph for `size` rows that runs the head in place of `forward`."""
+        """Record a graph for batches of `size` rows, as the engine's method of this name does, but
+        with the head in place of `forward`, the model's forward. Further arguments are passed
+        on."""
         super().capture_one_shape(size, self._head, *args, **more)
 
     def _head(self, ids: Tensor, positions: Tensor, batch: Any, **_: Any) -> LogitsProcessorOutput:
@@ -93,8 +95,13 @@ def record_head(engine: Any, agree: Agree) -> HeadGraphs | None:
 
 
 def give_up(failure: str, error: Exception) -> None:
-    """Log a warning that the head runs without CUDA graphs. `failure` says what is wrong with the
-    graphs, and `error` is the reason."""
+    """Log a warning that the head runs without CUDA graphs.
+
+    Args:
+        failure: The middle of the message "The head ... as CUDA graphs", such as "cannot be
+            recorded".
+        error: The cause, which the message quotes.
+    """
     log.warning(
         "The head %s as CUDA graphs (%s): it runs without them. --disable-cuda-graph records none",
         failure,

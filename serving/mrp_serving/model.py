@@ -30,7 +30,15 @@ _STACKED |= {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1)}
 
 
 class HeadLayer(nn.Module):
-    """A decoder layer of the head. It has a layer of its own in the engine's KV pool."""
+    """A decoder layer of the head, made of the engine's modules. Its keys and values have a layer
+    of their own in the engine's KV pool.
+
+    Args:
+        config: The model's config, which has the sizes.
+        layer_id: The index of the layer in the KV pool.
+        quant_config: The engine's quantization config for this layer; None if it is not quantized.
+        prefix: The layer's name in the model, such as `mrp_head.layers.0`.
+    """
 
     def __init__(self, config: Any, layer_id: int, quant_config: Any, prefix: str) -> None:
         super().__init__()
@@ -40,14 +48,26 @@ class HeadLayer(nn.Module):
         self.mlp = SDARMLP(config, quant_config, prefix=f"{prefix}.mlp")
 
     def forward(self, positions: Tensor, hidden: Tensor, batch: Any) -> Tensor:
-        """Compute the layer's output [tokens, hidden_size] from hidden states of the same shape."""
+        """Compute the layer's output [tokens, hidden_size], and write the keys and values of the
+        tokens to the KV pool.
+
+        Args:
+            positions: [tokens], the absolute positions of the tokens.
+            hidden: [tokens, hidden_size], the layer's input.
+            batch: The engine's `ForwardBatch` of the tokens.
+        """
         hidden = hidden + self.self_attn(positions, self.input_layernorm(hidden), batch)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
 class Head(nn.Module):
-    """The MRP head, as `modeling_mrp.model.head.MRPHead` defines it, made of the engine's
-    layers."""
+    """The MRP head, as `modeling_mrp.model.head.MRPHead` defines it, made of the engine's layers.
+
+    Args:
+        config: The model's config, which has the sizes and, in `num_nextn_predict_layers`, the
+            number of the head's layers.
+        quant_config: The engine's quantization config for the head; None if it is not quantized.
+    """
 
     def __init__(self, config: Any, quant_config: Any = None) -> None:
         super().__init__()
@@ -62,8 +82,15 @@ class Head(nn.Module):
         )
 
     def forward(self, embeds: Tensor, hidden: Tensor, positions: Tensor, batch: Any) -> Tensor:
-        """Compute the head's output h_C [tokens, hidden_size] from embeddings of the state after
-        the reveal and from hidden states h_A. Both have the shape of h_C."""
+        """Compute the head's output h_C, [tokens, hidden_size].
+
+        Args:
+            embeds: [tokens, hidden_size], the embeddings of the state after the reveal.
+            hidden: [tokens, hidden_size], h_A: the backbone's hidden states before the reveal, or
+                an estimate of them.
+            positions: [tokens], the absolute positions of the tokens.
+            batch: The engine's `ForwardBatch` of the tokens.
+        """
         mixed, _ = self.eh_proj(torch.cat([self.enorm(embeds), self.hnorm(hidden)], -1))
         for layer in self.layers:
             mixed = layer(positions, mixed, batch)
@@ -72,7 +99,14 @@ class Head(nn.Module):
 
 class MRPForCausalLM(SDARForCausalLM):
     """SDAR with an MRP head. Under the algorithm `MRP`, the forward of this model returns hidden
-    states in place of logits."""
+    states in place of logits.
+
+    Args:
+        config: The model's config, an `MRPConfig`. The model has a head if
+            `num_nextn_predict_layers` is not 0.
+        quant_config: The engine's quantization config for the backbone, or None.
+        prefix: The beginning of the names of the backbone's modules.
+    """
 
     def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
         rope = dict(getattr(config, "rope_parameters", None) or {})
@@ -143,7 +177,8 @@ class MRPForCausalLM(SDARForCausalLM):
 
     @torch.no_grad()
     def unembed(self, batch: Any, hidden: Tensor) -> Tensor:
-        """Compute logits [n, vocab] of hidden states [n, hidden_size]."""
+        """Compute logits [n, vocab] of final hidden states [n, hidden_size]. `batch` is a
+        `ForwardBatch` of the engine, which may have a buffer for the logits."""
         return self.logits_processor(None, hidden, self.lm_head, batch).full_logits
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:

@@ -121,15 +121,17 @@ class PackedStates:
 def assign_states(
     slot_pool: SlotPool, packed: Packed, cached_lengths: Sequence[int], block: int, parents: bool
 ) -> PackedStates:
-    """Assign to each state a row of the engine's pool, which is the table that maps positions to
-    slots, and a block of slots for keys and values. List the blocks that must be written to the
-    pool.
+    """Choose, for each state, a row of the engine's pool, which is the table that maps positions to
+    slots, and a block of slots for the state's keys and values. Nothing is written to the pool
+    here: the result lists the blocks of slots to write (`map_entries`).
 
-    Each row of the batch has a pool row and a block of its own, and borrows more of both. Its first
-    state uses its own pool row and block, unless that block is committed already. All other states
-    use borrowed ones. In a borrowed pool row, the prefix is followed by the block to which the
-    state attends (its parent's block, or the committed block of the row), if there is one, and then
-    by the state's own block. Both must be written there.
+    Each row of the batch has a pool row and a block of slots of its own, and has borrowed more of
+    both. The first state of a row uses the row's own, unless this block of slots already holds a
+    committed block. All other states use borrowed ones.
+
+    A borrowed pool row already lists the slots of the prefix. If the state attends to another block
+    (its parent, or the committed block of the row), the slots of that block are to be written next.
+    The slots of the state itself come last.
 
     Args:
         slot_pool: The rows of the pool and the blocks that states may use.
@@ -197,14 +199,15 @@ def packed_batch(
     """Make a `ForwardBatch` in which each state is a row, from the engine's batch of requests.
 
     Args:
-        batch: The engine's batch.
+        batch: The engine's `ForwardBatch`, in which each row is a request.
         request_rows: The rows of the batch that take part.
         packed_states: The states, with their rows of the pool and their blocks.
         on_device: Fields of the new batch as tensors on the device. By token: `ids` and
-            `positions`, [n * block] each. By state, [n] each: `pool_row`; `prefix`, the number of
-            tokens before the state's block; `lengths`, the same with the block; `sizes`, the number
-            of tokens of the block; `begins`, the index of its first token in `ids`; and
-            `orig_lengths`, equal to `lengths`, if the engine's batch has `orig_seq_lens`.
+            `positions`, [n * block] each. By state, [n] each: `pool_row`, the row of the pool;
+            `prefix`, the number of tokens before the state's block; `lengths`, that number plus the
+            size of a block; `sizes`, the size of a block; `begins`, the index of the block's first
+            token in `ids`; and `orig_lengths`, equal to `lengths`, if the engine's batch has
+            `orig_seq_lens`.
         on_host: The same fields on the host.
         slots: [n, block], the slots for the keys and values of n states.
     """
@@ -427,7 +430,13 @@ class EngineNetworks:
         return residual_output if residual else hidden + residual_output
 
     def score(self, rows: Sequence[Row], drafts: Sequence[Sequence[Node]]) -> list[list[Scores]]:
-        """Score all rows' nodes in one backbone forward, as `Runner.score` requires."""
+        """Score the nodes of all rows in one backbone forward; return the scores by row and node.
+        Ended rows have no nodes.
+
+        A node's state sees the committed text of its row before it, then the ids of its parent
+        node's state, if it has a parent, and itself. Add 1 to `row.counts.forwards` of each row
+        that has nodes.
+        """
         packed = []
         for row, nodes in zip(rows, drafts, strict=True):
             row.counts.forwards += bool(nodes)
@@ -442,8 +451,21 @@ class EngineNetworks:
         queries: Sequence[Sequence[tuple[State, Hidden]]],
         residual: bool = False,
     ) -> list[list[Hidden]]:
-        """Run one head pass over states of each row, as `Runner.head` requires. In this runner, the
-        head has read every committed block when this is called."""
+        """Run one head pass over states of each row; return its outputs by row and state.
+
+        The output at a state is h_A + h_C, which estimates the backbone's hidden states there, or
+        the head's own output h_C alone if `residual`. The head sees the committed text of the row,
+        of which it has read every block before this call. Add 1 to `row.counts.head_forwards` of
+        each row that has states.
+
+        Args:
+            rows: The rows that take part.
+            queries: For each row, its states, each with h_A: the backbone's hidden states before
+                the reveal that led to the state, or an estimate of them. Like an output, h_A is a
+                pair: a tensor [n, block, hidden_size], and the index in it of the block that is
+                meant.
+            residual: Whether outputs leave out h_A.
+        """
         packed = []
         hidden: list[Hidden] = []
         for states in queries:
@@ -459,11 +481,17 @@ class EngineNetworks:
         return results
 
     def commit(self, rows: Sequence[Row], clean: Sequence[Sequence[int]]) -> None:
-        """Commit the accepted clean state of each row that has one, as `Runner.commit` requires,
-        and let the head read it.
+        """Keep the keys and values of the accepted clean state (a block without masks) of each row
+        that has one, and add the block size to `row.held`. If the head takes part, it reads these
+        blocks in one pass.
 
         A clean state that was drafted lies in borrowed slots. The row keeps these slots, and gives
         back its own in their place.
+
+        Args:
+            rows: The rows that take part.
+            clean: For each row, a list: the index of its accepted clean state among the nodes of
+                the row in the last `score`; empty if it has none.
         """
         for row_index, (row, slots) in enumerate(zip(rows, clean, strict=True)):
             if slots and slots[0] > 0:

@@ -150,7 +150,7 @@ def settings_of(
     """Check the options of a server and return its settings.
 
     Args:
-        file_options: The options in the YAML file.
+        file_options: The options in the server's file (`--dllm-algorithm-config`), by name.
         defaults: The fields of the checkpoint's generation config; options in it that are not
             served are ignored.
         block_size: The number of tokens of a block, from the checkpoint.
@@ -193,7 +193,8 @@ def check_devices(mode: Mode, devices: int) -> None:
 
 def decodes_as_stock(config: MRPGenerationConfig, block_size: int) -> bool:
     """Return whether the options ask for a reveal rule that the engine's own algorithm
-    `LowConfidence` has, too."""
+    `LowConfidence` has, too: `dynamic`, or `static` with one step for each token of a block. In
+    modes that draft, the rule is the one that `target` names."""
     rule = config.target if config.decoding in DRAFTING else config.decoding
     return rule == "dynamic" or (rule == "static" and config.denoising_steps in (None, block_size))
 

@@ -197,12 +197,14 @@ class EnginePicker(Picker):
 
 @dataclass(frozen=True)
 class StockPicker(EnginePicker):
-    """A greedy picker like the engine's own algorithms. It compares probabilities, with the mask id
-    in the softmax.
+    """A greedy picker that picks tokens as the engine's own algorithms do, with one exception: it
+    never picks the mask id. Where the mask id is the likeliest, the engine's own algorithms reveal
+    nothing and never end.
 
-    Probabilities are float32 if logits are. Of positions whose probabilities round to the same
-    number, the leftmost is revealed first. The mask id is never picked. This differs from the
-    engine's own algorithms: where the mask id is the likeliest, they reveal nothing and never end.
+    Log-odds are computed from the token's probability in a softmax that includes the mask id. This
+    probability has the dtype of the logits, which is at least float32. So positions whose
+    probabilities round to the same number have equal log-odds, and the leftmost of them is revealed
+    first.
     """
 
     @cached_property

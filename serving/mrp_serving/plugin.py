@@ -31,8 +31,9 @@ from .usage import META_KEY, report_of
 
 
 class PublishedConfig(MRPConfig):
-    """The config of published SDAR checkpoints. With this class, the code in these repositories
-    need not be trusted."""
+    """The config of published SDAR checkpoints: an `MRPConfig` whose `model_type` is `sdar`. Once
+    it is registered with transformers, these checkpoints open without the code in their
+    repositories, which need not be trusted."""
 
     model_type = "sdar"
 
@@ -126,9 +127,10 @@ def dllm_config(
 
 
 def check_arguments(args: Any) -> None:
-    """Raise `ValueError` for server arguments with which the algorithm does not work: without
-    first-done-first-out scheduling or `--max-running-requests`, or with
-    `--enable-dp-attention`."""
+    """Raise `ValueError` if the algorithm does not work with the arguments of a server: if
+    `--no-dllm-fdfo` turns first-done-first-out scheduling off, if `--max-running-requests` is
+    missing, or if `--enable-dp-attention` is given. `args` is a view of the engine's
+    `ServerArgs`."""
     problems = {
         "--no-dllm-fdfo is given, and MRP needs first-done-first-out scheduling, in which no row "
         "waits: leave it out": (not args.dllm_fdfo),
@@ -161,10 +163,15 @@ def yaml_mapping(path: str | None) -> dict[str, Any]:
 
 
 def sampling_defaults(original: Callable[[Any], dict[str, Any]], config: Any) -> dict[str, Any]:
-    """Return the default sampling parameters, which fill in what a chat leaves out. Under the
-    algorithm `MRP`, they make chats without a temperature greedy; otherwise, they are those of
-    `original`, the engine's own method, in whose place this function is called. `config` is the
-    engine's `ModelConfig`."""
+    """Return the default sampling parameters, which the engine uses where a chat gives none.
+
+    Under the algorithm `MRP`, the only default is a temperature of 0, which makes decoding greedy.
+    Under other algorithms, the defaults are those of `original`.
+
+    Args:
+        original: The engine's own method, in whose place the engine calls this function.
+        config: The engine's `ModelConfig`.
+    """
     return dict(GREEDY) if get_exec().dllm.dllm_algorithm == ALGORITHM else original(config)
 
 
@@ -218,15 +225,18 @@ async def reject_retract(
 def check_body(
     original: Callable[..., None], manager: Any, request: Any, prompt: Sequence[int] | None
 ) -> None:
-    """Check a request by `original`, the engine's own method, in whose place this function is
-    called. Then raise `ValueError` if the request is one that the engine accepts by mistake; the
-    error becomes a response with status 400.
+    """Check a request by the engine's own method and, under the algorithm `MRP`, by
+    `refusal_of_body`: log-probabilities of the prompt and a `stop_regex` that is no regular
+    expression are refused.
 
     Args:
-        original: The engine's check.
+        original: The engine's own check, in whose place the engine calls this function.
         manager: The engine's `TokenizerManager`.
         request: The engine's `GenerateReqInput`.
         prompt: The ids of the prompt, or None.
+
+    Raises:
+        ValueError: if the request is refused. The engine turns it into a response with status 400.
     """
     original(manager, request, prompt)
     if get_exec().dllm.dllm_algorithm == ALGORITHM and (
@@ -238,9 +248,13 @@ def check_body(
 def stream_reports(
     original: Callable[..., dict[str, list[Any]]], streamer: Any, reqs: Sequence[Any]
 ) -> dict[str, list[Any]]:
-    """Return what the engine adds to the results that it streams, a dict of lists with an item for
-    each request of `reqs`: what `original` returns, the engine's own method, in whose place this
-    function is called, and under `META_KEY` the costs and traces of each request (`report_of`)."""
+    """Return what the engine adds to the results that it streams: a dict of lists, each with an
+    item for each request of `reqs`. The dict has the lists that `original` returns and, under
+    `META_KEY`, a list of the costs and traces of each request (`report_of`).
+
+    `original` is the engine's own method, in whose place this function is called. `streamer` is
+    only passed on to `original`.
+    """
     # the engine counts a token as sent by an empty answer, and would omit that token's
     # log-probability
     for req in reqs:
@@ -257,12 +271,13 @@ def add_report(
     index: int,
     *rest: Any,
 ) -> None:
-    """Add the costs and traces of a request to the metadata of its response, with the provisional
-    tokens as text.
+    """Add the costs and traces of a request to the metadata of its response. If these contain
+    provisional tokens (the block that is being decoded), also add the text of these tokens.
 
     Args:
-        original: The engine's own method, in whose place this function is called. It is called with
-            the rest of `info`, if there is any.
+        original: The engine's own method, in whose place the engine calls this function. It is
+            called first, with a copy of `info` that lacks the costs and traces; if nothing else is
+            in `info`, it is not called.
         manager: The engine's `TokenizerManager`.
         meta_info: The metadata of the response, which is changed.
         state: The engine's state of the request, for `original`.

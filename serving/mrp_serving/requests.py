@@ -156,8 +156,8 @@ def seed_of(rid: str) -> int:
 
 
 def refusal(req: Any) -> str | None:
-    """Return the reason why the plugin cannot serve a request, with a remedy; None if it can serve
-    it."""
+    """Return the reason why the plugin cannot serve `req`, a request (`Req`) of the engine, with a
+    remedy. Return None if it can."""
     try:
         if unserved := [feature for feature, requested in _unserved(req).items() if requested]:
             return f"MRP does not serve requests with {'; '.join(unserved)}. Leave that out"
@@ -208,8 +208,9 @@ def _unserved(req: Any) -> dict[str, Any]:
 
 
 def refusal_of_body(body: Any, prompt: Sequence[int]) -> str | None:
-    """Return the reason to refuse a request that the engine would accept by mistake; None if there
-    is no such reason.
+    """Return the reason to refuse a request that the engine would accept although it cannot be
+    served: it asks for log-probabilities of prompt tokens, or has a `stop_regex` that is no regular
+    expression. Return None if neither is so.
 
     Args:
         body: The engine's `GenerateReqInput` of one request.
@@ -258,17 +259,11 @@ def stop_ids(req: Any) -> set[int]:
 def text_of_block(
     req: Any, options: RequestOptions, ids: Sequence[int], start: int, mask_id: int
 ) -> list[int] | None:
-    """If a request's text ends within a block, return the final ids of the whole block. Return None
-    if the text does not end before the end of the block, or if a mask is left before the end of the
-    text.
+    """Find out whether the text of a request ends within a block and is final. If so, return the
+    final ids of the whole block.
 
-    Ids after the end of the text need no decoding. In the result, masks stand in their place. The
-    engine keeps no keys and values of a block that the text does not fill.
-
-    If the text is decoded in the way of the engine's own algorithms (`Sampling.stock`), decoding
-    goes on after an eos. So ids after the end of the text are returned as they are. If such a
-    request has stop strings, the result is always None, since a stop string may end the text
-    earlier.
+    A text ends after the first generated token that ends it, such as an eos, or once it has
+    `max_new_tokens` generated tokens.
 
     Args:
         req: The request.
@@ -276,6 +271,18 @@ def text_of_block(
         ids: The present ids of the block, masks included.
         start: The absolute position where the block begins.
         mask_id: The id of the mask.
+
+    Returns:
+        None if the text does not end before the end of the block, or if a mask is left before the
+        end of the text. Otherwise, a list [block]:
+
+        - In general, `ids` up to the end of the text, and then masks. Ids after the end need no
+          decoding, since the engine keeps no keys and values of a block that the text does not
+          fill.
+        - If the text is decoded in the way of the engine's own algorithms (`Sampling.stock`), all
+          of `ids`, unchanged. These algorithms go on after an eos, so ids after the end may be
+          tokens or masks. If such a request has stop strings, the result is None instead: a stop
+          string may end the text earlier, but is not searched for here.
     """
     params = req.sampling_params
     prompt = len(req.origin_input_ids) - start

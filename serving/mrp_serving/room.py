@@ -16,8 +16,9 @@ from .requests import end_of_text
 def count_fitting(
     waiting: Iterable[Any], running: Iterable[Any], slots: int, block: int, context_length: int
 ) -> int:
-    """Return the number of waiting requests that fit into the pool with their whole texts, beside
-    the running requests. Requests are taken in order, up to the first one that does not fit.
+    """Return the number of waiting requests that fit, with their whole texts, into the engine's
+    pool of slots for keys and values, beside the running requests. Waiting requests are counted in
+    order, up to the first one that does not fit.
 
     Args:
         waiting: Requests, in the order in which they are to begin.
@@ -37,13 +38,19 @@ def count_fitting(
 
 
 def fetch_fitting(original: Callable[[Any], None], scheduler: Any) -> None:
-    """Let the engine take into its rounds only those waiting requests for which there is room. The
-    engine calls this function in place of `original`, its own method, which is called here with
-    those requests alone in the waiting queue of the engine's `Scheduler`.
+    """Let the engine take into its rounds only those waiting requests for which there is room.
 
-    The first request's limit of length is cut to the size of the pool, so that the request has room
-    when no other one runs. Three blocks stay free, since the engine counts a request's next block
-    and a page twice, and would otherwise wait forever.
+    The engine calls this function in place of `original`. Under the algorithm `MRP`, this function
+    hides all other requests from the waiting queue while it calls `original`, and then puts them
+    back. Under other algorithms, it only calls `original`.
+
+    The limit on new tokens of the first waiting request is cut, so that its text fits in the pool
+    when no other request runs. Three blocks of the pool always stay free: the engine counts a
+    request's next block and a page twice, and would otherwise wait forever.
+
+    Args:
+        original: The engine's own method.
+        scheduler: The engine's `Scheduler`, which has the waiting queue.
     """
     if scheduler.dllm_config.algorithm != ALGORITHM:
         return original(scheduler)
@@ -65,12 +72,16 @@ def fetch_fitting(original: Callable[[Any], None], scheduler: Any) -> None:
 
 
 def schedule_block(original: Callable[..., int], adder: Any, req: Any = None) -> int:
-    """Return the number of tokens that the engine may schedule for a row of its batch: a whole
-    block (or what the engine's budget of tokens leaves), even where the engine's own estimate finds
-    too little room, because `fetch_fitting` has ensured the room.
+    """Return the number of tokens that the engine may schedule for a row of its batch.
 
-    The engine calls this function in place of `original`, its own method, which answers for other
-    algorithms. `adder` is the engine's `PrefillAdder`.
+    Under the algorithm `MRP`, this is a whole block, or what is left of the engine's budget of
+    tokens if that is less. The engine's own estimate of the room is not used, because
+    `fetch_fitting` has ensured the room. Under other algorithms, it is what `original` returns.
+
+    Args:
+        original: The engine's own method, in whose place the engine calls this function.
+        adder: The engine's `PrefillAdder`.
+        req: The request of the row, which is only passed on to `original`.
     """
     if adder.dllm_config.algorithm != ALGORITHM:
         return original(adder, req)

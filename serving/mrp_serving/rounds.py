@@ -53,8 +53,10 @@ class EngineDecoder(RoundDecoder):
 
     Args:
         sees_new: Whether the attention of a row sees keys and values that the same forward writes
-            for another row. If not, no state attends to a clean block of the same round.
-        args: The arguments of `RoundDecoder`.
+            for another row. If not, states that attend to another state of the round are not
+            drafted.
+        args: The arguments of `RoundDecoder`: a mode, the networks and a `DraftAmount`. Reveal
+            rules and refinements are those of the requests' modes.
     """
 
     def __init__(self, sees_new: bool, *args: Any) -> None:
@@ -72,9 +74,17 @@ class EngineDecoder(RoundDecoder):
         size: int,
         estimates: Sequence[Mapping[Key, Scores]] | None = None,
     ) -> list[list[Node]]:
-        """Build the drafts of all rows as `RoundDecoder.grown` does, and cut each to the number of
-        states that its request allows. Unless `sees_new`, also leave out the states that attend to
-        another state of the round."""
+        """Build a draft of at most `size` states for each row that has not ended; an ended row gets
+        no nodes.
+
+        A row whose own state has no masks also gets the first state of the next block, even if
+        `size` is 1. The draft is then cut to the number of states that the row's request allows or,
+        if `row.single_state`, to one state. Unless `sees_new`, states that attend to another state
+        of the round are left out as well.
+
+        `estimates` has, for each row, the head's estimates of scores, by `State.key`. It is None if
+        the head has not read any state.
+        """
         drafts = super().grown(rows, size, estimates)
         for row_index, (row, nodes) in enumerate(zip(rows, drafts, strict=True)):
             drafting = row.options.mode.drafting
@@ -95,8 +105,10 @@ class EngineDecoder(RoundDecoder):
         drafts: Sequence[Sequence[Node]],
         estimates: Sequence[dict[Key, Scores]],
     ) -> None:
-        """Run the head over drafted states as `RoundDecoder.read` does, but only for rows whose
-        drafts use the head."""
+        """Run the head once over the drafted states of those rows whose drafts use the head. Store
+        its estimates of the backbone's scores at these states in `estimates`, which has, for each
+        row, a dict from `State.key` to scores. States without masks and first states of blocks are
+        left out."""
         head_drafts: list[Sequence[Node]] = []
         for row, nodes in zip(rows, drafts, strict=True):
             drafting = row.options.mode.drafting
@@ -104,8 +116,8 @@ class EngineDecoder(RoundDecoder):
         super().read(rows, head_drafts, estimates)
 
     def write(self, rows: Sequence[Any], pending_reveals: Sequence[PendingReveal | None]) -> None:
-        """Refine the pending reveals, each by the mode of its request, and write them to the rows
-        as `RoundDecoder.write` does."""
+        """Refine the pending reveals, each by the mode of its request, and write them into the
+        texts of the rows. Set `stop` of the rows whose text is complete."""
         results = list(pending_reveals)
         row_indices: dict[Refinement, list[int]] = {}
         for index, row in enumerate(rows):
@@ -122,7 +134,10 @@ class EngineDecoder(RoundDecoder):
 
 
 class Rounds:
-    """Decodes the requests of one engine. A call decodes one batch for one round.
+    """Decodes the requests of one engine, one round per call.
+
+    A call takes the engine, a batch and the requests of its rows. It returns, for each row, the
+    block so far and the number of tokens by which the text has grown, and whether a CUDA graph ran.
 
     Args:
         settings: The server's checked options.
@@ -368,11 +383,17 @@ class Rounds:
 
 
 def unembed_in_place(engine: Any, batch: Any, hidden: Tensor) -> Tensor:
-    """Compute the logits [n, vocab] of hidden states [n, hidden_size]. The next call overwrites
-    them.
+    """Compute the logits [n, vocab] of hidden states [n, hidden_size]. The next call of this
+    function may overwrite the returned tensor.
 
-    They are computed in the buffer that the engine keeps for logits beside its CUDA graphs, if they
-    fit there. No graph of this plugin writes to this buffer.
+    The logits are written to the buffer that the engine keeps for logits beside its CUDA graphs, if
+    there is one with room for n rows, and otherwise to new memory. No graph of this plugin writes
+    to this buffer.
+
+    Args:
+        engine: The engine's `ModelRunner`.
+        batch: The engine's `ForwardBatch`; it is not changed.
+        hidden: The final hidden states.
     """
     shared = engine.graph_shared_output
     if shared is not None and len(hidden) <= shared.max_rows:

@@ -12,14 +12,14 @@ from torch import Tensor
 
 @dataclass
 class BorrowedSlots:
-    """What a round has borrowed from the engine's pools: room for `width` more states per row of a
-    batch.
+    """The rows and slots that a round has borrowed from the engine's pools. They give each row of a
+    batch room for `width` more states than its first one.
 
     Attributes:
         rows: For each row of the batch, `width` rows of the pool that maps positions to slots.
         slots: int64 [rows * width, block], slots of the KV pool, in whole pages.
-        swapped: Maps an index in `slots` to other slots, int64 [block]. A request keeps the
-            borrowed slots at this index, and the other slots go back to the pool in their place.
+        swapped: For each borrowed block that a request keeps: maps its index in `slots` to the
+            slots that the request gives back in its place, int64 [block].
     """
 
     rows: list[list[int]]
@@ -28,7 +28,7 @@ class BorrowedSlots:
 
     @property
     def width(self) -> int:
-        """The number of borrowed states per row."""
+        """The number of states per row, beyond the row's first one, for which room is borrowed."""
         return len(self.rows[0]) if self.rows else 0
 
     def returned_slots(self) -> Tensor:
@@ -46,17 +46,18 @@ class BorrowedSlots:
 def borrow_slots(
     pool: Any, allocator: Any, evict: Callable[[int], Any], batch: int, width: int, block: int
 ) -> Iterator[BorrowedSlots]:
-    """Borrow rows and slots for up to `width` more states per row, as far as they are free. Return
-    them to the pools after the round.
+    """Context manager for one round: borrow rows and slots of the engine's pools for up to `width`
+    more states per row, as many as are free, and yield them. At the end of the context, they go
+    back to the pools.
 
-    If none are free, a round scores one state per row, on the row's own slots, so that drafts are
-    verified one after the other.
+    If too few are free for one more state per row, nothing is borrowed, and the `width` of the
+    yielded object is 0. The round then scores one state per row, on the row's own slots.
 
     Args:
         pool: The engine's map of positions to slots (`alloc_rows`, `free_rows`, `available_size`).
         allocator: The allocator of slots (`alloc`, `free_segment`, `available_size`).
-        evict: Called with a number of slots, to free as many of cached prefixes that are not in
-            use.
+        evict: Called with a number of slots; frees this many slots of cached prefixes that are not
+            in use.
         batch: The number of rows of the batch.
         width: The number of states wanted per row beyond its first one.
         block: The number of slots of a state.

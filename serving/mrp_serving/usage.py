@@ -61,14 +61,26 @@ def totals(rows: Sequence[Row]) -> dict[str, int]:
 
 
 def report_of(req: Any) -> dict[str, Any] | None:
-    """Return the costs and traces of a request (the engine's `Req`), for the metadata of its
-    response. Return None if the request has not been decoded yet.
+    """Collect the costs and traces of a request (the engine's `Req`), for the metadata of its
+    response.
 
-    The dict has the counts `forwards`, `head_forwards`, `drafted`, `accepted` and `revoked`
-    (reveals masked again); `tokens_per_forward` and `acceptance`; the engine's own statistics of
-    speculative decoding (`spec_...`); `offered_at_depth` and `accepted_at_depth`, which
-    `MRPGenerateStats` explains; and, if the request asks for them, `reveal_step`, the step that
-    revealed each token, and `provisional_ids`, the block that is being decoded.
+    Returns:
+        None if the request has not been decoded yet. Otherwise, a dict with these keys:
+
+        - `forwards`, `head_forwards`, `drafted`, `accepted` and `revoked` (reveals masked again):
+          counts.
+        - `tokens_per_forward`: generated tokens per backbone forward. `acceptance`: the share of
+          the drafted states that were accepted.
+        - `spec_verify_ct` (rounds), `spec_accept_length` (generated tokens per round),
+          `spec_accept_rate`, `spec_accept_token_num` and `spec_draft_token_num` (the same as
+          `acceptance`, `accepted` and `drafted`): under the engine's own names for speculative
+          decoding.
+        - `offered_at_depth`: for each depth k = 1, 2, ..., the number of rounds that accepted at
+          least k - 1 drafts and offered a k-th one. `accepted_at_depth`: the number of these rounds
+          that accepted the k-th draft.
+        - If the request asks for them, `reveal_step`, the step that revealed each token, and
+          `provisional_ids`, the block that is being decoded; that list is empty once the request
+          has ended.
     """
     progress: Progress | None = getattr(req, "mrp", None)
     if progress is None:

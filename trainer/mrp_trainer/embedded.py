@@ -34,6 +34,6 @@ def embedded_checkpoint() -> str:
 
 
 def resolve_source(source: str) -> str:
-    """Return the folder of the embedded checkpoint if `source` is its name and no local folder has
-    that name; otherwise return `source` unchanged."""
+    """Return the folder of the embedded checkpoint if `source` is its name, "sdar-tiny-mrp", and no
+    local folder has that name; otherwise return `source` unchanged."""
     return TINY if source == EMBEDDED and not os.path.isdir(source) else source

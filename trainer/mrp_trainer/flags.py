@@ -246,9 +246,10 @@ class Commands(TyperGroup):
 
 
 def suggest_flags(unknown: str, parameters: Sequence[Any]) -> list[str]:
-    """Suggest flags in place of an unknown one: flags whose field has the unknown name, flags whose
-    words have these initials, flags that begin with the unknown name, and flags with a similar
-    spelling. If there are none, suggest `--set`, provided that the command has this flag.
+    """Return flags that may be meant by an unknown one: flags whose field has the unknown name,
+    flags whose words begin with the letters of the unknown name (`--max-new-tokens` for `--mnt`),
+    flags that begin with the unknown name, and flags with a similar spelling. If there are none,
+    return `--set` with an assignment to the unknown name, provided that the command has this flag.
     `parameters` are the parameters of the click command."""
     words = unknown.lstrip("-").replace("_", "-")
     flags = {}

@@ -57,8 +57,18 @@ def tokenizer_of(options: Any) -> PreTrainedTokenizerBase:
 
 
 def load_config(source: str, revision: str | None = None) -> MRPConfig:
-    """Load only the config of the model that `load_model` would load from `source`. Errors are
-    those of `load_model`."""
+    """Load only the config of the model that `load_model` would load from `source`. For a peft
+    adapter, this is the config of its base.
+
+    Args:
+        source: A folder or a Hub id of a checkpoint or a peft adapter.
+        revision: Commit, branch or tag of a Hub id.
+
+    Raises:
+        ValueError: if the config is damaged or of another kind, or if an adapter names no base that
+            can be loaded.
+        OSError: if the folder or repository does not exist.
+    """
     base, revision, _ = _base_and_adapter(source, revision)
     stored_json(base, revision=revision)  # transformers' own error does not name the missing file
     return MRPConfig.from_pretrained(base, revision=revision or "main")

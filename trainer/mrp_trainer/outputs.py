@@ -57,7 +57,8 @@ def write_output(
             of the command; such a file is replaced.
 
     Raises:
-        ValueError: as from `check_output`, or if another file exists at the path; that file is left
+        ValueError: if the path is a folder or a read-only file; if its nearest existing parent is a
+            file or a read-only folder; or if another file exists at the path, which is left
             unchanged.
         OSError: if the file cannot be written, such as on a full disk; an existing file is left
             unchanged.
@@ -101,7 +102,15 @@ def replace_file(path: Path, content: bytes) -> None:
 
 class OwnFolder:
     """A folder that a command writes to. A file in it, the listing, names what was written there,
-    so that nothing else is overwritten or removed."""
+    so that nothing else is overwritten or removed. Creating this object reads and writes nothing.
+
+    Args:
+        path: The folder, which may be missing.
+
+    Attributes:
+        path: The folder.
+        listing: The path of the listing.
+    """
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)

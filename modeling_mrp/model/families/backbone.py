@@ -21,12 +21,19 @@ class FamilyBackbone(MRPBackbone):
     `head_dim` dimensions to the cache.
 
     Attributes:
-        unsaid: Fields that published configs of the family leave out, with their values.
+        family, models, paper, published: As in `MRPBackbone`.
+        fields: Maps the names of config fields that the family has beyond those of `MRPConfig` to
+            their defaults.
+        shifted: Whether the hidden state at a position predicts the token at the next position,
+            instead of the one there.
+        unsaid: Maps config fields that published configs of the family may leave out to the values
+            that these then have.
         renamed: Maps the names of fields in published configs of the family to their names here.
-        layer, attention, norm_kind, rotary: The classes in transformers of the decoder layers, of
-            their attention, of norms, and of the rotary embedding.
-        conversions: The conversions, in the form of transformers, of published tensors into the
-            model's.
+        layer: The class in transformers of the decoder layers.
+        attention, norm_kind, rotary: The classes in transformers of the attention of these layers,
+            of norms, and of the rotary embedding.
+        conversions: How transformers converts published tensors into the model's, as a sequence of
+            its `WeightRenaming` and `WeightConverter` objects.
     """
 
     unsaid: ClassVar[dict[str, Any]] = {}
@@ -54,8 +61,16 @@ class FamilyBackbone(MRPBackbone):
 
     @classmethod
     def translate_published(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        """Translate the fields of a published config, none of which is None, into fields of
-        `MRPConfig`. Add `family`, and those fields of `unsaid` that the config leaves out."""
+        """Translate the fields of a published config into fields of `MRPConfig`.
+
+        Args:
+            fields: The fields of the published config, without those that are None.
+
+        Returns:
+            A dict of these fields, renamed as `renamed` says, and `family`. For fields that the
+            config leaves out, the dict has the values in `unsaid`, and a `head_dim`, which is
+            `hidden_size` divided by `num_attention_heads`.
+        """
         if "hidden_size" in fields and "num_attention_heads" in fields:
             fields = {"head_dim": fields["hidden_size"] // fields["num_attention_heads"], **fields}
         translated = {cls.renamed.get(name, name): value for name, value in fields.items()}
@@ -78,7 +93,8 @@ class FamilyBackbone(MRPBackbone):
         self.post_init()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run `MRPBackbone.forward`. In float64, compute the experts in a loop, as the grouped
+        """Run `MRPBackbone.forward` with the same arguments, and return its result. For a model
+        with experts in float64, first make the model compute its experts in a loop, as the grouped
         matrix products of torch do not support that dtype."""
         if (
             "num_experts" in self.fields

@@ -17,8 +17,9 @@ from .backbone import FamilyBackbone
 
 
 class FastDLLMBackbone(FamilyBackbone):
-    """A backbone of transformers' Qwen2 layers, whose queries, keys and values have a bias and no
-    norm."""
+    """The backbone of Fast-dLLM v2. Its layers are transformers' Qwen2 layers, whose queries, keys
+    and values have a bias and no norm. The hidden state at a position predicts the token at the
+    next position."""
 
     family = "fast_dllm_v2"
     models = "Fast-dLLM v2"

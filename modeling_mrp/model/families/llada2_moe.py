@@ -66,7 +66,16 @@ class _SplitHeads(ConversionOps):
 
 
 class LLaDA2Backbone(FamilyBackbone):
-    """A backbone of transformers' GLM-4-MoE layers."""
+    """The backbone of LLaDA2.0 models. Its layers are transformers' GLM-4-MoE layers, which have
+    experts.
+
+    Attributes:
+        fields: Maps the names of config fields that the family has beyond those of `MRPConfig` to
+            their defaults.
+        unsaid: Maps config fields that published configs may leave out to the values that these
+            then have.
+        renamed: Maps the names of fields in published configs to their names here.
+    """
 
     family = "llada2_moe"
     models = "LLaDA2.0"
@@ -118,8 +127,19 @@ class LLaDA2Backbone(FamilyBackbone):
     @classmethod
     def translate_published(cls, fields: dict[str, Any]) -> dict[str, Any]:
         """Translate the fields of a published config into fields of `MRPConfig`, as the base class
-        does, but without a head. Raise `ValueError` for variants of layers that no published model
-        has."""
+        does.
+
+        Args:
+            fields: The fields of the published config, without those that are None.
+
+        Returns:
+            The dict that the base class returns, but with a `num_nextn_predict_layers` of 0. In
+            published configs, this field counts layers that are no MRP head.
+
+        Raises:
+            ValueError: if a field chooses a variant of a layer that is not supported, such as
+                `use_bias=True`. No published model has such a variant.
+        """
         unsupported = {
             name: fields[name] for name, value in _FIXED.items() if fields.get(name, value) != value
         }

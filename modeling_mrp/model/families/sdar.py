@@ -68,8 +68,10 @@ class MRPBackbone(Qwen3Model):
         return self
 
     def forward(self, *args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
-        """Run `Qwen3Model.forward`. Raise `ValueError` if the mask is not a dictionary, as happens
-        when a trainer calls the backbone itself to compute a next-token loss."""
+        """Run `Qwen3Model.forward`. `attention_mask` must be a dict from a kind of layer to its
+        mask, in the form of transformers, as `MRPForCausalLM` passes it. Raise `ValueError` for
+        anything else, such as the mask of a trainer that calls the backbone itself to compute a
+        next-token loss."""
         if not isinstance(attention_mask, dict):
             raise ValueError(
                 "the backbone was called without the model around it, and would see a causal mask "
@@ -84,16 +86,18 @@ FAMILIES[DENSE] = MRPBackbone
 
 
 def untie(parent: Any, name: str, layer: Any) -> None:
-    """Untie `lm_head` or `embed_tokens` when peft adds an adapter to one of them: give this module
-    its own copy of the weight that the two share.
+    """Give a module its own copy of a weight that `lm_head` and `embed_tokens` share, if peft adds
+    an adapter to this module. The config's `tie_word_embeddings` then becomes False.
 
-    If an adapter of one module were merged into the shared weight, it would change the other
-    module, too. The copy itself changes no result. The two modules stay tied if peft gives both the
-    same rows or the same copy (`ensure_weight_tying`).
+    The copy itself changes no result. Without it, merging the adapter of one module into the shared
+    weight would change the other module, too. The two modules stay tied in two cases, in which peft
+    trains both together: it trains the same rows of both, or it gives both the same trained copy of
+    the weight (`ensure_weight_tying`).
 
     Args:
         parent: The module in which peft replaces a module.
-        name: The name of the replaced module; names other than these two are left alone.
+        name: The name of the replaced module; names other than `lm_head` and `embed_tokens` are
+            left alone.
         layer: The module that peft puts there.
     """
     config: Any = getattr(parent, "config", None)

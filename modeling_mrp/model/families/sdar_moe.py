@@ -10,7 +10,12 @@ from .backbone import FamilyBackbone
 
 
 class SDARMoeBackbone(FamilyBackbone):
-    """A backbone of transformers' Qwen3-MoE layers."""
+    """The backbone of SDAR models with experts. Its layers are transformers' Qwen3-MoE layers.
+
+    Attributes:
+        fields: Maps the names of config fields that the family has beyond those of `MRPConfig` to
+            their defaults.
+    """
 
     family = "sdar_moe"
     fields: ClassVar[dict[str, Any]] = {

@@ -14,7 +14,13 @@ from .backbone import FamilyBackbone
 
 
 class StableDiffCoderBackbone(FamilyBackbone):
-    """A backbone of transformers' Llama layers, without norms of queries and keys."""
+    """The backbone of Stable-DiffCoder. Its layers are transformers' Llama layers, which have no
+    norms of queries and keys.
+
+    Attributes:
+        fields: Maps the names of config fields that the family has beyond those of `MRPConfig` to
+            their defaults.
+    """
 
     family = "stable_diffcoder"
     models = "Stable-DiffCoder"

@@ -187,7 +187,7 @@ def tasks(
         bool, typer.Option("--overwrite", help="Replace another file there.")
     ] = False,
 ) -> None:
-    """Make synthetic problems as JSON lines for mrp train: for the family source, prompts with
+    """Make synthetic problems as JSON lines for mrp train: for the family "source", prompts with
     their completions; for the other families, chats."""
     with reported_errors():
         from ..data.tasks import training_lines

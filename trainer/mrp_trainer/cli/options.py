@@ -35,7 +35,8 @@ class _Rendered:
 
 @dataclass(kw_only=True)
 class PushOptions(_Rendered):
-    """Options of `mrp push`."""
+    """Options of `mrp push`: the checkpoint's folder, the repository, the commit and the card. Each
+    field is a flag."""
 
     repo_id: str = flag(
         "Repository: org/name, or a name among your own.", metavar="REPO", positional=True
@@ -64,7 +65,8 @@ class PushOptions(_Rendered):
 
 @dataclass(kw_only=True)
 class HeadsOptions:
-    """Options of `mrp heads`."""
+    """Options of `mrp heads`: which heads the page lists, and where it is written. Each field is a
+    flag."""
 
     author: str | None = flag("Only heads of this user or organisation.", None)
     backbone: str | None = flag("Only heads of this backbone.", None, metavar="ID")
@@ -75,7 +77,8 @@ class HeadsOptions:
 
 @dataclass(kw_only=True)
 class CardOptions(_Rendered):
-    """Options of `mrp card`."""
+    """Options of `mrp card`: the checkpoint's folder, the content of the card, and where it is
+    written. Each field is a flag."""
 
     name: str | None = flag("Repository that the card's examples load.", None, shown="the folder")
     output: str | None = flag("File to write.", None, metavar="FILE", shown="standard output")

@@ -35,7 +35,8 @@ class Shard:
         name: The table's name in error messages.
         rows: The records of the part, a `JsonFile` or a `TableRows`.
         first: The number of its first record in the table, counted from 1.
-        weight: How often each record is used.
+        weight: How often each record is used. With 2.3, a record is used twice, and with a chance
+            of 0.3 once more.
     """
 
     name: str
@@ -45,14 +46,20 @@ class Shard:
 
 
 class EncodedSamples(Sequence[Sample]):
-    """Training samples (see `Sample`) in a table of `datasets`, as `encode_large` makes it. Each
-    sample is read from disk when it is needed. Learned tokens are those that have a loss.
+    """A sequence of training samples (see `Sample`) in a table on disk. A sample is read from disk
+    when it is accessed. Learned tokens are those that have a loss.
+
+    Args:
+        table: A `datasets.Dataset`, made by `encode_large`, with a row for each use of a record.
+            Rows without tokens are skipped: the record is malformed, or no learned token is left of
+            it.
 
     Attributes:
-        tokens: int [n], the number of tokens of each sample.
-        learned: int [n], the number of learned tokens of each sample.
-        blocks: int [n], the number of blocks with learned tokens of each sample.
-        uncut: bool [n], whether each sample still has the end of its text.
+        tokens: int [n], the number of tokens in each sample.
+        learned: int [n], the number of learned tokens in each sample.
+        blocks: int [n], for each sample, how many of its blocks have learned tokens.
+        uncut: bool [n], False for a sample whose text was longer than a sample may be, so that its
+            end was cut off.
         prompted: bool [n], whether each sample begins with a prompt.
     """
 
@@ -88,14 +95,22 @@ class EncodedSamples(Sequence[Sample]):
 def encode_large(
     source: Source, encoder: RecordEncoder, processes: int | None, skip: bool
 ) -> tuple[EncodedSamples, int] | None:
-    """Encode a source with up to `processes` processes (by default one per CPU, up to 16), and keep
-    the samples in the cache of `datasets`. Return the samples and the number of well-formed
-    records, in which a record counts as often as it is used. With `skip`, malformed records are
-    skipped.
+    """Encode the records of a large source as training samples in several processes, and keep the
+    samples in the cache of `datasets`. A later call with the same data, tokenizer and options finds
+    them there.
 
-    Return None if the source is small (no file of 8 MiB and no table of 20,000 rows), if its
-    records are in memory, if `datasets` is not installed, or if the tokenizer is not one of the
-    library `tokenizers`, whose content identifies the samples in the cache.
+    Args:
+        source: The records.
+        encoder: Makes the sample of each record.
+        processes: The largest number of processes; None for one per CPU, but at most 16.
+        skip: Whether malformed records are left out.
+
+    Returns:
+        The samples, and the number of well-formed records, in which a record counts as often as it
+            is used. Return None, and encode nothing, if the source is small (no file has 8 MiB or
+            more, and no table 20,000 rows or more), if some of its records are in memory, if
+            `datasets` is not installed, or if the tokenizer has no backend of the library
+            `tokenizers`, which the cache needs to recognise the tokenizer.
 
     Raises:
         RecordError: if a record is malformed; with `skip`, only if no record is well-formed.

@@ -5,7 +5,13 @@ from typing import Any
 
 
 class FieldError(ValueError):
-    """An error in one field of a record, or in the record as a whole (`field_name` is None)."""
+    """An error in a record.
+
+    Args:
+        field_name: The field at fault, such as "messages[0].content"; None for the record as a
+            whole.
+        message: What is wrong.
+    """
 
     def __init__(self, field_name: str | None, message: str) -> None:
         super().__init__(message)
@@ -13,7 +19,13 @@ class FieldError(ValueError):
 
 
 class RecordError(ValueError):
-    """An error that lists malformed records, each with its file, line and field."""
+    """An error that lists malformed records, one per line.
+
+    Args:
+        problems: For each malformed record, a text that names its file, line and field, and what is
+            wrong. A file or table that cannot be read is listed in the same way.
+        incomplete: Whether there may be further malformed records that are not listed.
+    """
 
     def __init__(self, problems: Sequence[str], incomplete: bool = False) -> None:
         lines = list(problems)
@@ -54,7 +66,8 @@ def check_utf8(text: str, name: str | None = None) -> None:
 
 
 def format_value(value: Any) -> str:
-    """Format a value for an error message."""
+    """Return the `repr` of a value for an error message, cut to 40 characters; "nothing" for
+    None."""
     if value is None:
         return "nothing"
     text = repr(value)

@@ -45,13 +45,25 @@ _CALL_ROLE = "function_call"  # an assistant's turn whose content is a call, as 
 
 
 def record_fields(row: Any, answered: bool = True) -> dict[str, Any]:
-    """Return the non-null fields of a data row by name, translated to one of the layouts that
-    `parse` reads: `messages` (and `tools`), `prompt` and `completion`, `text`, or the fields that
-    `mrp decode` writes. Fields with other names are kept.
+    """Return the fields of a record by name, without null fields. Other published layouts are
+    translated to those that `parse` reads:
 
-    A question and its answer, such as Alpaca's `instruction` and `output`, become `messages`: a
-    user's message and, only if `answered`, the assistant's. `FieldError` for a row that is not a
-    mapping, or a value that cannot be translated.
+    - `messages` and, optionally, `tools`.
+    - `prompt` and `completion`.
+    - `text`.
+    - The fields that `mrp decode` writes: `ids`, `response_start`, `reveal_step`, `decoded_by`.
+
+    Fields that belong to no layout are kept. A record without any known layout is not refused here.
+
+    Args:
+        row: The record, a mapping.
+        answered: Concerns only records with a question and its answer, such as Alpaca's
+            `instruction` and `output`. The question becomes a user's message; if `answered`, the
+            answer becomes the assistant's message after it.
+
+    Raises:
+        FieldError: if `row` is not a mapping, if a value cannot be translated, or if a question has
+            several answers.
     """
     if not isinstance(row, Mapping):
         raise FieldError(None, f"found {format_value(row)}: a record is an object; {HINT}")

@@ -6,10 +6,11 @@ from .tasks import Problem
 
 
 def encode(problem: Problem, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Encode a problem as a chat. Return the ids of the prompt, and the ids of the response, which
-    ends with the eos token.
+    """Return the ids of a problem's prompt and the ids of its answer.
 
-    Problems of the family `source` are plain text, without a chat and without eos.
+    The prompt is rendered as a chat, and the answer ends with the eos token. In the family
+    `source`, both are plain text instead: the prompt is not rendered as a chat, and the answer has
+    no eos token.
     """
     if problem.family == "source":
         return tokenizer.encode(problem.prompt, add_special_tokens=False), tokenizer.encode(

@@ -48,12 +48,12 @@ _FIELDS: tuple[set[str], ...] = ({"messages"}, {"prompt", "completion"}, {"text"
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation up to its last learned turn.
+    """A conversation: one to learn, which ends with its last learned turn, or a prompt.
 
     Attributes:
         messages: Dicts of `role`, `content` and any other fields that the chat template reads.
-        learned: Indices of the messages that are learned (have a loss), which include the last
-            message. Empty for a prompt.
+        learned: Indices of the messages that are learned (have a loss). The last message is one of
+            them. Empty for a prompt.
         tools: Descriptions of tools, for the chat template.
         variables: Further variables of the chat template.
     """
@@ -93,8 +93,20 @@ class Trajectory:
 
 
 def parse(row: Any) -> Chat | Text | Trajectory:
-    """Parse a record, given as a row of a dataset or as the JSON object of a line; `FieldError` if
-    it is malformed."""
+    """Parse a record to train on.
+
+    Args:
+        row: The record: a row of a dataset, or the JSON object of a line.
+
+    Returns:
+        A `Chat` if the record has `messages`, or a `prompt` and a `completion` that are lists of
+            messages; a `Text` if it has a `prompt` and a `completion` that are texts, or a `text`;
+            a `Trajectory` if `mrp decode` wrote it, with reveal steps.
+
+    Raises:
+        FieldError: if the record is malformed, has none or several of these layouts, or holds
+            nothing to learn.
+    """
     fields = record_fields(row)
     layouts = [names for names in _FIELDS if names & fields.keys()]
     if len(layouts) != 1:
@@ -125,9 +137,10 @@ def parse(row: Any) -> Chat | Text | Trajectory:
 
 
 def parse_prompt(row: Any) -> Chat | Text:
-    """Parse the prompt of a row. The prompt is `messages` without a final assistant turn, or
-    `prompt`, which is a text or a list of messages. Return a `Chat` without learned messages, or a
-    `Text` with an empty completion. `FieldError` if the row is malformed or has no prompt."""
+    """Parse the prompt of a row. The prompt is the field `messages`, or the field `prompt`, which
+    is a text or a list of messages. If the last message is an assistant turn, it is left out.
+    Return a `Chat` without learned messages, or a `Text` with an empty completion. `FieldError` if
+    the row is malformed or has no prompt."""
     fields = record_fields(row, answered=False)
     names = [name for name in ("messages", "prompt") if name in fields]
     if len(names) != 1:

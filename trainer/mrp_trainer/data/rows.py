@@ -22,30 +22,38 @@ _FIT_ROWS, _FIT_LENGTH = 256, 2048
 
 
 class RecordRows(Dataset[list[Sample]]):
-    """A dataset of the training samples (see `Sample`) that `encoder` makes from the records of
-    `source`. An item, called a row, is a list of one sample or, if `packed`, of several. Their
-    tokens together are at most the encoder's capacity.
+    """A dataset of rows to train on. A row is a list of one sample (see `Sample`) or, if `packed`,
+    of several. All epochs have the same rows, and item i belongs to epoch i // (number of rows).
+    The `index` of a sample is epoch * (number of samples) + (number of the sample).
 
-    Every record is checked and encoded once. Its ids stay in memory, at five bytes per token; those
-    of large files and tables are in the cache of `datasets` (see `encode_large`). All epochs have
-    the same rows, and item i belongs to epoch i // (number of rows). With `shuffle`, the order of
-    the rows depends on seed and epoch; otherwise it is the order of the records. The `index` of a
-    sample is epoch * (number of samples) + (number of the sample).
+    Every record is checked and encoded once. Samples are kept in memory; those of large files and
+    tables are kept on disk instead, in the cache of `datasets` (see `encode_large`).
 
-    With `fit`, a row holds at most as many tokens as the longest sample. If samples are short, a
-    row may hold up to 2,048 tokens, as long as an epoch then still has 256 rows.
+    Args:
+        source: The records.
+        encoder: Makes the sample of each record. Its capacity is the largest number of tokens in a
+            row.
+        packed: Whether a row may hold several samples.
+        seed: Seed of the order of rows, of packing, and of the choice of samples to hold back.
+        shuffle: Whether the rows have another order in each epoch, which depends on `seed`.
+            Otherwise the rows have the order of their first records.
+        fit: Whether packed rows are limited to fewer tokens than the capacity. The limit is then
+            the number of tokens of the longest sample or, if this is larger, 1/256 of all tokens
+            (which gives 256 rows or more), but at most 2,048.
+        hold_back: The largest number of samples that are held back from the rows. Only samples that
+            begin with a prompt are held back, and at most a tenth of all samples.
+        skip_malformed: Whether malformed records are left out, with a warning that names them.
+        processes: The number of processes that encode large data; None for one per CPU, but at most
+            16.
 
-    With `skip_malformed`, malformed records are left out, and a warning names them. `processes` is
-    the number of processes that encode large data (see `encode_large`).
-
-    `hold_back` is the number of samples to put into the list `held_back` instead of into rows. They
-    are samples that begin with a prompt, and at most a tenth of all samples; the seed determines
-    which ones.
+    Attributes:
+        held_back: The samples that were held back.
+        row_length: The largest number of tokens that a row may have.
 
     Raises:
         RecordError: if records are malformed, or there are none.
-        ValueError: if every record was shortened, or was left out because its prompt alone fills
-            `max_length`.
+        ValueError: if no record fits whole into `max_length` of the encoder: each one lost its end,
+            or everything in it that is learned.
     """
 
     def __init__(
@@ -146,14 +154,14 @@ class RecordRows(Dataset[list[Sample]]):
         return self._rows[row]
 
     def size(self, visit: int) -> tuple[int, int]:
-        """Return the number of tokens, and the number of tokens with a loss, in the row at the
-        index `visit`, without reading the row."""
+        """Return the number of tokens, and the number of tokens with a loss, in item `visit` of the
+        dataset. As an index of an item, `visit` continues over epochs. No sample is read."""
         numbers = self._samples_at(visit)
         return int(self._lengths[numbers].sum()), int(self._learned[numbers].sum())
 
     def widest(self) -> tuple[int, int]:
-        """Return the largest number of blocks in any row that have tokens with a loss, and the
-        largest number of tokens in any row, without reading rows."""
+        """Return two maxima over all rows: the number of a row's blocks that have tokens with a
+        loss, and the number of a row's tokens. No row is read."""
         blocks = max(int(self._blocks[numbers].sum()) for numbers in self._rows)
         return blocks, max(int(self._lengths[numbers].sum()) for numbers in self._rows)
 
@@ -167,8 +175,8 @@ def pack(lengths: np.ndarray, max_length: int) -> list[np.ndarray]:
         max_length: The largest number of tokens in a row.
 
     Returns:
-        For each row, the numbers of its samples in ascending order. Rows are in the order of their
-            first sample.
+        For each row, the indices in `lengths` of its samples, in ascending order. The rows are
+            sorted by the first index in each.
     """
     room = np.full(len(lengths), max_length)
     rows: list[list[int]] = []

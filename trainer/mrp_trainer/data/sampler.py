@@ -14,21 +14,29 @@ from .samples import Sample, samples_of
 
 
 class LengthBucketSampler(Sampler[int]):
-    """A sampler that goes through the dataset in windows of 16 batches. Within a window, rows of
-    similar length form a batch.
+    """A sampler of rows for training, in which each training step gets rows of similar length. It
+    yields indices of a dataset; each `batch_size` of them in turn are the rows of one step.
+
+    It goes through the dataset in windows of 16 steps. The rows of a window are sorted by their
+    length in a packed pass (clean tokens plus twice the response tokens) and cut into steps, and
+    these steps are shuffled.
 
     Indices continue over epochs: in a dataset of n rows, row i is yielded as i, then as n + i, then
-    as 2 * n + i, and so on. So its samples have another index, and therefore other noise, at every
-    visit. The last step of an epoch is filled up with the first rows of the next epoch. (accelerate
-    would fill it with rows that depend on the number of processes.) The order depends only on
-    `batch_size` and the number of the window, so that a resumed run sees the same batches. It does
-    not depend on how a step is divided among processes and accumulation passes.
+    as 2 * n + i, and so on. So the samples of a row have another `Sample.index`, and therefore
+    other noise, each time. If the rows do not fill the last step of an epoch, it continues with the
+    first rows of the next epoch. (accelerate would fill it with rows that depend on the number of
+    processes.)
+
+    The order depends only on the lengths of the rows, `batch_size` and where a window begins. So a
+    resumed run has the same steps, and it does not matter how a step is divided among processes and
+    accumulation passes.
 
     Args:
         dataset: A map-style dataset of rows; each row is a `Sample` or a list of several.
         batch_size: Number of rows in one step, over all processes and accumulation passes.
-        epoch: A function that returns the current epoch; it is called when an iteration begins. In
-            a resumed run over several processes, accelerate's wrappers would not pass the epoch on.
+        epoch: A function that returns the current epoch, counted from 0. It is called when an
+            iteration begins. (In a resumed run over several processes, accelerate would not tell
+            the sampler the epoch.)
     """
 
     def __init__(self, dataset: Any, batch_size: int, epoch: Callable[[], int]) -> None:
@@ -69,10 +77,16 @@ Row = Sample | Sequence[Sample]
 
 
 class PaddedRows(Dataset[Row]):
-    """The dataset `rows`, whose items are a `Sample` or a list of several, followed by rows without
-    loss, so that the length is a multiple of `multiple`. This is the number of rows that all
-    processes together take in one step. Otherwise accelerate would repeat the first rows, which
-    would then count twice."""
+    """A dataset for an evaluation in several processes. It consists of the dataset `rows` and,
+    after it, added rows that have no loss, so that each process gets the same number of rows.
+    Without them, accelerate would repeat the first rows of the dataset, and these would count
+    twice.
+
+    Args:
+        rows: A map-style dataset; an item is a `Sample` or a list of several.
+        multiple: The number of rows that all processes together take in one step. Rows are added
+            until the length is a multiple of it.
+    """
 
     def __init__(self, rows: Any, multiple: int) -> None:
         self.rows = rows

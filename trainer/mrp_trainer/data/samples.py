@@ -12,12 +12,14 @@ class Sample:
     """A text as token ids, padded or cut to whole blocks.
 
     Attributes:
-        index: Number of the visit, different in every epoch. The noise depends on seed and index.
+        index: In a dataset of training rows, a number that differs between samples and, for the
+            same sample, between epochs. The noise depends on it and on the seed.
         ids: int32 [tokens], a whole number of blocks.
-        response: bool [tokens], True at learned tokens (those with a loss): those of assistant
-            turns or of a completion, and the padding after the end of the text.
-        length: Number of tokens before the padding; None for a shortened text, whose end is
-            missing.
+        response: bool [tokens], True at learned tokens (those with a loss). They are the tokens of
+            assistant turns, of a completion or of a decoded response, and the padding after the end
+            of the text.
+        length: Number of tokens before the padding. None if the text was longer than a sample may
+            be, and its end was cut off; there is no padding then.
         reveal_step: int32 [tokens], the decoding step that revealed each token; -1 in the prompt
             and in the padding. None for a text without such steps.
     """
@@ -43,15 +45,27 @@ def make_sample(
     capacity: int,
     reveal_step: Sequence[int] | None = None,
 ) -> Sample | None:
-    """Make the training sample of a text; its `index` is 0. The text is given by its ids, [n]; by
-    `response`, [n], which is True at learned ids (those with a loss); and by the decoding step that
-    revealed each id, [n], -1 in the prompt, if known.
+    """Make the training sample of a text. Its `index` is 0.
 
-    If the text has `ended`, its last block is filled up with `pad_token_id`, and this padding is
-    learned, too. A text without an end is cut to whole blocks, since the rest of its last block is
-    unknown. A text longer than `capacity` (a number of tokens, in whole blocks) is cut after the
-    last block within the capacity that has learned tokens; its sample has `length` None. Return
-    None if no learned token is left.
+    - A text that fits into `capacity` and has ended: its last block is filled up with
+      `pad_token_id`. This padding is learned, too.
+    - A text that fits, but has not ended: it is cut to whole blocks, since the rest of its last
+      block is unknown.
+    - A text that does not fit: it is cut after the last block within `capacity` that has learned
+      tokens. The `length` of the sample is None.
+
+    Args:
+        ids: [n], the ids of the text.
+        response: [n], True at learned ids (those with a loss).
+        block_size: Number of tokens per block.
+        pad_token_id: Id of the pad token.
+        ended: Whether the text ends after its last id. False for a text that was cut in decoding.
+        capacity: The largest number of tokens in a sample, a multiple of `block_size`.
+        reveal_step: [n], the decoding step that revealed each id, -1 in the prompt; None if
+            unknown.
+
+    Returns:
+        The sample, or None if no learned token is left.
     """
     is_cut = len(ids) > capacity
     length = min(len(ids), capacity)

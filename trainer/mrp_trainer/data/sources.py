@@ -27,9 +27,15 @@ _TABLES = {".parquet": "parquet", ".csv": "csv"}
 
 @dataclass(frozen=True)
 class DataPath:
-    """The location of records. It is written as PATH, or as PATH:CONFIG for one configuration of a
-    dataset; *WEIGHT may follow. A weight of 2 uses each record twice, a weight of 0.5 uses about
-    half of the records."""
+    """The location of records. As a text it is PATH, or PATH:CONFIG for one configuration of a
+    dataset; *WEIGHT may follow either, as in "chats.jsonl*2".
+
+    Attributes:
+        path: A file, a folder or the Hub id of a dataset.
+        config: The name of the dataset's configuration; None for its default, and for files.
+        weight: How often each record is used: 2 uses each record twice, 0.5 uses about half of
+            them.
+    """
 
     path: str
     config: str | None = None
@@ -37,8 +43,9 @@ class DataPath:
 
     @classmethod
     def of(cls, text: str) -> "DataPath":
-        """Parse the location of data. If a file or folder has exactly the name `text`, the whole
-        text is the path. `ValueError` if the weight is 0."""
+        """Parse a text of the form PATH, PATH:CONFIG, PATH*WEIGHT or PATH:CONFIG*WEIGHT. If a file
+        or folder has exactly the name `text`, the whole text is the path. `ValueError` if the
+        weight is 0."""
         if os.path.exists(text):
             return cls(text)
         path, weight = text, 1.0
@@ -65,6 +72,7 @@ class Source:
     Attributes:
         tables: Maps the name of each table, as error messages show it, to its records.
         weights: Maps the name of a table to how often each of its records is used, by default 1.
+            With 2.3, a record is used twice, and with a chance of 0.3 once more.
     """
 
     tables: Mapping[str, Iterable[Any]]
@@ -75,8 +83,14 @@ class Source:
 class JsonFile:
     """A JSON file, optionally compressed by gzip. It holds one record per line, or one array of
     records. Iteration yields the lines as bytes, or the records of the array; `FieldError` if the
-    array is not JSON. With `begin` and `end`, which count bytes, only this part of a file of lines
-    is read."""
+    array is not JSON.
+
+    Attributes:
+        path: The path of the file.
+        begin: In a file of lines, the byte where reading begins. It is the first byte of a line.
+        end: In a file of lines, the byte where reading ends: lines that begin at or after it are
+            not read. None reads up to the end of the file.
+    """
 
     path: str
     begin: int = 0
@@ -97,8 +111,9 @@ class JsonFile:
                 yield line
 
     def parts(self, size: int) -> Iterator[tuple["JsonFile", int]]:
-        """Divide a file of plain lines into parts of about `size` bytes. Yield each part with the
-        number of its first line, counted from 1. A file of another kind is a single part."""
+        """Divide a file of uncompressed lines into parts of whole lines, of about `size` bytes
+        each. Yield each part with the number of its first line in the file, counted from 1. A
+        compressed file or an array is not divided: yield the whole file and 1."""
         if self._kind() != "lines":
             yield self, 1
             return
@@ -137,14 +152,19 @@ def _begins_array(file: Any) -> bool:
 
 
 def json_lines(paths: Sequence[str]) -> Source:
-    """Make a source whose tables are the JSON files at `paths`."""
+    """Make a source with a table for each of the JSON files `paths`. The path of a file is the name
+    of its table. Each record is used once."""
     return Source({path: JsonFile(path) for path in paths})
 
 
 def open_source(paths: Sequence[str], split: str = "train") -> Source:
-    """Open data as a source. Each path (see `DataPath`) is a JSON, parquet or CSV file, or a
-    dataset, of which `split` is read: a folder that `datasets` saved or can load, or an id on the
-    Hub.
+    """Open data as a source with a table for each path.
+
+    Args:
+        paths: Each is PATH, or PATH:CONFIG for one configuration of a dataset; *WEIGHT may follow
+            (see `DataPath`). PATH is a JSON, parquet or CSV file, or a dataset: a folder that
+            `datasets` saved or can load, or an id on the Hub.
+        split: The split that is read of each dataset. Files are read as a whole.
 
     Raises:
         RecordError: if a path is missing or cannot be read.
@@ -174,12 +194,20 @@ def open_source(paths: Sequence[str], split: str = "train") -> Source:
 
 
 def source_of(dataset: Any, name: str) -> Source | None:
-    """Return a dataset as a source. The dataset is a `datasets.Dataset`, a list of records or
-    another map-style dataset of mappings, a path that `open_source` accepts, or already a source.
-    `name` is its name in error messages.
+    """Return a dataset as a source of records.
 
-    Return None if the first element of the dataset is not a mapping. `ValueError` if the dataset
-    has no length, `RecordError` if a path cannot be read.
+    Args:
+        dataset: A `datasets.Dataset`, a list of records, another map-style dataset, a path that
+            `open_source` accepts, or a source, which is returned unchanged.
+        name: The name of the dataset in error messages. It is not used for a path or a source.
+
+    Returns:
+        The source, or None if the items of the dataset are no records: the first is not a mapping.
+
+    Raises:
+        ValueError: if the dataset has no length.
+        RecordError: if a path is missing or cannot be read.
+        ImportError: if a path needs `datasets`, and it is not installed.
     """
     if isinstance(dataset, str | os.PathLike):
         return open_source([os.fspath(dataset)])
@@ -198,8 +226,9 @@ def source_of(dataset: Any, name: str) -> Source | None:
 
 @dataclass(frozen=True)
 class TableRows:
-    """The records of a `datasets.Dataset`, without nulls. A table fills missing fields of a record
-    with null, even in the arguments of a tool call, and templates would print these nulls."""
+    """The records of `table`, a `datasets.Dataset`. Iteration yields each record without fields
+    that are null, also in nested objects. A `datasets.Dataset` fills missing fields of a record
+    with null, even in the arguments of a tool call, and chat templates would print these nulls."""
 
     table: Any
 
@@ -218,12 +247,20 @@ def _without_nulls(value: Any) -> Any:
 
 
 class Problems:
-    """A collector of the malformed records of a source. Without `skip`, the first 20 are raised as
-    one error. With `skip`, all are counted, and a warning names the first 20.
+    """A collector of the malformed records of a source.
+
+    - Without `skip`, malformed records are an error: `add` raises it at the twentieth, and `report`
+      raises it at the end if there are fewer.
+    - With `skip`, they are left out: `report` logs a warning at the end, which counts them and
+      names the first 20.
+
+    Args:
+        skip: Whether malformed records are left out.
 
     Attributes:
         texts: For each malformed record, a text that describes its error and where it is.
-        count: Number of records that were read.
+        count: Number of all records that were read, malformed or not. The caller keeps it up to
+            date.
     """
 
     def __init__(self, skip: bool) -> None:
@@ -239,8 +276,9 @@ class Problems:
             raise RecordError(self.texts, incomplete=True)
 
     def report(self) -> None:
-        """Raise `RecordError` if there are malformed records; with `skip`, only if all records are
-        malformed, and otherwise warn about those that were skipped."""
+        """End the collection. If there are no malformed records, do nothing. Without `skip`, or if
+        all records are malformed, raise `RecordError`. Otherwise log a warning about the malformed
+        records, which were left out."""
         count = len(self.texts)
         if not count:
             return
@@ -255,11 +293,11 @@ class Problems:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of reading one record.
+    """The outcome of reading one record, or of a table that cannot be read any further.
 
     Attributes:
         number: The number of the record in its table; 0 for an error of the whole table.
-        parsed: What the reading function returned, or the `FieldError` that it raised.
+        parsed: What the reading function returned; after an error, the `FieldError`.
         copies: How often the record is used; 0 after an error.
         problem: A text that describes the error and where it is; empty without an error.
     """
@@ -275,16 +313,20 @@ def outcomes(
 ) -> Iterator[Outcome]:
     """Read the records of a table with the function `read`, and yield the outcome of each.
 
-    An error in one record is the outcome of that record. An error of the whole table is an outcome
-    with number 0.
+    A malformed record gives an outcome with the error. If the table itself cannot be read, such as
+    an array that is not JSON or a damaged gzip file, the last outcome has the number 0 and this
+    error.
 
     Args:
         name: The name of the table.
-        rows: The records of the table. Lines of JSON, as bytes, are parsed; blank ones are skipped.
-        first: The number of the first record.
-        weight: How often each record is used. Its fraction is the chance of one more use, which
-            depends only on the name of the table and the number of the record.
-        read: Is called with each record; it raises `FieldError` if the record is malformed.
+        rows: The records of the table. A record given as bytes is a line of JSON, and is parsed
+            before `read` gets it; blank lines are skipped.
+        first: The number of the first record, or of the first line of JSON.
+        weight: How often each record is used. With a weight of 2.3, a record is used twice, and
+            with a chance of 0.3 once more. The draw depends only on the name of the table and the
+            number of the record.
+        read: The function that is called with each record. It raises `FieldError` if the record is
+            malformed.
     """
     try:
         for number, row in enumerate(rows, start=first):
@@ -310,13 +352,19 @@ def outcomes(
 def checked(
     source: Source, read: Callable[[Any], Any], skip: bool = False
 ) -> Iterator[tuple[int, Any]]:
-    """Read the records of a source. For each record, yield its number in its table, counted from 1,
-    and the result of `read`, as often as the table's weight requires.
+    """Read the records of a source with the function `read`. For each record, yield its number in
+    its table, counted from 1, and the result of `read`.
 
-    `read` is called with each record, as JSON or a dataset gives it, and must raise `FieldError`
-    for a malformed one. After the first malformed record nothing more is yielded: the remaining
-    records are read only to collect further errors, which are raised together. With `skip`,
-    malformed records are left out, and a warning counts and names them.
+    A record is yielded as often as the weight of its table says: with 2.3, twice, and with a chance
+    of 0.3 once more.
+
+    Args:
+        source: The records.
+        read: The function that is called with each record, as JSON or a dataset gives it. It raises
+            `FieldError` if the record is malformed.
+        skip: Whether malformed records are left out, with a warning that counts and names them.
+            Otherwise nothing is yielded after the first malformed record: the remaining ones are
+            only read to collect further errors, which are raised together.
 
     Raises:
         RecordError: if a record is malformed, or a table has no records; with `skip`, only if no

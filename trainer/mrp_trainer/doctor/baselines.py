@@ -21,13 +21,18 @@ Step = Callable[[], Tensor]
 
 
 def baseline_steps(model: MRPForCausalLM, rows: int, prefix: int) -> dict[str, Step]:
-    """Return two functions by name, each of which makes a decoding step in plain transformers, for
-    comparison with a round of this package. One has a `DynamicCache`; the other has a `StaticCache`
-    and is compiled by `torch.compile(mode="reduce-overhead")` at its first call.
+    """Make two functions that each compute a decoding step in plain transformers, for comparison
+    with a round of this package.
 
     A function takes no arguments. It runs the backbone over a block of masks in each of `rows`
-    rows, and returns the likeliest tokens, int64 [rows, block]. The block follows random ids, of
-    which there are `prefix`, rounded down to whole blocks (at least one).
+    rows, and returns the likeliest token at each position, int64 [rows, block]. The cache of each
+    row holds random tokens before this block: `prefix` tokens, rounded down to whole blocks, but at
+    least one block.
+
+    Returns:
+        A dict with the two functions by name. "transformers, DynamicCache" has a `DynamicCache`.
+        "transformers, compiled" has a `StaticCache`, and is compiled by
+        `torch.compile(mode="reduce-overhead")` at its first call.
     """
     config = model.config
     block = config.block_size

@@ -65,7 +65,7 @@ class Check:
 
     @property
     def verdict(self) -> str:
-        """Return the value of `ok` in words, for Markdown."""
+        """The value of `ok` as Markdown: "ok", "**failed**", or "left out" for None."""
         if self.ok is None:
             return "left out"
         return "ok" if self.ok else "**failed**"
@@ -126,8 +126,14 @@ def inputs_of(
     model: MRPForCausalLM, tokenizer: PreTrainedTokenizerBase | None, rows: int, length: int
 ) -> dict[str, Tensor]:
     """Make the inputs `input_ids` and `attention_mask` of `generate`, int64 [rows, tokens] each.
-    The rows contain the `QUESTIONS` in turn or, if `tokenizer` is None, `length` random tokens
-    each."""
+
+    Args:
+        model: The model. It gives the device, and the vocabulary of random tokens.
+        tokenizer: If given, each row is one of the short texts `QUESTIONS`, which repeat in turn,
+            in the chat template if the tokenizer has one. If None, each row has random tokens.
+        rows: The number of rows.
+        length: The number of random tokens in each row. Not used with a tokenizer.
+    """
     if tokenizer is None:
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(
@@ -159,7 +165,8 @@ def decode(model: MRPForCausalLM, inputs: dict[str, Tensor], **options: Any) -> 
 
 
 def drafters(model: MRPForCausalLM) -> tuple[str, ...]:
-    """List the drafting modes that this model can use, the best first."""
+    """Return the drafting modes that a model can use, the preferred one first: `mrp_spec` and
+    `self_spec` if it has a head, otherwise only `self_spec`."""
     return ("mrp_spec", "self_spec") if model.config.has_head else ("self_spec",)
 
 
@@ -251,13 +258,17 @@ def check_drafts(model: MRPForCausalLM, inputs: dict[str, Tensor], states: int) 
 def check_fast_paths(
     model: MRPForCausalLM, inputs: dict[str, Tensor], states: int
 ) -> Iterator[Check]:
-    """Yield a check for CUDA graphs and, on a GPU, one for kernels: whether texts decoded with them
-    agree (`compare_texts`) with texts decoded without them. A check also fails if decoding fell
-    back to PyTorch.
+    """Yield a check for CUDA graphs and, on a CUDA device, one for Triton kernels: whether texts
+    decoded with them agree with texts decoded without them, as judged by `compare_texts`.
 
-    Texts decoded with interpreted kernels are not compared; `check_kernels` compares single results
-    of these kernels. `inputs` are those of `generate`, and `states` is the option
-    `num_draft_states`.
+    The check of graphs is left out (its `ok` is None) where graphs are impossible, as on a CPU. It
+    also fails if a graph could not be recorded, or if none was replayed. The check of kernels also
+    fails if a kernel has failed in this process, so that its PyTorch twin replaced it.
+
+    Args:
+        model: The model.
+        inputs: The inputs `input_ids` and `attention_mask` of `generate`.
+        states: The option `num_draft_states`.
     """
     mode: dict[str, Any] = {"decoding": drafters(model)[0], "num_draft_states": states}
 
@@ -286,9 +297,20 @@ def check_fast_paths(
 
 
 def compare_texts(name: str, output: Any, expected: Any, dtype: torch.dtype) -> Check:
-    """Check that the texts of two `generate` outputs are equal, or differ only from a near-tie on,
-    which rounding decides: their log-probabilities there may differ by 0.25 in bfloat16, and by
-    less in other dtypes. `name` is the name of the check, and `dtype` is the dtype of the model."""
+    """Check that the texts of two `generate` outputs agree. They may differ only where two choices
+    are nearly tied, so that rounding decides between them.
+
+    The check passes if all texts are equal. Otherwise `gaps` measures, for each row whose texts
+    differ, how far the log-probabilities are apart where the texts diverge. The check then passes
+    if no row exceeds the limit of the dtype: 0.25 in bfloat16, 0.05 in float16, 0.01 in float32,
+    and 1e-9 in float64.
+
+    Args:
+        name: The name of the check.
+        output: The output to check.
+        expected: The output to compare it with.
+        dtype: The dtype of the model.
+    """
     row_gaps = gaps(output, expected)
     differing = [gap for gap in row_gaps if gap is not None]
     if not differing:

@@ -44,16 +44,21 @@ GROUPS = ("prompts", "rounds", "the head")
 
 @dataclass(frozen=True)
 class Comparison:
-    """How far the scores of one state deviate from a reference (see `Reference`): the same
-    computation by formula, in float32 or float64. The control is that computation in the model's
-    own dtype, whose deviation shows what rounding alone causes.
+    """How far the scores of one state deviate from a reference, and how far rounding alone would
+    make them deviate.
+
+    The reference computes the scores by formula in float32 or float64 (see `Reference`). The
+    control is the same computation in the model's own dtype, so its errors show what rounding alone
+    causes.
 
     Attributes:
-        error: Root mean square, in nats, of two numbers for each masked column: how far the
-            log-odds of the picked token deviate from the reference, and how far the picked token
-            lies below the likeliest token in the reference.
-        control: The same for the control's likeliest tokens and their log-odds.
-        columns: Number of masked columns.
+        error: The error of the scores: a root mean square, in nats, of two numbers for each masked
+            column. The first is the difference between the picked token's log-odds and the
+            reference's log-odds of this token. The second is how far the picked token lies below
+            the likeliest token, both in the reference's log-odds.
+        control: The error of the control, computed in the same way from its likeliest token at each
+            masked column and this token's log-odds.
+        columns: The number of masked columns.
     """
 
     error: float
@@ -252,10 +257,22 @@ def _unreadable(model: MRPForCausalLM) -> str | None:
 
 
 def judge(name: str, comparisons: Sequence[Comparison], rounding: float) -> Check:
-    """Judge comparisons. The check passes if errors are about as large as those of the control,
-    which rounding alone causes (see `Comparison`): at most 3 times over all states, and 10 times at
-    a single one. `rounding` is the root mean square error of the control over all groups of
-    comparisons, in nats. `name` is the name of the check."""
+    """Check that the errors in comparisons are about as large as those of the control, which
+    rounding alone causes (see `Comparison`).
+
+    An error over all states is the root mean square over all their masked columns. The base error
+    is the control's error over all states, or `rounding` if that is larger. The check passes if
+    both conditions hold, and fails for NaN:
+
+    1. The error over all states is at most 3 times the base error.
+    2. The error of each state is at most 10 times the base error, or at most 10 times the control's
+       error of this state.
+
+    Args:
+        name: The name of the check.
+        comparisons: The comparisons of one group, one for each state.
+        rounding: The root mean square error of the control over all groups, in nats.
+    """
     error = _pooled(comparisons, "error")
     control = max(_pooled(comparisons, "control"), rounding, 1e-12)
     worst = 0.0
@@ -287,7 +304,12 @@ def play(
     """Run the rounds of scripts (see `Script`) through the model's networks, as `generate` would.
     Record the scores in the scripts.
 
-    `kernels` and `graphs` are as in `generate`.
+    Args:
+        model: The model.
+        scripts: The scripts. Committed blocks are also written to the texts of their rows.
+        kernels: Whether Triton kernels are used. True: required. False: never. None: where
+            possible.
+        graphs: The same for CUDA graphs.
     """
     weight = model.lm_head.weight
     dispatch = Dispatch(kernels)

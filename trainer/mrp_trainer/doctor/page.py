@@ -68,10 +68,12 @@ class Report:
     Attributes:
         machine: Maps labels to the versions of packages, and to descriptions of device and model.
         checks: The results of checks.
-        replays: Times of the parts of a round, which scores the same states repeatedly.
-        baselines: Times of the same step in plain transformers, for comparison.
-        rounds: Times of rounds in calls of `generate`, for each number of rows and of states.
-        proposed: For each number of rows, the K (`num_draft_states`) with the most tokens per
+        replays: The times of the parts of a round, measured by scoring the same states repeatedly,
+            without decoding a text.
+        baselines: The times of a decoding step in plain transformers, for comparison with a round.
+        rounds: The times of rounds of `generate` while it decodes texts, with one item for each
+            combination of a number of rows and a number of states per row.
+        proposed: Maps each number of rows to the K (`num_draft_states`) with the most tokens per
             second; empty for random weights.
         costs: The measured costs of forwards; None if they were not measured.
     """
@@ -238,8 +240,15 @@ def machine_of(device: torch.device) -> dict[str, str]:
 
 
 def examine(options: DoctorOptions) -> Report:
-    """Load the model, check it and time its rounds; report progress on standard error. Errors are
-    those of `load_model`."""
+    """Load the model, check it and time its rounds. Print the result of each check on standard
+    error as soon as it is known. A check that fails does not raise an error, and an error during
+    timing becomes a failed check.
+
+    Raises:
+        ValueError: if the checkpoint or adapter is damaged or of another kind, the tokenizer cannot
+            be loaded, the device does not exist, or `options.random` is no published size.
+        OSError: if the checkpoint does not exist.
+    """
     device = checked_device(options.device)
     report = Report(machine_of(device))
     tokenizer: PreTrainedTokenizerBase | None = None

@@ -21,11 +21,12 @@ from modeling_mrp.rules.state import Key
 
 @dataclass(frozen=True)
 class Hidden:
-    """Hidden states of a clean text, and of states of its blocks.
+    """Hidden states of a clean text (one without masks), and of partly revealed states of its
+    blocks.
 
     Attributes:
         text: Hidden states of the text's tokens, [tokens, hidden_size].
-        states: Hidden states of the states, [states, block_size, hidden_size].
+        states: Hidden states at all positions of each state, [states, block_size, hidden_size].
     """
 
     text: Tensor
@@ -57,10 +58,16 @@ class Reference:
         return torch.device("cpu") if device.type == "mps" else device
 
     def backbone(self, text: Sequence[int], states: Sequence[Key]) -> Hidden:
-        """Compute the hidden states h_A for the tokens of a clean text of whole blocks, given by
-        its ids, and for states of its blocks. Each state is a pair: the position at which its block
-        begins, and the ids of the block, masks included. A state's tokens attend to the text before
-        its block, and to the state itself."""
+        """Compute the backbone's final hidden states, h_A, for the tokens of a text and for states
+        of its blocks.
+
+        Args:
+            text: The ids of a clean text (one without masks) of whole blocks. A token attends to
+                its own block and those before it.
+            states: For each state, the position at which its block begins, and the ids of the
+                block, masks included. A state's tokens attend to the text before its block, and to
+                the state itself.
+        """
         backbone: Any = self.model.model
         layers = list(backbone.layers)[: self.model.config.num_hidden_layers]
         hidden = self._network(layers, backbone.norm, self._embed(text, states), states)
@@ -75,14 +82,22 @@ class Reference:
     def head(
         self, text: Sequence[int], hidden: Hidden, states: Sequence[Key], sources: Tensor
     ) -> Tensor:
-        """Compute h_A + h_C at states, [states, block_size, hidden_size].
+        """Compute the head's estimates of the backbone's hidden states at states.
+
+        An estimate is h_A + h_C: the backbone's hidden states h_A at the state that the head starts
+        from, plus the residual h_C that the head computes.
 
         Args:
-            text: The ids of the clean text.
-            hidden: Its field `text` has the hidden states h_A of the clean text.
-            states: For each state, the position at which its block begins, and the block's ids.
-            sources: For each state, the hidden states h_A of the state that the head starts from,
-                [states, block_size, hidden_size].
+            text: The ids of the clean text (one without masks).
+            hidden: The backbone's hidden states. Only those of the text are read (its field
+                `text`).
+            states: For each state, the position at which its block begins, and the ids of the
+                block, masks included.
+            sources: For each state, the backbone's hidden states h_A at the state that the head
+                starts from, [states, block_size, hidden_size].
+
+        Returns:
+            The estimates, [states, block_size, hidden_size].
         """
         head: Any = self.model.mrp_head
         embedded = self._embed(text, states)

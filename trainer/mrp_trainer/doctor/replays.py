@@ -50,8 +50,9 @@ class Part:
     """The time of a part of a round, in seconds.
 
     Attributes:
-        name: "forward" (of the backbone), "pick" (of tokens from its hidden states), "head" (a pass
-            over the drafted states), or "head's pick".
+        name: "forward" (of the backbone), "pick" (of tokens from the backbone's hidden states),
+            "head" (a pass over the drafted states), or "head's pick" (of tokens from the hidden
+            states that the head estimates).
         wall: Median time by the clock, including the wait for the device.
         busy: Total time of the device's kernels; None where it is unknown.
         floor: The least time that the device needs for the part's memory traffic and products; None
@@ -98,8 +99,9 @@ class Replayed:
 
 def measure_device(device: torch.device, dtype: torch.dtype) -> Device:
     """Measure a device's memory bandwidth with a large copy, and its FLOPs per second with a
-    product of large matrices, both in `dtype`. The bandwidth is scaled so that a number of this
-    dtype takes two bytes, as `roofline` assumes."""
+    product of large matrices, both in `dtype`. The bandwidth that is returned is scaled to numbers
+    of two bytes, because `roofline` counts two bytes for every number: in float32, for example, it
+    is half of the measured bandwidth."""
     kind = "cuda" if device.type != "cpu" else "cpu"
     source = torch.zeros(COPIED[kind], dtype=dtype, device=device)
     target = torch.empty_like(source)
@@ -127,10 +129,15 @@ def _seconds(device: torch.device, call: Callable[[], Any], count: int) -> list[
 def floors_of(
     shape: Shape, device: Device, rows: int, states: int, prefix: int, masks: int
 ) -> dict[str, float]:
-    """Return the least seconds that a device needs for each part of a round, by name: "forward" and
-    "pick" of the backbone and, if drafts are made with a head, "head". The round has `rows` rows,
-    each with `states` states after `prefix` tokens. `masks` is the number of positions at which
-    tokens are picked. The head reads one state per row less than the backbone scores."""
+    """Return the least seconds that a device needs for each part of a round, by name: "forward" (of
+    the backbone), "pick" (of tokens from its hidden states) and "head" (a head pass). There is no
+    "head" if `states` is 1 or the model of this `shape` has no head, as nothing is drafted with a
+    head then.
+
+    The round has `rows` rows, each with `states` states after `prefix` tokens. `masks` is the
+    number of positions in all rows at which tokens are picked. For each row, the head reads one
+    state less than the backbone.
+    """
     floors = {
         "forward": sum(map(device.seconds, backbone_forward(shape, rows, states, prefix))),
         "pick": device.seconds(vocabulary_step(shape, masks)),

@@ -55,11 +55,14 @@ class Timed:
 def time_rounds(
     model: MRPForCausalLM, inputs: dict[str, Tensor], state_counts: Sequence[int], repetitions: int
 ) -> Iterator[Timed]:
-    """Time rounds on the batch `inputs` of `generate` for each number of states per row in
-    `state_counts`, in turns; 1 means the target without drafts. The time of a round is the
-    difference in seconds between a long and a short call, divided by their difference in rounds, so
-    that the time of the prompts cancels out. Drafts are made for the target in the model's
-    generation config, or else for `static`."""
+    """Time rounds on the batch `inputs` of `generate`. Yield a `Timed` for each number of states
+    per row in `state_counts`, where 1 means the target without drafts. Each of the `repetitions`
+    goes through all numbers, and the results are medians over the repetitions.
+
+    The time of a round is the difference in seconds between a long and a short call, divided by
+    their difference in rounds, so that the time of the prompts cancels out. Drafts are made for the
+    target in the model's generation config, or else for `static`.
+    """
     target = model.generation_config.target or "static"
     measured: dict[int, list[tuple[float, ...]]] = {states: [] for states in state_counts}
     for repetition in range(-WARM_UPS if model.device.type != "cpu" else 0, repetitions):
@@ -192,14 +195,21 @@ def measure_costs(
     state_counts: Sequence[int] = (1, 2, 3, 4, 6, 8, 16, 32),
     repetitions: int = 5,
 ) -> RoundCosts:
-    """Measure the costs of forwards by their number of states, for the option `round_costs`. A cost
-    is the least time of several runs in milliseconds, after the forward is recorded. Each row of
-    the batch has the first prompt and up to 8 states.
+    """Measure the costs that the option `round_costs` holds, in milliseconds: a backbone forward
+    and a head pass for each number of states, each with its picks, and the drafting of one state on
+    the host. Without a head, there are no costs of head passes.
+
+    Each forward is run on rows with the same prompt. Up to 8 states are in one row; more states are
+    in rows of 8 states each. The cost is the least time of several runs. On a GPU, these come after
+    the runs in which the forward may be recorded as a CUDA graph. A cost that is below that of
+    fewer states is raised to it.
 
     Args:
         model: The model.
-        inputs: `input_ids` [batch, length] and `attention_mask`; only the first row is used.
-        state_counts: The numbers of states, each of them at most 8 or a multiple of 8.
+        inputs: `input_ids` [batch, length] and `attention_mask`. The first row is the prompt of the
+            forwards. The cost on the host is measured by decoding all rows.
+        state_counts: The numbers of states to measure, in increasing order, each of them at most 8
+            or a multiple of 8.
         repetitions: Number of timed forwards for each number of states.
     """
     mode: dict[str, Any] = {"decoding": drafters(model)[0], "target": "static"}

@@ -23,11 +23,19 @@ USUAL_STATES = 4
 
 
 def acceptance_by_depth(decoded: Decoded) -> list[tuple[int, Interval]]:
-    """Return, for each depth k, the number of rounds in which a k-th draft was on offer, and the
-    share of these rounds in which it was accepted, with an interval.
+    """Measure how often drafts are accepted at each depth. A round accepts drafts one after
+    another; the first has depth 1, the next has depth 2, and so on.
 
-    Depths at which no draft was on offer are left out, so modes without drafts have none. Intervals
-    are those of a bootstrap over problems.
+    A draft of depth k is on offer in a round that accepts k - 1 drafts and has also scored a draft
+    that can follow them. A draft that is accepted counts as on offer. For example, a round that
+    accepts two drafts, and has scored a third that can follow these, has drafts of the depths 1, 2
+    and 3 on offer.
+
+    Returns:
+        A list with a pair for each depth 1, 2, ...: the number of rounds in which a draft of this
+        depth was on offer, and the share of these rounds in which it was accepted, with the
+        interval of a bootstrap over problems. The list ends before the first depth at which no
+        draft was on offer. It is empty for modes without drafts.
     """
     rates = []
     for offered, accepted in zip(
@@ -40,8 +48,9 @@ def acceptance_by_depth(decoded: Decoded) -> list[tuple[int, Interval]]:
 
 
 def mean_accepted_length(decoded: Decoded) -> Interval | None:
-    """Compute the mean number of denoising steps per round of a row, which is one plus the number
-    of accepted drafts; None without rounds."""
+    """Compute the mean number of denoising steps that a row makes in a round, with a confidence
+    interval. A round makes one step, and one more for each draft that is accepted. Return None if
+    there are no rounds."""
     steps = [
         rounds + accepted for rounds, accepted in zip(decoded.rounds, decoded.accepted, strict=True)
     ]

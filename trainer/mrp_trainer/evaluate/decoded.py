@@ -25,21 +25,23 @@ class Decoded:
     Attributes:
         texts: The decoded answers.
         ids: The generated ids, without padding.
-        verdicts: For each text, whether the judge accepts it; None if the problem has no known
-            answer.
+        verdicts: For each text, whether it is right; None if this is unknown, because there is no
+            judge or the problem has no known answer.
         seconds: Wall-clock time of decoding.
-        forwards: Counts over all problems, by name. Numbers of forwards of the whole batch: of the
-            backbone, `prefill` (prompts), `verify` (rounds with drafts) and `denoise` (rounds
-            without); `head`, passes of the head. Further, the numbers of states `drafted` and
-            `accepted`, and of reveals `revoked` (masked again).
+        forwards: Counts over all problems, by name. `prefill` (over prompts), `verify` (rounds with
+            drafts) and `denoise` (rounds without drafts) are numbers of backbone forwards; `head`
+            is the number of head passes. A forward of the whole batch counts once. `drafted` and
+            `accepted` are numbers of drafted states, and `revoked` is the number of reveals that
+            were masked again.
         row_forwards, row_head_forwards: Number of forwards of the backbone, and of passes of the
             head, in which the problem's row took part.
         rounds: Number of backbone forwards that were rounds (all but the prompt's).
         accepted: Number of drafted states that were accepted.
-        offered_at_depth: int64 [problems, depths]. At depth k: the number of rounds in which at
-            least k - 1 drafts were accepted and a k-th was on offer.
-        accepted_at_depth: int64 [problems, depths]. Of those rounds, the number in which the k-th
-            draft was accepted.
+        offered_at_depth: int64 [problems, depths]. For each depth k = 1, 2, ..., the number of
+            rounds that accepted at least k - 1 drafts and offered a k-th one, which is a draft that
+            could follow the (k - 1)-th.
+        accepted_at_depth: int64 [problems, depths]. For each depth k, the number of the rounds in
+            `offered_at_depth` that accepted the k-th draft.
     """
 
     texts: list[str]
@@ -108,8 +110,22 @@ def decode_problems(
     batch_size: int = 32,
     **options: Any,
 ) -> Decoded:
-    """Decode problems of one family, with as many new tokens as `NEW_TOKENS` has for it, and judge
-    the answers. The other arguments and errors are those of `decode_prompts`."""
+    """Decode problems of one synthetic family, and judge the answers.
+
+    Args:
+        model: An `MRPForCausalLM`.
+        tokenizer: Its tokenizer.
+        problems: The problems, at least one. Their family gives the maximum number of new tokens in
+            each text (`NEW_TOKENS`): 80 for "code", 64 for "math" and "source".
+        batch_size: The largest number of rows in the batch.
+        options: Further options of `generate`, as in `decode_prompts`.
+
+    Returns:
+        The decoded texts with their verdicts and costs.
+
+    Raises:
+        ValueError: for options that `generate` refuses.
+    """
     prompts = [encode(problem, tokenizer)[0] for problem in problems]
     limit = NEW_TOKENS[problems[0].family]
     return decode_prompts(
@@ -133,11 +149,16 @@ def decode_prompts(
         model: An `MRPForCausalLM`.
         tokenizer: Its tokenizer.
         prompts: The ids of each prompt.
-        judge_texts: Takes the list of decoded texts, and returns for each whether it is right, or
-            None where that is unknown. Without it, no text is judged.
+        judge_texts: A function that takes the list of decoded texts, and returns for each whether
+            it is right, or None where that is unknown. Without this function, all verdicts are
+            None.
         max_new_tokens: The maximum number of new tokens in each text.
         batch_size: The largest number of rows.
-        options: Further options of `generate`.
+        options: Further options of `generate`. If `seed` is an int, prompt i has the seed
+            `seed + i % batch_size`.
+
+    Returns:
+        The decoded texts with their verdicts and costs.
 
     Raises:
         ValueError: without a prompt, and for options that `generate` refuses.

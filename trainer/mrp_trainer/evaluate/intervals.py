@@ -17,20 +17,26 @@ RESAMPLES = 10_000
 
 @dataclass(frozen=True)
 class Interval:
-    """A measured value and its confidence interval."""
+    """A measured value and its confidence interval.
+
+    Attributes:
+        value: The measured value.
+        low, high: The ends of the interval.
+    """
 
     value: float
     low: float
     high: float
 
     def rounded(self, digits: int = 3, times: int = 1) -> list[float]:
-        """Return [low, high], multiplied by `times` and rounded to `digits` digits."""
+        """Return the ends of the interval as [low, high], each multiplied by `times` and then
+        rounded to `digits` decimal places."""
         return [round(times * self.low, digits), round(times * self.high, digits)]
 
 
 def wilson(correct: int, count: int, level: float = 0.95) -> Interval:
-    """Return the share `correct` / `count` with Wilson's score interval. `ValueError` if `count` is
-    0, or if `correct` is not between 0 and `count`."""
+    """Return the share `correct` / `count` with Wilson's score interval at the confidence level
+    `level`. `ValueError` if `count` is 0, or if `correct` is not between 0 and `count`."""
     if not 0 <= correct <= count or count == 0:
         raise ValueError(
             f"{correct} of {count}: a share needs at least one problem, and no more right than "
@@ -64,8 +70,15 @@ def resampled_sums(columns: np.ndarray, resamples: int, seed: int) -> np.ndarray
 
 
 def percentiles(value: float, resampled: np.ndarray, level: float = 0.95) -> Interval:
-    """Return `value` together with its percentile interval at `level`. `resampled`, float
-    [resamples], has the same statistic computed on each resample."""
+    """Return a statistic with its bootstrap percentile interval.
+
+    Args:
+        value: The statistic, computed on the data.
+        resampled: The same statistic, computed on each bootstrap resample of the data; float
+            [resamples].
+        level: The confidence level. At 0.95, the interval reaches from the 0.025 quantile of
+            `resampled` to its 0.975 quantile.
+    """
     low, high = np.quantile(resampled, [(1 - level) / 2, (1 + level) / 2])
     return Interval(value, float(low), float(high))
 
@@ -77,11 +90,19 @@ def ratio_of_sums(
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> Interval | None:
-    """Divide the sum of `numerators` by the sum of `denominators`. Both have one number for each
-    problem. Return None if the sum of `denominators` is 0.
+    """Divide the sum of `numerators` by the sum of `denominators`, with the percentile interval of
+    a bootstrap over problems.
 
-    The interval is that of a bootstrap over problems. Resamples in which the denominators sum to 0
-    do not count.
+    Args:
+        numerators: A number for each problem.
+        denominators: A number for each problem.
+        level: The confidence level of the interval.
+        resamples: The number of bootstrap resamples. Those whose denominators sum to 0 do not
+            count.
+        seed: Seed of the resamples.
+
+    Returns:
+        The ratio with its interval; None if `denominators` sum to 0.
     """
     if sum(denominators) == 0:
         return None

@@ -35,9 +35,12 @@ Encoded = tuple[tuple[str, str] | None, list[int], list[int]]
 
 @register_model("mrp")
 class MRPLM(HFLM):
-    """lm-eval's `HFLM`, with two differences. Log-likelihoods are those of decoding from left to
-    right, one token per step. Texts are decoded in a batch, which each text leaves at its own
-    end."""
+    """lm-eval's `HFLM` for models of this package, under the name `mrp`. It takes the arguments of
+    `HFLM`, and differs in two points:
+
+    1. A log-likelihood is that of decoding from left to right, one token per step.
+    2. Texts are decoded in a batch. When a text ends, the next one takes its place at once.
+    """
 
     @property
     def max_length(self) -> int:
@@ -57,8 +60,10 @@ class MRPLM(HFLM):
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Decode a text for each request, and cut it before its first stop string. Requests with
-        the longest contexts are decoded first, and `batch_size` texts at the same time. If the
-        option `seed` is given, request i has the seed `seed + i`.
+        the longest contexts are decoded first, and `batch_size` texts at the same time; the
+        returned texts are in the order of the requests. If the option `seed` is given, request i
+        has the seed `seed + i`. If lm-eval's mixed precision is on, `HFLM` decodes the texts
+        instead.
 
         Raises:
             ValueError: for options that `generate` refuses.

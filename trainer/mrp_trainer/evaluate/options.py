@@ -102,7 +102,10 @@ class GenerateOptions(ModelOptions):
 
 @dataclass(kw_only=True)
 class ModeOptions(GenerateOptions):
-    """Options of the decoding modes; each field is a flag."""
+    """Options of the decoding modes. Each field that this class adds is a flag that can be given
+    several times, with a value each time; `settings` combines these values. The fields `tau`,
+    `states` and `branches` hold values of the `generate` options `confidence_threshold`,
+    `num_draft_states` and `draft_branches`."""
 
     decoding: list[str] = flag(
         "Modes of decoding.",
@@ -151,9 +154,15 @@ class ModeOptions(GenerateOptions):
         return replace(self, decoding=decoding, target=targets, states=self.states or [width])
 
     def settings(self) -> list[dict[str, Any]]:
-        """List the settings, one for each combination of a mode with values of its options. A
-        setting is a dict of options of `generate`, in which the options assigned by `set` stay
-        together under the name `set`."""
+        """List the settings, one for each combination of a mode with values of the options that
+        apply to it. If there are no modes, targets or numbers of states, those that
+        `of_checkpoint({})` fills in are used.
+
+        A setting is a dict from names of `generate` options to their values, such as
+        {"decoding": "self_spec", "target": "static", "num_draft_states": 4, "draft_branches": 3}.
+        If `--set` gives options, each setting also has the item "set", which is a dict of them,
+        such as {"temperature": 0.7}.
+        """
         if not (self.decoding and self.target and self.states):
             return self.of_checkpoint({}).settings()
         extra = self.extra()
@@ -202,13 +211,14 @@ class EvaluateOptions(ModeOptions):
 
     @property
     def families(self) -> list[str]:
-        """List the families of synthetic problems to decode."""
+        """The families of synthetic problems to decode: those in `family`. If there are none, they
+        are math and code, or no family if there are files in `prompts`."""
         return self.family or ([] if self.prompts else ["math", "code"])
 
 
 def generate_options(setting: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a setting (an item of `ModeOptions.settings`) into keyword arguments of
-    `generate`."""
+    """Convert a setting, an item of `ModeOptions.settings`, into keyword arguments of `generate`.
+    The options in its item "set", a dict, become items of the result like the other options."""
     options = dict(setting)
     extra = options.pop("set", {})
     return options | extra

@@ -39,7 +39,8 @@ class ProblemSet:
         prompt_texts: For each problem, the question as text.
         prompts: For each problem, the ids of the whole prompt.
         answers: For each problem, the correct answer; None where there is none.
-        judge: Judges a text for each problem; see `Decoded.verdicts`.
+        judge: A function that takes a list with a text for each problem, and returns for each
+            whether it is right; None where that is unknown.
         max_new_tokens: The maximum number of tokens in each decoded text.
     """
 
@@ -76,7 +77,16 @@ def family_set(
     count: int | None = None,
     max_new_tokens: int | None = None,
 ) -> ProblemSet:
-    """Make a set of the first `count` problems of a synthetic family, by default 500."""
+    """Make a set of problems of a synthetic family.
+
+    Args:
+        family: The family.
+        split: The split from which the problems are taken.
+        tokenizer: Encodes the prompts.
+        count: The number of problems, the first ones of the split; by default 500.
+        max_new_tokens: The maximum number of tokens in each decoded text. The default depends on
+            the family (`NEW_TOKENS`): 80 for "code", 64 for "math" and "source".
+    """
     family_problems = problems(family, split, FAMILY_COUNT if count is None else count)
     return ProblemSet(
         {"family": family},

@@ -85,9 +85,9 @@ def _is_docstring(node: object) -> bool:
 
 
 def commit() -> str | None:
-    """Return the short hash of the checkout's commit; None without a checkout. The words "with
-    changes" follow the hash if files differ from the commit, other than results and Markdown
-    pages."""
+    """Return the short hash of the commit that is checked out; None if there is no checkout or no
+    git. If files in git differ from the commit, the words "with changes" follow the hash. Changed
+    results (in `benchmarks/results`) and changed Markdown pages do not count."""
     if not (ROOT / ".git").exists():
         return None
     git = ["git", "-C", str(ROOT)]

@@ -49,17 +49,23 @@ def with_headers(lines: Iterable[Line]) -> Iterator[tuple[Line, Line]]:
 def other_weights(
     header: Mapping[str, Any], line: Mapping[str, Any], weights: Mapping[str, Any]
 ) -> str | None:
-    """Return the name of the first part (`backbone`, `deciding` code, `head`) whose digests in
-    `header` and `weights` differ; None if no part differs.
+    """Compare the digests of weights and code in a measurement's header with those in `weights`.
 
-    `header` is the header of a result file (see `provenance.header`), and `weights` has the digests
-    to compare with, under the same names; it may be another header.
+    Args:
+        header: The header above the measurement in its file, with the digests (see
+            `provenance.header`).
+        line: The measurement.
+        weights: The digests to compare with, under the same names. It may be another header.
 
-    `line` is a measurement under this header. If it has no head passes (`head_per_token` is 0), it
-    does not depend on the head. In a header, `backbone` is None if no checkpoint was measured, and
-    `head` is None if there was no head, or several. A header without the field `backbone` counts as
-    different. The code is compared only if both `header` and `weights` have a digest of it, which
-    old headers lack.
+    Returns:
+        The name of the first of these parts whose digests differ, or None if no part differs:
+        `backbone`: The backbone's weights. It differs if `header` has no such field. It is not
+            compared if it is None in `header`, as no checkpoint was measured then.
+        `deciding`: The code that decides what is revealed, drafted and accepted (see
+            `provenance.deciding`). It is not compared if `header` or `weights` has no digest of it,
+            as in old headers.
+        `head`: The head's weights. They are not compared if the field is None in `header`, as there
+            was no head then, or several; or if `line` has no head passes (`head_per_token` is 0).
     """
     if "backbone" not in header:
         return "backbone"
@@ -93,10 +99,19 @@ class ResultsFile:
     lines that this run appends. Lines with the field `benchmark` are headers, which tell the
     weights, code and options with which the lines after them were measured.
 
-    The file's folders are made if they are missing. An incomplete line (left by a killed process or
-    a full disk) is removed when the file is opened again. Every line except a header must have the
-    field `key`. If a line lacks it, the file is left as it is, and a `ValueError` names the first
-    such line.
+    The file's folders are made if they are missing. An incomplete last line (left by a killed
+    process or a full disk) is removed when the file is opened again.
+
+    Args:
+        path: The file.
+        key: The name of a field that the command writes into every line except headers. By this
+            field, results of the command are told from other content.
+
+    Raises:
+        ValueError: if `path` is a folder or a read-only file; if its nearest existing parent is a
+            file or a read-only folder; or if a line of the file is no header and lacks the field
+            `key`. In the last case, the message gives the number of the first such line. The file
+            is left as it is.
     """
 
     def __init__(self, path: str | Path, key: str) -> None:
@@ -130,7 +145,11 @@ class ResultsFile:
         """Set the header of the lines that this run adds (see `provenance.header`). The first `add`
         writes this header, unless it is already the last one in the file. From now on, `find`
         returns only lines that were measured with the same weights and code as in the header.
-        `ValueError` as from `check_clean`."""
+
+        Raises:
+            ValueError: if the file is in `benchmarks/results`, and the header says that the code
+                had uncommitted changes.
+        """
         check_clean(self.path, header)
         self.header = header
 

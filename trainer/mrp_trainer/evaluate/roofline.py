@@ -142,8 +142,9 @@ class Device:
     achievable: float = 0.6
 
     def seconds(self, work: Work) -> float:
-        """Compute the least time of a group of kernels in seconds: the time for its bytes or for
-        its FLOPs, whichever is longer."""
+        """Compute the least time of a group of kernels in seconds: the time to move its bytes at
+        the full bandwidth, or the time of its FLOPs at the share `achievable` of the peak,
+        whichever is longer."""
         return max(work.bytes / self.bandwidth, work.flops / (self.peak * self.achievable))
 
 

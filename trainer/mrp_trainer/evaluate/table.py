@@ -83,8 +83,12 @@ def _problem_set_name(line: Mapping[str, Any]) -> str:
 def row_of(line: Mapping[str, Any]) -> list[str]:
     """Format a measurement, a result line of `mrp evaluate`, as the cells of a table row: the name
     of the mode, accuracy, tokens per unit and per forward, accepted length, head forwards per
-    token, texts equal to those of the first mode, and seconds. Most values have their interval in a
-    second line. A missing value is "-"."""
+    token, texts equal to those of the first mode, and seconds. A missing value is "-".
+
+    A unit is the cost of one backbone forward; a head pass costs a share of it, as in a model of
+    the published size in the line's field `charged_as`. A value whose interval is in the line has
+    this interval in a second line of the cell, except for tokens per forward.
+    """
     line = charged(line, line.get("charged_as", CHARGED))
     return [mode_name(line), *(_value(line, name, digits) for _, name, digits in _COLUMNS)]
 

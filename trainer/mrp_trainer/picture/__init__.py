@@ -16,11 +16,11 @@ def show(
 
     Args:
         outputs: An output, or a mapping from names to several outputs. These are drawn side by
-            side, and share one clock.
+            side, and the n-th forward has the same colour in all of them.
         tokenizer: The model's tokenizer.
         prompt: A text to show above the decoded texts.
-        row: Index of the row in the batch.
-        animated: Whether the text appears forward by forward, in a loop.
+        row: Index of the row to draw in the batch of each output.
+        animated: Whether the decoded texts appear forward by forward, in a loop.
 
     Raises:
         ValueError: if there is no output, or an output is of another type or lacks the row.

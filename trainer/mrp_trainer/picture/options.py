@@ -63,12 +63,16 @@ class ShowOptions(ModeOptions):
     def settings_to_draw(
         self, defaults: Mapping[str, Any], has_head: bool = True
     ) -> list[dict[str, Any]]:
-        """List the options of `generate` for each mode in the picture (see `ModeOptions.settings`).
+        """List the settings to draw, one for each combination of a mode with values of its options.
+        A setting is a dict of options of `generate`, as in `ModeOptions.settings`.
 
-        Values that no flag sets are filled in. Targets and K (`num_draft_states`) are those of the
-        checkpoint's generation config (`defaults`), but K is 8 for `auto`. The modes are each
-        target without drafts, and `mrp_spec` with each target, or `self_spec` if the checkpoint has
-        no head (`has_head`).
+        If no flag sets the modes, they are each target without drafts, and one drafting mode with
+        each target: `mrp_spec`, or `self_spec` for a checkpoint without a head.
+
+        Args:
+            defaults: The fields of the checkpoint's generation config. They give the target and K
+                (`num_draft_states`) if no flag does. K is 8 if it is `auto` or missing there.
+            has_head: Whether the checkpoint has a head.
         """
         options = self.of_checkpoint(defaults, has_head, states=8)
         decoding = self.decoding or [*options.target, "mrp_spec" if has_head else "self_spec"]

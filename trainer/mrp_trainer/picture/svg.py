@@ -82,8 +82,8 @@ def check_name(path: Path | str) -> None:
 def draw(
     decodes: Sequence[Decode], *, prompt: str | None = None, animated: bool = False
 ) -> Picture:
-    """Draw decoded texts side by side, two in a row. They share one clock: the n-th forward has the
-    same colour in all of them.
+    """Draw decoded texts side by side, at most two next to each other. They share one clock: the
+    n-th forward has the same colour in all of them.
 
     The same arguments always give the same picture. The prompt is shown above, shortened to three
     lines. If `animated`, the texts appear forward by forward in a loop, but are shown complete if
@@ -142,8 +142,17 @@ def draw(
 
 
 def picture_of(template: str, title: str, **values: Any) -> Picture:
-    """Render the template file `template` of this folder, with the variables `values`, as a
-    picture. The picture's id is a hash of everything else in it."""
+    """Render a template as a picture.
+
+    Args:
+        template: The name of the template file, in the folder of this module.
+        title: The title of the picture. The template can use it as the variable `title`.
+        values: Further variables of the template.
+
+    Returns:
+        The picture. Its SVG has an id, a hash of everything else in it, by which `is_unchanged`
+        recognises a picture that nobody has changed.
+    """
     svg = _template(template).render(name=_ID, title=title, **values)
     return Picture(svg.replace(_ID, _id_of(svg)), title)
 
@@ -202,8 +211,9 @@ class _TokenBox:
 
     @property
     def text_length(self) -> float | None:
-        """Return the width to which the text is stretched, whatever the font; None for a text of
-        one cell."""
+        """Return the width in SVG units to which the text is stretched, so that it does not depend
+        on the font. Return None for a text of at most one character of normal width, which is not
+        stretched."""
         return cell_len(self.text) * _CHARACTER if cell_len(self.text) > 1 else None
 
 
@@ -281,8 +291,9 @@ def _visible_character(character: str) -> str:
 
 
 def colour(fraction: float) -> str:
-    """Return the colour of a forward. `fraction` is the place of the forward between the first one
-    in the picture (0, a warm colour) and the last one (1, a cold colour)."""
+    """Return the colour of a forward as text, such as "#e6a637". `fraction` is the place of the
+    forward between the first one in the picture (0, a warm colour) and the last one (1, a cold
+    colour)."""
     return "#" + "".join(
         f"{round(255 * channel):02x}"
         for channel in hls_to_rgb((38 - 183 * fraction) / 360 % 1, 0.56, 0.78)

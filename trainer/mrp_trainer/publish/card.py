@@ -77,10 +77,18 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def results_table(lines: Sequence[Mapping[str, Any]], shape: str = CHARGED) -> str:
-    """Format a Markdown table of accuracy and cost from measurements (see `read_results`). It has
-    one row for each mode, grouped by decoding, and columns for the families of problems side by
-    side. A unit in it is the cost of one backbone forward; a head pass costs a share of it, as in a
-    model of the published size `shape` ("1.7B", "4B" or "8B")."""
+    """Format measurements (dicts of settings and results, as `read_results` returns them) as a
+    Markdown table with a row for each mode. Modes with the same value of the option `decoding` are
+    next to each other. A missing value is "-".
+
+    Each problem set has a column of its accuracy. Each of the other columns is of one quantity, and
+    a cell lists its values on all problem sets, separated by commas. The quantities are tokens per
+    unit, tokens per forward, head forwards per token, and the percentage of texts that are equal to
+    those of the first mode.
+
+    A unit is the cost of one backbone forward; a head pass costs a share of it, as in a model of
+    the published size `shape` ("1.7B", "4B" or "8B").
+    """
     families = list(dict.fromkeys(line["family"] for line in lines))
     decodings = list(dict.fromkeys(line["decoding"] for line in lines))
     modes: dict[str, dict[str, Mapping[str, Any]]] = {}
@@ -121,11 +129,17 @@ def eval_results(
     shape: str = CHARGED,
     benchmarks: Mapping[str, Benchmark] = MappingProxyType({}),
 ) -> list[EvalResult]:
-    """List the accuracy and cost of every measurement (see `read_results`), as entries of the
-    card's `model-index`: accuracy, tokens per backbone forward, and tokens per unit, for which a
-    head pass costs a share of a forward, as in a model of the published size `shape` ("1.7B", "4B"
-    or "8B"). If `benchmarks` has a problem set, the type of its dataset is the dataset's id on the
-    Hub."""
+    """Make the entries of the card's `model-index` for measurements (see `read_results`).
+
+    For each measurement there are up to three entries: accuracy, tokens per backbone forward, and
+    tokens per unit. A unit is the cost of one backbone forward; a head pass costs a share of it, as
+    in a model of the published size `shape` ("1.7B", "4B" or "8B"). Values that a measurement lacks
+    have no entry.
+
+    `benchmarks` maps names of problem sets to benchmarks on the Hub. In the entries of these
+    problem sets, `dataset_type` is the id of the benchmark's dataset; in others it is the name of
+    the problem set.
+    """
     results = []
     for line in lines:
         values = charged(line, shape)
@@ -270,14 +284,15 @@ def render_card(
 
 
 def is_users_card(text: str) -> bool:
-    """Return whether a user wrote or edited a card: the card was not rendered by this package, and
-    is not an empty form."""
+    """Return whether a card is to be kept as a user's own. It is not if it has the comment that
+    this package writes into the cards it renders, or the words "[More Information Needed]" of a
+    form that peft or transformers generated and nobody filled in."""
     return _RENDERED.search(text) is None and FORM not in text
 
 
 def renamed(text: str, name: str) -> str:
-    """Replace the name in the title and the examples of a card that this package rendered; return
-    any other card unchanged."""
+    """Return the card `text` with `name` in place of the name for which this package rendered it,
+    in the title and the examples. A card that this package did not render is returned unchanged."""
     if (match := _RENDERED.search(text)) is None:
         return text
     text = text.replace(match[0], match[0].replace(match[1], name)).replace(

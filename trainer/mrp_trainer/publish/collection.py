@@ -37,12 +37,14 @@ class PublishedHead:
     results: Sequence[EvalResult] = ()
 
     def speeds(self) -> dict[str, dict[str, tuple[float, str]]]:
-        """Return the largest measured number of tokens per unit, with its mode, for each problem
-        set and decoding. A unit is the cost of one backbone forward, and a head pass costs a share
-        of it.
+        """Find the fastest mode for each problem set and each value of the option `decoding`, among
+        the card's measurements. Speed is the number of tokens per unit; a unit is the cost of one
+        backbone forward, and a head pass costs a share of it.
 
-        The result maps the name of a problem set to a dict, which maps a decoding, such as
-        `mrp_spec` or `self_spec`, to (tokens per unit, mode).
+        Returns:
+            A dict from the name of a problem set to a dict, which maps a value of `decoding`, such
+            as `mrp_spec` or `self_spec`, to a pair: the tokens per unit of its fastest mode, and
+            the name of this mode, such as "mrp_spec of dynamic K=4 tau=0.9".
         """
         best: dict[str, dict[str, tuple[float, str]]] = {}
         for result in self.results:
@@ -68,9 +70,9 @@ def published_heads(
 
     Args:
         author: Only heads of this user or organisation.
-        backbone: Only heads of this backbone.
-        limit: The largest number of heads to search for, before those of other backbones are left
-            out.
+        backbone: Only heads of this backbone, given by its Hub id.
+        limit: The largest number of heads that the search finds. Heads of other backbones count,
+            since they are left out only afterwards.
         token: As in `huggingface_hub`.
 
     Raises:

@@ -35,7 +35,8 @@ class Publication:
         kind: The kind of the checkpoint: "full", "head" or "adapter".
         sizes: The number of bytes of each published file, by its path in the repository.
         left_out: The files of the folder that are not published.
-        trial: A description of the trial of the files (see `try_out`).
+        trial: A description of the trial, in which the files were loaded in a fresh process and
+            decoded a block; or the reason why there was no trial.
         commit: The commit; None after a dry run.
     """
 
@@ -95,12 +96,16 @@ def push(
         commit_message: The message of the commit; by default it names the kind of the checkpoint.
         token: As in `huggingface_hub`.
         dry_run: Whether to return the files that would be sent, and send nothing. The files are
-            tried in the same way (`try_out`), and no connection is made.
-        new_card: Whether to render the card in any case. By default, the folder's README.md is the
-            card if a person wrote it, or if no other argument changes the card. Otherwise a card is
-            rendered; it does not replace a card in the repository that a person wrote.
-        results: Result files for the rendered card (see `read_results`).
-        about: A description of the checkpoint for the rendered card (see `render_card`).
+            tried as before a push: they are loaded and decode a block. No connection is made.
+        new_card: True: render a card and send it, in place of any that a person wrote. False: do
+            the first of these that applies. If a person wrote the folder's README.md, send it as
+            it is. If a person wrote the repository's card, keep that. Otherwise, send the folder's
+            README.md; render it anew before, if it is missing or only an empty form, or if an
+            argument changes the card.
+        results: Files that `mrp evaluate --output` wrote, whose measurements the rendered card
+            shows.
+        about: A Markdown file that describes the checkpoint. Its text opens the rendered card, and
+            its metadata override those of the template.
         tags: Further tags of the rendered card.
         license: Licence in the card's metadata. By default it is the licence in the base's card on
             the Hub, which a dry run does not look up.
@@ -111,8 +116,9 @@ def push(
             shows beside the benchmark.
 
     Raises:
-        ValueError: if the folder, the card, the base or the id is not fit to be published, or the
-            files to send do not load and decode.
+        ValueError: if the folder does not hold a sound checkpoint of this package; if the base is
+            not on the Hub; if arguments are malformed, or contradict each other or a card that a
+            person wrote; or if the files to send do not load and decode.
         OSError: if the Hub refuses the commit, or cannot be reached. The folder and the branch are
             unchanged.
     """
@@ -202,8 +208,9 @@ def push(
 def card_metadata(
     license: str | None, language: Sequence[str], dataset: Sequence[str]
 ) -> dict[str, Any]:
-    """Return the metadata of a card that are given, by name; `ValueError` if a dataset is not an id
-    on the Hub."""
+    """Return a dict of card metadata, with the fields `license`, `language` and `datasets`. A field
+    is left out if its argument is None or empty. `ValueError` if an item of `dataset` does not have
+    the form of an id on the Hub."""
     for name in dataset:
         if not is_hub_id(name):
             raise ValueError(f"dataset is {name!r}: it must be the id of a dataset on the Hub")
@@ -266,8 +273,20 @@ def card(
     language: Sequence[str] = (),
     dataset: Sequence[str] = (),
 ) -> str:
-    """Render the card of a checkpoint's folder, as a push would, and return its text. The card's
-    examples load `name`, by default the folder. The other arguments are those of `push`."""
+    """Render the card of a checkpoint's folder, as a push would, and return its text. No connection
+    is made, so a licence that is not given is not looked up.
+
+    Args:
+        folder: A folder that `save_pretrained` wrote.
+        name: The name in the card's title, which the card's examples load, such as the id of a
+            repository; by default the folder.
+        results: Files that `mrp evaluate --output` wrote, whose measurements the card shows.
+        about: A Markdown file that describes the checkpoint; its text opens the card.
+        tags: Further tags.
+        license: Licence in the metadata.
+        language: Languages in the metadata.
+        dataset: Hub ids of the training data, in the metadata.
+    """
     name = name or (f"./{folder}" if is_hub_id(folder) else folder)
     metadata = card_metadata(license, language, dataset)
     kind = read_folder(folder).kind

@@ -43,10 +43,14 @@ class Benchmark:
 def evaluation_entries(
     lines: Sequence[Mapping[str, Any]], benchmarks: Mapping[str, Benchmark]
 ) -> list[EvalResultEntry]:
-    """Make an entry for each measurement (see `read_results`) on a benchmark that has an accuracy.
-    An entry holds the accuracy in percent, and notes with the mode and the tokens per forward.
-    `benchmarks` maps names of problem sets to benchmarks; other problem sets have no entry.
-    `ValueError` if a benchmark has no measurement."""
+    """Make entries of an `.eval_results` file from the measurements `lines` (see `read_results`).
+    `benchmarks` maps names of problem sets to benchmarks.
+
+    There is an entry for each measurement that has an accuracy and whose problem set is in
+    `benchmarks`. The entry holds the accuracy in percent, and notes with the mode and the tokens
+    per forward. `ValueError` if a problem set in `benchmarks` has no measurement in `lines`, with
+    or without an accuracy.
+    """
     if missing := sorted(benchmarks.keys() - {line["family"] for line in lines}):
         raise ValueError(
             f"benchmark names {missing[0]}, and no result is of it: the results are of "
@@ -68,6 +72,6 @@ def evaluation_entries(
 
 
 def evaluations_file(entries: Sequence[EvalResultEntry]) -> bytes:
-    """Format entries as the content of a file in `.eval_results`."""
+    """Format entries as YAML in UTF-8, the content of a file in `.eval_results`."""
     text: str = yaml.safe_dump(eval_result_entries_to_yaml(list(entries)), sort_keys=False)
     return text.encode()

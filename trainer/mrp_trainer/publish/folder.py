@@ -56,8 +56,8 @@ def read_folder(path: Path | str) -> Folder:
 
     Raises:
         ValueError: if `path` is not a folder, or holds no checkpoint of this package; if weights
-            are truncated or do not fit the config; or if the tokenizer does not load or does not
-            fit.
+            are truncated or do not fit the config; or if the tokenizer does not load, needs code
+            from a repository, or has more tokens than the model.
         OSError: if a shard is missing.
     """
     path = Path(path)

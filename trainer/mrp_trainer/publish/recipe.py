@@ -17,11 +17,12 @@ _COMMANDS = {"mrp": "head", "block_diffusion": "backbone"}
 
 
 def recipe_of(folder: Path, base: str | None = None) -> str | None:
-    """Describe in Markdown the training run that wrote a folder; None if no run did. If the run's
-    model was a local folder, its Hub id `base` is named instead.
+    """Describe in Markdown the training run that wrote a folder: its command and its settings.
+    Return None if the folder was not written by a run.
 
     Settings that do not change the weights are left out, and so is everything about a machine or an
-    account. Local paths are shortened to names.
+    account. Local paths are shortened to names. `base` is the Hub id of the run's model; it is
+    named if the run read this model from a local folder.
     """
     if not (folder / RUN_FILE).is_file():
         return None

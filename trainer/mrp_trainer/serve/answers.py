@@ -141,8 +141,8 @@ class TextOfAnswer:
         return self.finish_reason is not None or self.error is not None
 
     async def grow(self) -> None:
-        """Wait for the next result of the request, and add its new tokens to the text; end the text
-        if the result does, or at a stop string."""
+        """Wait for the next result of the request, and add its new tokens to the text. The text
+        ends at a stop string, or if the result is the request's last one, or an error."""
         await self._changed.wait()
         self._changed.clear()
         output = self._latest
@@ -266,8 +266,9 @@ class Answer:
         return self._enveloped(choices, usage=self._usage())
 
     def opening(self) -> list[dict[str, Any]]:
-        """Return the first parts of a stream, JSON objects: for each text, the role in a chat, or
-        the echoed prompt. There are none for a completion without echo."""
+        """Return the first parts of a stream, each a JSON object. A chat has one part for each
+        text, with the role "assistant". A completion with echo has one part for each text, with its
+        prompt. A completion without echo has none."""
         parts = []
         for index in range(len(self.job.prompts) * self.job.copies):
             if self.job.chat:

@@ -11,7 +11,16 @@ _COUNTED = ("forwards", "head_forwards", "drafted", "accepted", "revoked")
 
 
 class Metrics:
-    """Totals over all texts that have ended, and the number of answers by HTTP status."""
+    """Counters of a server: totals over all texts that have ended, and the number of answers.
+
+    Attributes:
+        answers: The number of answers by HTTP status.
+        totals: Totals by name: `texts`, `prompt_tokens`, `tokens`, `rounds`, `forwards`,
+            `head_forwards`, `drafted`, `accepted` and `revoked`.
+        offered: For each depth k = 1, 2, ..., the number of rounds that accepted at least k - 1
+            drafts and offered a k-th one.
+        accepted: For each depth k, the number of these rounds that accepted the k-th draft.
+    """
 
     def __init__(self) -> None:
         self.answers: Counter[int] = Counter()  # number of answers by HTTP status

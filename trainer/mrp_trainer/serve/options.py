@@ -44,8 +44,9 @@ class ServeOptions(GenerateOptions):
     )
 
     def setting(self) -> dict[str, Any]:
-        """Collect the options of `generate` that flags set. Those assigned by `set` stay together
-        under the name `set`."""
+        """Collect the options of `generate` that flags set, in a dict by name: `decoding` and
+        `target`, if they are given, and "set", a dict of the options that `--set` assigns, which
+        may be empty."""
         setting: dict[str, Any] = {}
         if self.decoding is not None:
             setting["decoding"] = self.decoding

@@ -89,6 +89,8 @@ class Function(_Strict):
     """A function that a model may call.
 
     Attributes:
+        name: The name of the function.
+        description: What the function does, in words for the model.
         parameters: The JSON schema of its arguments, an object.
         strict: Accepted without effect, since a required call always follows the schema.
     """
@@ -153,9 +155,20 @@ class ToolCall(_Strict):
 
 
 class Message(_Strict):
-    """A message of a chat. It has a text, and a message of the assistant may have tool calls
-    instead or in addition. The text of a tool's message is the result of a call. Fields that chat
-    templates would silently drop are refused."""
+    """A message of a chat.
+
+    These are refused: a message with neither content nor tool calls; tool calls in a message of
+    another role than `assistant`; a message of the role `tool` without `tool_call_id`, or one of
+    another role with it; and any further field that is not empty, since chat templates would
+    silently drop it.
+
+    Attributes:
+        role: The role of the speaker.
+        content: The text, or the parts of the text. In a message of the role `tool`, it is the
+            result of a call.
+        tool_calls: The calls that the assistant makes.
+        tool_call_id: The id of the call whose result the message is.
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[Part] | None = None
@@ -204,16 +217,30 @@ class Message(_Strict):
 
 
 class StreamOptions(_Strict):
-    """Options of a stream."""
+    """Options of a streamed answer.
+
+    Attributes:
+        include_usage: Whether counts of tokens follow the last text.
+        include_obfuscation: Accepted without effect, since nothing is obfuscated.
+    """
 
     include_usage: bool = False
     include_obfuscation: bool = False  # accepted without effect: nothing is obfuscated
 
 
 class Request(_Strict):
-    """The common fields of chat and completion requests. Further fields must be options of
-    `generate` that a request may set, or names that other servers give to constraints of the text,
-    such as `guided_json`; others are refused, unless they have no effect."""
+    """The common fields of chat and completion requests. Those that are not listed below have the
+    meaning of OpenAI's API or, such as `ignore_eos`, of vLLM and SGLang.
+
+    A further field is accepted if it is an option of `generate` that a request may set
+    (`SETTABLE`), a name that other servers give to constraints of the text, such as `guided_json`,
+    or a field whose value has no effect, such as `user`. Any other field is refused.
+
+    Attributes:
+        structured_outputs: A constraint of the text in vLLM's form: a dict with one of the keys
+            `json`, `regex`, `choice` and `grammar`.
+        generation_config: JSON text of an object with options of `generate`.
+    """
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
@@ -268,7 +295,8 @@ class Request(_Strict):
 
 
 class ChatRequest(Request):
-    """A request of `/v1/chat/completions`."""
+    """The body of a request to `/v1/chat/completions`. Its fields have the meaning of OpenAI's
+    API."""
 
     messages: list[Message] = Field(min_length=1, max_length=2048)
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -285,7 +313,7 @@ class ChatRequest(Request):
 
 
 class CompletionRequest(Request):
-    """A request of `/v1/completions`."""
+    """The body of a request to `/v1/completions`. Its fields have the meaning of OpenAI's API."""
 
     prompt: (
         Text
@@ -311,8 +339,9 @@ class CompletionRequest(Request):
 
 def options_of(request: Request, vocab_size: int) -> dict[str, Any]:
     """Translate a request into options of `generate`, by name, including those in its field
-    `generation_config` (a JSON text) and in further fields. Left out are the fields of OpenAI's API
-    for stop strings, penalties, and the seed and the limit of each text.
+    `generation_config` (a JSON text) and in further fields. The result leaves out OpenAI's fields
+    for stop strings, penalties, the seed and the maximum number of new tokens, which are applied to
+    each text separately.
 
     Raises:
         ValueError: for options out of range, ids outside of the vocabulary, several constraints of

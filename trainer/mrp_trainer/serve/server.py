@@ -161,7 +161,8 @@ class Service:
             )
 
     def check_model(self, name: str | None) -> None:
-        """Raise `HTTPException` if a request is for another model."""
+        """Raise `HTTPException` (404) if a request asks for a model with another name than that of
+        the served one. A request that names no model (None) is accepted."""
         if name not in (None, self.name):
             raise HTTPException(
                 404, f"the model {name!r} does not exist: this server has {self.name!r} alone"
@@ -463,8 +464,12 @@ def check_error(text: TextOfAnswer) -> None:
 
 
 class Counted:
-    """An ASGI application that wraps the application `app`, and counts its answers in `counts`, by
-    HTTP status."""
+    """An ASGI application that passes requests on to another one, and counts the answers.
+
+    Args:
+        app: The other application.
+        counts: The number of answers by HTTP status, to which each answer is added.
+    """
 
     def __init__(self, app: Any, counts: Counter[int]) -> None:
         self.app = app
@@ -482,8 +487,13 @@ class Counted:
 
 
 class EventStream(StreamingResponse):
-    """A response that streams an answer as server-sent events. If the client leaves, the texts of
-    the answer are ended."""
+    """A response that streams an answer as server-sent events. Once the stream has been sent, or
+    the client has left, texts of the answer that are still being decoded are ended.
+
+    Args:
+        service: The service that decodes the texts.
+        answer: The answer, whose texts may still grow.
+    """
 
     def __init__(self, service: Service, answer: Answer) -> None:
         super().__init__(self.events(service, answer), media_type="text/event-stream")
@@ -491,8 +501,8 @@ class EventStream(StreamingResponse):
         self.leave = partial(service.cancel, answer)
 
     async def events(self, service: Service, answer: Answer) -> AsyncIterator[bytes]:
-        """Write the parts of an answer as events; an error is followed only by the end of the
-        stream."""
+        """Yield the parts of an answer as server-sent events, and then the event that ends the
+        stream. If there is an error, it is yielded as an event in place of the remaining parts."""
         try:
             async for chunk in parts(service, answer):
                 yield self._event(chunk)
@@ -612,8 +622,8 @@ def application(
         model: An `MRPForCausalLM`. Its generation config gives the options that a request does not
             set.
         tokenizer: The tokenizer of the model.
-        loopback: Whether only requests to a loopback name are answered, which excludes requests
-            from websites.
+        loopback: Whether requests are refused unless their `Host` header is 127.0.0.1 or localhost.
+            This keeps out requests from websites.
         api_key: The key that clients must send; None if they need none.
         max_batch_size: The maximum number of texts that are decoded at the same time.
         max_queue_size: The maximum number of texts that may wait for a free row.
@@ -702,8 +712,13 @@ def application(
 
 
 class Server(uvicorn.Server):
-    """A server that ends texts when it stops, instead of waiting for their answers. At a second
-    signal, it stops immediately."""
+    """A uvicorn server for the application that `application` makes. When it stops, it ends the
+    texts that are being decoded, instead of waiting for their answers. At a second signal, it stops
+    immediately.
+
+    Args:
+        config: The `uvicorn.Config` with the application, the host and the port.
+    """
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to stop at the first signal, as `uvicorn.Server.handle_exit` does; end the process

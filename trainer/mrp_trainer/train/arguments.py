@@ -42,11 +42,12 @@ class MRPTrainingArguments(TrainerFlags, TrainingArguments):
         objective: What is trained: `block_diffusion` trains the backbone, `mrp` trains the head on
             a frozen backbone. Required.
         learning_rate: Learning rate of AdamW; by default 1e-3 for a head and 1e-4 for a backbone.
-        max_length: The largest number of tokens in a row of records; longer samples are cut. By
-            default the rows fit the records (see `RecordRows`), and the trainer stores their length
-            here.
-        num_train_epochs: Number of passes over the data; by default 1, or as many as are needed for
-            100 steps.
+        max_length: The largest number of tokens in a row of records; longer samples are cut. If
+            None, samples have at most 4,096 tokens (fewer if the model has fewer positions), and a
+            row has room for the longest sample or, if samples are short, for up to 2,048 tokens.
+            The trainer then stores here how many tokens a row may hold.
+        num_train_epochs: Number of passes over the data; by default the smallest number that makes
+            at least 100 steps.
         per_device_eval_batch_size: By default `per_device_train_batch_size`.
         last_turn_only: Whether only one turn of each chat has a loss: the last of those that would
             otherwise be learned.
@@ -54,21 +55,25 @@ class MRPTrainingArguments(TrainerFlags, TrainingArguments):
             Otherwise malformed records end the run.
         packed: Whether a row of records may hold several samples.
         noisy_copies: Number of noisy copies of each sample in one pass: 1 (as published), or 2 with
-            complementary masks. The reveal rule `sequential` has as many as a block has tokens.
+            complementary masks. With the reveal rule `sequential`, there are as many copies as a
+            block has tokens instead.
         inverse_level: Whether the loss of each masked token is weighted by 1 / t, where t is its
             noise level (as published).
         noise_per: What draws a noise level t: each `block`, or each `sample` (as published).
-        unroll: K, the number of head steps unrolled in training; the losses of these steps are
-            averaged (MRP, section 4). The leave-one-out loss is added to the loss of the first
-            step.
+        unroll: K, the number of head steps in training (MRP, section 4). Each step reveals tokens,
+            and the head then estimates the logits after these reveals. The losses of the steps are
+            averaged.
         reveal_rule: Rule of the reveals before each head step: `on_policy` reveals as decoding
             does, `random` reveals one true token of each block (as published). `sequential` is for
-            a head that drafts for the target `sequential`: the objective is
-            `SequentialObjective`, with a noisy copy for each state of a block.
+            a head that drafts for the target `sequential`: the objective is `SequentialObjective`,
+            with a noisy copy for each state of a block.
         eager_share: Under `on_policy`, the share of blocks in which every token with a confidence
             above a random threshold is revealed, as `dynamic` does.
-        order_weight: Weight of the loss on the order of reveals (`order_kl`).
-        reread_weight: Weight of the leave-one-out loss (see `HeadObjective.reread_weight`).
+        order_weight: Weight of the loss on the order of reveals, which compares head and backbone
+            by the position of each block that they would reveal next (`order_kl`).
+        reread_weight: Weight of the leave-one-out loss. It trains the head at a revealed token to
+            estimate the logits that the backbone would have if this one token were still masked. It
+            is added to the loss of the first head step.
         packed_attention: Attention implementation of packed passes in training: `flex_attention`,
             `sdpa` or `tiles` (matrix products over the columns that are not masked). `auto`
             selects, on CUDA, flex attention, which holds no mask of [length, length]; on a CPU,
@@ -77,8 +82,8 @@ class MRPTrainingArguments(TrainerFlags, TrainingArguments):
         muon_learning_rate: Learning rate of Muon for the matrices of the layers; AdamW then trains
             everything else at `learning_rate`. If None, the optimizer named by `optim` trains
             everything.
-        hub_strategy: What is pushed with `push_to_hub`, as `mrp push` does: `end` pushes the
-            result; `every_save` also pushes the model or head of each checkpoint.
+        hub_strategy: What `push_to_hub` pushes: `end` pushes the result; `every_save` also pushes
+            the model or head of each checkpoint. A push is one commit, as with `mrp push`.
         dataset_num_proc: Number of processes that encode large data; by default one per CPU, up to
             16.
         eval_prompts: Number of prompts of the evaluation dataset that are decoded in every
@@ -86,7 +91,7 @@ class MRPTrainingArguments(TrainerFlags, TrainingArguments):
             `self_spec`. Accepted drafts and tokens per forward are reported.
         eval_new_tokens: The largest number of new tokens for each decoded prompt.
         block_sizes: Block sizes to train for; each must divide the model's block size. Each sample
-            draws one of them at every visit. The trained model can decode with any of them: set
+            draws one of them in every epoch. The trained model can decode with any of them: set
             `model.config.block_size`. If None, only the model's block size is used.
         rows_per_step: Number of rows in a step, over all processes and accumulation passes. It
             determines `gradient_accumulation_steps`, given `per_device_train_batch_size` and the
@@ -194,17 +199,20 @@ class MRPTrainingArguments(TrainerFlags, TrainingArguments):
         return self.objective == "mrp" and self.reveal_rule == "sequential"
 
     def copies(self, block_size: int) -> int:
-        """Return the number of noisy copies of a sample with blocks of `block_size` tokens."""
+        """Return the number of noisy copies of a sample with blocks of `block_size` tokens. It is
+        `noisy_copies` or, if `every_state`, `block_size`."""
         return block_size if self.every_state else self.noisy_copies
 
     @property
     def later_passes(self) -> int:
-        """Return how often the backbone passes over the noisy copies again in a head's objective,
-        after its first pass."""
+        """Return how many passes of the backbone over the noisy copies follow its first pass when
+        the loss of a head is computed: one for each of the `unroll` head steps, and one for the
+        leave-one-out loss if it has a weight. It is 0 if `every_state`."""
         return 0 if self.every_state else self.unroll + bool(self.reread_weight)
 
     def head_objective(self) -> HeadObjective | SequentialObjective:
-        """Return the head's objective with the settings in these arguments."""
+        """Return the loss function of a head, with the settings in these arguments: a
+        `SequentialObjective` if `every_state`, otherwise a `HeadObjective`."""
         if self.every_state:
             return SequentialObjective(self.unroll)
         return HeadObjective(

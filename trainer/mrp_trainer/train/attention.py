@@ -36,11 +36,12 @@ def flex_attention_of_one_type(
     scaling: float,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Run flex attention on contiguous queries, keys and values, all in the dtype of the values.
+    """Convert queries and keys to the dtype of the values, make all three contiguous, and run flex
+    attention on them. Arguments and results are those of attention in transformers.
 
     Under autocast, the float32 weights of q_norm and k_norm make queries and keys float32, while
-    values are bfloat16. Flex attention on CUDA has no backward pass for such mixed dtypes. The
-    tensors are made contiguous because every other combination of strides would be compiled, too.
+    values are bfloat16. Flex attention on CUDA has no backward pass for such mixed dtypes. Without
+    contiguous tensors, every other combination of strides would be compiled, too.
     """
     heads = query.shape[1]
     # grouped heads, which flex attention supports only for powers of two
@@ -90,7 +91,20 @@ def tiled_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention tile by tile, by matrix products over the columns of each tile. On CPUs,
-    fused attention would compute masked columns, too."""
+    fused attention would compute masked columns, too.
+
+    Args:
+        module: The attention layer; not used.
+        query: [rows, heads, queries, head_dim].
+        key: [rows, KV heads, columns, head_dim].
+        value: [rows, KV heads, columns, head_dim].
+        attention_mask: The mask, cut into tiles.
+        scaling: The factor of the scores.
+        kwargs: Further arguments that transformers passes; not used.
+
+    Returns:
+        The output, [rows, queries, heads, head_dim], and None in place of attention weights.
+    """
     outputs = []
     heads = query.shape[1] // key.shape[1]
     for queries, columns, hidden in attention_mask.tiles:
@@ -106,9 +120,14 @@ AttentionInterface.register(TILES, tiled_attention)
 
 
 def training_attention(model: MRPForCausalLM, choice: str, device: torch.device) -> str:
-    """Return the name of the attention implementation for packed passes, where `choice` is a value
-    of `packed_attention`. `auto` selects flex attention on CUDA; tiles on a CPU, if the model uses
-    SDPA without dropout; and otherwise the model's own attention."""
+    """Return the name of the attention implementation for packed passes, as transformers knows it.
+    `choice` is a value of `MRPTrainingArguments.packed_attention`:
+
+    - `sdpa` or `tiles`: this name.
+    - `flex_attention`: the name of `flex_attention_of_one_type`.
+    - `auto`: on CUDA, the same as `flex_attention`; on a CPU, `tiles` if the model uses SDPA
+      without dropout; otherwise the name of the model's own attention.
+    """
     if choice == "auto":
         choice = model.config._attn_implementation
         if device.type == "cuda":
@@ -124,7 +143,8 @@ def training_attention(model: MRPForCausalLM, choice: str, device: torch.device)
 
 @contextmanager
 def attention_implementation(model: MRPForCausalLM, implementation: str) -> Iterator[None]:
-    """Give a model another attention implementation while the context is open."""
+    """Give a model the attention implementation with the name `implementation` while the context is
+    open. Afterwards, the model has its previous implementation again."""
     previous = model.config._attn_implementation
     if implementation != previous:
         model.set_attn_implementation(implementation)

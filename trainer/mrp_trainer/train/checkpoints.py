@@ -98,9 +98,11 @@ def last_whole_checkpoint(folder: Path, with_states: bool = True) -> Path | None
     """Return the newest checkpoint in a run's folder that is complete and not damaged. Return None
     if no checkpoint is complete.
 
-    Damaged checkpoints are skipped with a warning; `ValueError` if all complete checkpoints are
-    damaged. With `with_states`, each checkpoint must hold the files of its model and of the states
-    of optimizer, scheduler and random generators; it is damaged if one of them is missing.
+    A checkpoint is complete if its `trainer_state.json`, which is written last, can be read. It is
+    damaged if another of its files cannot be read. With `with_states`, it is also damaged if a file
+    of the model, or of the state of the optimizer, the scheduler or the random generators, is
+    missing. Damaged checkpoints are skipped with a warning; `ValueError` if all complete
+    checkpoints are damaged.
     """
     damaged = ""
     for path in reversed(checkpoints_in(folder)):
@@ -119,9 +121,9 @@ def last_whole_checkpoint(folder: Path, with_states: bool = True) -> Path | None
 
 
 def make_room(folder: OwnFolder, limit: int, protected: set[str]) -> None:
-    """Remove the oldest of the checkpoints in the listing of a run's folder, until at most `limit`
-    are left. Checkpoints whose names are in `protected` are never removed; other files and folders
-    stay."""
+    """Remove the oldest checkpoints of a run's folder, until at most `limit` checkpoints are left.
+    Only checkpoints that runs wrote, according to the folder's listing of its own files, are
+    counted and removed. Those whose names are in `protected` are counted, but never removed."""
     names = set(folder.names())
     listed = [path.name for path in checkpoints_in(folder.path) if path.name in names]
     removable = [name for name in listed if name not in protected]
@@ -130,8 +132,9 @@ def make_room(folder: OwnFolder, limit: int, protected: set[str]) -> None:
 
 def damage_of(checkpoint: Path, with_states: bool = True) -> str | None:
     """Describe the first file of a checkpoint that is missing or cannot be read; return None if
-    there is no such file. `with_states` has the same meaning as for `last_whole_checkpoint`.
-    Nothing is unpickled."""
+    there is no such file. With `with_states`, the files of the model and of the states of
+    optimizer, scheduler and random generators must exist; otherwise only the files that exist are
+    checked. Nothing is unpickled."""
     files = sorted(path for path in checkpoint.iterdir() if path.is_file())
     needed = [
         ("config.json", "adapter_config.json"),
@@ -167,7 +170,9 @@ def damage_of(checkpoint: Path, with_states: bool = True) -> str | None:
 
 
 def step_of(checkpoint: Path) -> int | None:
-    """Read the global step of a checkpoint; return None if the checkpoint is incomplete."""
+    """Read the global step of a checkpoint from its `trainer_state.json`, the file that is written
+    last. Return None if this file is missing, cannot be read or has no step: the checkpoint is
+    incomplete."""
     try:
         return int(json.loads((checkpoint / "trainer_state.json").read_text())["global_step"])
     except (OSError, ValueError, KeyError, TypeError):

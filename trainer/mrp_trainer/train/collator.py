@@ -17,29 +17,29 @@ from .packed import CLEAN_VIEW, NO_VIEW, PackedBatch
 @dataclass(frozen=True)
 class DiffusionCollator:
     """A collator that adds noise to samples and packs them as [x_t^1 | ... | x_t^copies | x_0]:
-    first the noisy copies of each sample, then the clean text.
+    first the noisy copies of each sample, then the clean text. A call takes a list of rows, and
+    returns the fields of a `PackedBatch` as a dict by name. A row is a `Sample`, or a list of
+    several samples that do not see each other.
 
-    A row holds one sample, or several that do not see each other. Only blocks with response tokens
-    are repeated as noisy copies. Each block of each sample draws its own noise level t ~ U(0, 1],
-    or each sample draws one level for all its blocks (as published). With two copies, the second
-    copy masks exactly those response tokens that the first one reveals (its level is 1 - t), so
-    that every response token is learned once per pass. Positions after the end of the text are
-    always masked, as in decoding, and have the target `BLANK`. Positions between the end of an
-    earlier turn and the end of its block are masked, too, but have no loss.
+    Only blocks with response tokens (those with a loss) are repeated as noisy copies. What a noisy
+    copy masks depends on the sample and on `every_state`:
 
-    A sample with `reveal_step` is masked in the order of its decoding instead. A noisy copy shows
-    each block as it was after the last decoding step with at most m tokens revealed, where m is
-    uniform from 0 to the block's number of response tokens minus one; tokens after the end of the
-    text do not count. With two copies, their values of m are half the range apart.
+    - By default, each response token is masked with the probability t, the noise level. Each block
+      draws its own t ~ U(0, 1], or each sample draws one for all its blocks (as published). With
+      two copies, the second one masks exactly the response tokens that the first one shows (its
+      level is 1 - t), so that every response token is learned once per pass.
+    - A sample with `reveal_step` is masked in the order of its decoding. Let n be the number of
+      response tokens in a block before the end of the text, and m = floor(u * n), where u ~ U[0, 1)
+      is drawn like t. A noisy copy shows the block as it was after the last decoding step with at
+      most m tokens revealed. With two copies, the second one uses u + 1/2 modulo 1.
+    - With `every_state`, there is one noisy copy for each state that the target `sequential` passes
+      through: copy j, counted from 0, shows the first j tokens of each block. In each of its
+      blocks, only the next token has a loss, with weight 1, and only if it is a response token
+      before the end of the text. `copies`, `inverse_level` and `reveal_step` then have no effect.
 
-    With `every_state`, there is one noisy copy for each state that the target `sequential` passes
-    through: copy j, counted from 0, shows the first j tokens of each block, whatever `copies` and
-    the record of reveals say. Only the next token of each state has a loss.
-
-    A call returns the fields of a `PackedBatch` by name, with all columns in whole blocks. It
-    raises `ValueError` for a row that is wider than `widths`, and for samples with `reveal_step` if
-    `inverse_level` is set. Creating a collator raises `ValueError` if one of `block_sizes` does not
-    divide `block_size`.
+    Positions after the end of the text are always masked, as in decoding, and have the target
+    `BLANK`. If a turn ends within a block, the positions after it in that block that are not
+    learned are masked, too, but have no loss.
 
     Args:
         block_size: Number of tokens per block.
@@ -57,6 +57,11 @@ class DiffusionCollator:
         widths: The number of columns of the noisy copies and the number of columns of the clean
             text to which all batches are padded, as attention that is compiled for fixed shapes
             needs it. If None, a batch has the widths of its widest row.
+
+    Raises:
+        ValueError: if one of `block_sizes` does not divide `block_size`. A call raises it for a row
+            that is wider than `widths`, and, without `every_state`, for samples with `reveal_step`
+            if `inverse_level` is set.
     """
 
     block_size: int

@@ -20,9 +20,15 @@ _TEMPLATE = Path(__file__).with_name("data_card_template.md")
 def write_data_card(
     options: DecodeOptions, decoded_by: Mapping[str, Any], lines: Sequence[str]
 ) -> None:
-    """Write the card of a data set, its README.md, to the file `options.card`. `lines` are the JSON
-    lines that a call of `mrp decode` with `options` wrote, and `decoded_by` is the field of that
-    name in them: the model and its settings. The card names no folder of this machine."""
+    """Write the card of a data set that `mrp decode` made, a README.md in Markdown. The card names
+    no folder of this machine.
+
+    Args:
+        options: The options of the call. The card is written to the file `options.card`.
+        decoded_by: The model and the settings of decoding, by name, as in the field `decoded_by` of
+            the lines.
+        lines: The JSON lines of the data set.
+    """
     sources = [DataPath.of(path).path for path in options.data]
     on_hub = [path for path in sources if is_hub_id(path) and not Path(path).exists()]
     model = str(decoded_by["model"])

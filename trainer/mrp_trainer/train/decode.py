@@ -58,7 +58,8 @@ class TextMaker(Protocol):
 
     @property
     def prompts(self) -> Sequence[Any]:
-        """Return the prompts in a form that JSON can represent, such as lists of ids."""
+        """Return the prompts in a form that JSON can represent: for a model, the ids of each; for a
+        server, the messages, tools and template variables of each."""
         ...
 
     def batches(self, begins: Sequence[int], count: int) -> Iterator[tuple[int, list[str]]]:
@@ -68,8 +69,8 @@ class TextMaker(Protocol):
         ...
 
     def note(self, lines: Sequence[str]) -> str:
-        """Return a remark for the user about the written JSON lines `lines`, to follow the message
-        that they are written, or an empty text."""
+        """Return a remark for the user about the JSON lines `lines`, which have been written, or an
+        empty text. It is appended to the message that says how many were written."""
         ...
 
 
@@ -149,9 +150,24 @@ def _check_free(path: Path) -> None:
 
 
 class ModelDecoder:
-    """A `TextMaker` that decodes prompts with a model on `device`. As soon as a text ends, the next
-    prompt starts, even if it belongs to another batch. If texts are sampled, prompt i has the seed
-    s + i, where s is the option `seed` (by default 0) and i is counted from 0."""
+    """A `TextMaker` that decodes prompts with a model on this machine. Creating it loads the model
+    and the tokenizer, and encodes the prompts. As soon as a text ends, the next prompt starts, even
+    if it belongs to another batch. The JSON line of a text holds its ids, the length of its prompt,
+    its reveal steps and `decoded_by`.
+
+    Args:
+        options: The options of `mrp decode`, which name the model and the options of decoding. If
+            texts are sampled, prompt i, counted from 0, has the seed s + i, where s is the option
+            `seed`, by default 0.
+        source: The records that hold the prompts; at most `options.limit` of them are used.
+        device: The device of the model, such as "cuda:0".
+
+    Raises:
+        RecordError: if a record is malformed, a prompt is too long, or there are no records.
+        ValueError: if the tokenizer belongs to another model, `max_new_tokens` is less than a
+            block, or `generate` refuses an option.
+        OSError: if the checkpoint does not exist.
+    """
 
     def __init__(self, options: DecodeOptions, source: Source, device: str) -> None:
         tokenizer = tokenizer_of(options)
@@ -189,8 +205,8 @@ class ModelDecoder:
         self.fingerprint = {**self.decoded_by, "model": None}
 
     def prompt(self, row: Any) -> list[int]:
-        """Encode the prompt of a record as ids; `FieldError` if the record is malformed or the
-        prompt is too long."""
+        """Encode the prompt of a record as ids. `FieldError` if the record is malformed, or if the
+        prompt and `max_new_tokens` new tokens exceed the model's positions."""
         ids = self.encoder.prompt(row)
         if len(ids) > self.longest:
             fitting = f"{self.longest} leave room for the new ones: shorten it, or ask for fewer"
@@ -198,8 +214,11 @@ class ModelDecoder:
         return ids
 
     def batches(self, begins: Sequence[int], count: int) -> Iterator[tuple[int, list[str]]]:
-        """Decode batches of prompts, as `TextMaker.batches` requires; `ValueError` if a text cannot
-        be decoded."""
+        """Decode batches of `count` prompts each; the last batch may have fewer. Up to `count`
+        prompts are decoded at the same time. `begins` holds the index of the first prompt of each
+        batch to decode. For each batch, once all of its texts have ended, yield this index and a
+        JSON line for each prompt, in the order of the prompts. `ValueError` if a text cannot be
+        decoded."""
         limits = ContinuousBatchingConfig(max_requests_per_batch=count)
         manager = self.model.init_continuous_batching(continuous_batching_config=limits)
         indices: list[int] = []
@@ -254,7 +273,8 @@ class ModelDecoder:
         return json.dumps({**line, "decoded_by": self.decoded_by})
 
     def note(self, lines: Sequence[str]) -> str:
-        """Return a remark about texts that have no end, as `TextMaker.note` requires."""
+        """Return a remark on how many of the texts in the JSON lines `lines` do not end with an end
+        token, or an empty text if all do."""
         cut = sum(json.loads(line)["ids"][-1] not in self.encoder.end_token_ids for line in lines)
         return (
             f", {cut} of them without an end (of these training takes whole blocks)" if cut else ""

@@ -19,12 +19,19 @@ _FIELDS = ("temperature", "top_p", "seed", "stop", "frequency_penalty", "presenc
 
 
 class EndpointDecoder:
-    """A `TextMaker` (see `decode.py`) whose texts come from a server that answers several chats at
-    the same time.
+    """A `TextMaker` whose texts are the answers of a server with OpenAI's API. The JSON line of an
+    answer holds a chat that ends with the answer, without reveal steps. An answer that was cut at
+    `max_new_tokens` has no end to learn, and gets no line.
 
-    The target is sent in the field `decoding`, which `mrp serve` reads. If the options have no
-    temperature, answers are greedy. An answer that was cut at `max_new_tokens` has no end to learn,
-    and is left out.
+    Args:
+        options: The options of `mrp decode`. `endpoint` is the URL of the server, and `model` is
+            the name of the model there. The target is sent in the field `decoding`, which
+            `mrp serve` reads. Without a temperature in the options, answers are greedy.
+        source: The records that hold the prompts, which must be chats; at most `options.limit` of
+            them are used.
+
+    Raises:
+        RecordError: if a record is malformed, its prompt is no chat, or there are no records.
     """
 
     def __init__(self, options: DecodeOptions, source: Source) -> None:
@@ -50,10 +57,10 @@ class EndpointDecoder:
         self.fingerprint = {**self.decoded_by, "endpoint": self.endpoint}
 
     def batches(self, begins: Sequence[int], count: int) -> Iterator[tuple[int, list[str]]]:
-        """Request the answers to batches of `count` chats each, as `TextMaker.batches` requires;
-        the chats of a batch are sent at the same time. `begins` holds the index of the first chat
-        of each batch. For each batch, yield this index and the JSON lines of the answers that were
-        not cut."""
+        """Request the answers to batches of `count` chats each; the last batch may have fewer. The
+        chats of a batch are sent at the same time. `begins` holds the index of the first chat of
+        each batch to request. For each batch, yield this index and the JSON lines of the answers
+        that were not cut. `OSError` if the server cannot be reached or refuses a request."""
         for begin in begins:
             yield begin, self._lines(self.chats[begin : begin + count], count)
 

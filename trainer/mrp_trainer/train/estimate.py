@@ -39,8 +39,8 @@ class StepEstimate:
         saved: Bytes kept for the backward pass.
         transient: Bytes needed only during a pass: the keys and values of the clean text, and the
             activations of the widest layer.
-        logits: Bytes of one chunk of the loss over the vocabulary, which are the same for any
-            number of rows.
+        logits: Bytes of the logits, softmaxes and their gradients in the loss, which is computed
+            for one chunk of tokens at a time. They are the same for any number of rows.
         flops: FLOPs of all passes, including their backward passes.
     """
 
@@ -76,8 +76,15 @@ def _counted_attention(
 
 
 def estimate_step(model: Any, arguments: MRPTrainingArguments, dtype: torch.dtype) -> StepEstimate:
-    """Estimate the memory and FLOPs of a training step for one row of `max_length` tokens, all of
-    which are learned. The model is on the meta device, and its passes are in `dtype`."""
+    """Estimate the memory and FLOPs of a training step for one row, all of whose tokens are
+    learned.
+
+    Args:
+        model: A model on the meta device. It is cast to `dtype`.
+        arguments: The training arguments. The row has `max_length` tokens; if this is None, 4,096
+            or the model's number of positions, whichever is smaller.
+        dtype: The dtype in which the passes run.
+    """
     config = model.config
     block = config.block_size
     length = arguments.max_length

@@ -173,19 +173,24 @@ def as_rows(
     held_out: bool = False,
     hold_back: int = 0,
 ) -> Any:
-    """Return a dataset as rows of training samples. Records (anything that `source_of` accepts) are
-    checked and encoded as in `mrp train`, and become `RecordRows`. Any other dataset is returned
-    unchanged, as its items should be samples already (a `Sample`, or a list of several); so is
-    None.
+    """Return a dataset as rows of training samples.
 
     Args:
-        dataset: The dataset. Held-out data may also be a mapping of several datasets by name.
+        dataset: Records, in any form that `source_of` accepts; or a dataset of rows, each a
+            `Sample` or a list of several; or None. Held-out data may also be a mapping of several
+            datasets by name.
         name: The name of the dataset in error messages.
         model: The model for which records are encoded.
         args: The training arguments.
         tokenizer: The tokenizer that encodes records; it may be None if there are no records.
         held_out: Whether the data are held out; held-out records keep their order.
-        hold_back: The number of samples to hold back, as in `RecordRows`.
+        hold_back: The largest number of samples with a prompt that are kept out of the rows, in
+            `RecordRows.held_back`.
+
+    Returns:
+        For records, `RecordRows`, in which each record is checked and encoded as in `mrp train`. A
+            dataset of rows, or None, is returned unchanged. For a mapping, a dict of the rows of
+            each dataset.
 
     Raises:
         RecordError: if records are malformed, or there are none.
@@ -225,9 +230,13 @@ def as_rows(
 
 
 def fit_to_rows(args: MRPTrainingArguments, rows: Any) -> None:
-    """Set `max_length` and `num_train_epochs` of `args`, if they are None: to the length of the
-    training rows, if these are `RecordRows`, and to as many epochs as 100 steps take, at least one.
-    Warn if a step takes more rows than the data have."""
+    """Fill in `max_length` and `num_train_epochs` of `args` from the training rows.
+
+    If `max_length` is None and the rows are `RecordRows`, it becomes the largest number of tokens
+    that a row may hold. If `num_train_epochs` is None, it becomes the smallest number of epochs
+    that makes at least 100 steps, or 1 if the number of rows is unknown. Warn if a step takes more
+    rows than there are.
+    """
     if isinstance(rows, RecordRows) and args.max_length is None:
         args.max_length = rows.row_length
     epochs = 1
@@ -247,7 +256,7 @@ def fit_to_rows(args: MRPTrainingArguments, rows: Any) -> None:
 def prompts_of(rows: Any, count: int) -> list[list[int]]:
     """Return up to `count` prompts of rows, each as a list of ids. `rows` is a sequence whose items
     are a `Sample` or a list of several. The prompt of a sample is all tokens before its first
-    response token; a sample without such tokens is skipped."""
+    response token. A sample that begins with a response token has no prompt, and is skipped."""
     prompts: list[list[int]] = []
     for number in range(len(rows)):  # later epochs have larger numbers
         for sample in samples_of(rows[number]):

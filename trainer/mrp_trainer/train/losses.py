@@ -37,21 +37,21 @@ def over_vocabulary(
 ) -> tuple[Tensor, Tensor]:
     """Apply a loss, which is a function of logits, to hidden states, one chunk of tokens at a time.
 
-    If `lm_head_weight` is frozen, the values of a token depend only on its own hidden state. Then
-    the derivatives, [n, m, hidden_size], are computed while the logits of their chunk exist, and
-    nothing is computed twice. If the weight is trainable, each chunk is computed again in the
-    backward pass.
+    If `lm_head_weight` is frozen, only `hidden` gets gradients. The forward pass then computes the
+    derivatives of the values with respect to `hidden`, [n, m, hidden_size], while the logits of a
+    chunk exist, so that no logits are computed twice. If the weight is trainable, the logits of
+    each chunk are computed again in the backward pass.
 
     Args:
-        loss: The loss of a chunk, a function of the chunk's logits, [n, vocab], and of its parts of
-            `others`. It returns values with gradients, and *notes*: numbers without gradients.
-            Tensors in its closure get no gradient.
-        hidden: [n, hidden_size], the student's hidden states.
+        loss: The loss of a chunk, a function of the chunk's logits, [n, vocab], and of the chunk's
+            rows of each of `others`. It returns values, [n, m], which have gradients, and *notes*,
+            [n, k]: numbers without gradients. Tensors in its closure get no gradient.
+        hidden: [n, hidden_size], the student's hidden states, from which the logits are computed.
         lm_head_weight: [vocab, hidden_size].
         others: Further arguments of the loss, such as targets or the teacher's hidden states; each
             is [n, ...], and is cut into the same chunks.
-        at_once: The largest number of the student's logits that exist at a time; by default as many
-            as fit into the device's free memory.
+        at_once: The largest number of logits (single numbers) in a chunk, which holds at least one
+            token; by default as many as fit into the device's free memory (`logits_at_once`).
 
     Returns:
         The values, [n, m], with gradients, and the notes, [n, k], without gradients; `loss` returns
@@ -160,18 +160,19 @@ def weighted_cross_entropy(
 
 
 def order_kl(student: Tensor, teacher: Tensor, block: Tensor, blocks: int) -> Tensor:
-    """Compute how much student and teacher disagree on the position of each block to reveal next:
+    """Compute how much student and teacher disagree on which position of a block is revealed next:
     KL(teacher || student) over the positions of a block, summed over blocks.
 
-    Decoding reveals the most confident position first. Where several tokens are nearly certain,
-    `forward_kl` is blind to their order, but most wrong drafts are wrong about the order. Here, the
-    probability that a position is revealed first in its block is proportional to the odds
-    `p / (1 - p)` of the teacher's token there.
+    Decoding reveals the most confident position first. Here, the probability that a position is
+    revealed first in its block is proportional to the odds `p / (1 - p)` of the teacher's token
+    there. This loss complements `forward_kl`, which is blind to the order where several tokens are
+    nearly certain, while most wrong drafts are wrong about the order.
 
     Args:
-        student, teacher: [tokens], the log-odds of the teacher's tokens (see `top_token_log_odds`).
+        student, teacher: [tokens], the log-odds of the teacher's tokens under student and teacher
+            (see `top_token_log_odds`).
         block: int64 [tokens], the number of each token's block.
-        blocks: An upper limit of the block numbers, which are all below it.
+        blocks: A number above all numbers in `block`.
 
     Returns:
         The divergence, a scalar, with gradients only for the student.

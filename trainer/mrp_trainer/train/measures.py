@@ -35,22 +35,23 @@ LOG_KEYS = {
 
 
 class Measures:
-    """Running sums and counts of measurements by name. They stay on the device until `take` returns
-    them."""
+    """Running sums of measurements, such as losses and agreements, and the number of terms in each
+    sum. They stay on the device until `take` returns them."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
 
     def add(self, measured: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        """Add measurements: for each name, a sum and a count (scalars)."""
+        """Add measurements. `measured` maps the name of each to a sum and the number of its terms,
+        both scalar tensors."""
         for name, (total, count) in measured.items():
             dtype = widest(total.device)
             sum_and_count = torch.stack([total.detach().to(dtype), count.to(total.device, dtype)])
             self._sums[name] = self._sums.get(name, 0) + sum_and_count
 
     def take(self, accelerator: Accelerator) -> dict[str, tuple[float, float]]:
-        """Return, for each name, the sum and the count over all processes since the last call.
-        Every process must call this, with the same names."""
+        """Return, for each name, the sum of a measurement and the number of its terms, over all
+        processes since the last call. Every process must call this, with the same names."""
         if not self._sums:
             return {}
         names = sorted(self._sums)

@@ -29,9 +29,10 @@ Measured = dict[str, tuple[Tensor, Tensor]]
 
 
 def packed_masks(model: MRPForCausalLM, batch: PackedBatch) -> tuple[Any, Any]:
-    """Make two attention masks of a batch, in the form that the model's attention takes: one for
-    the queries of all columns, and one for those of the noisy copies only. The keys are those of
-    all columns in both."""
+    """Make two attention masks of a batch: one for the queries of all columns, and one for those of
+    the noisy copies only. The keys are those of all columns in both. A mask is a `BlockMask` if the
+    model has flex attention, `Tiles` if it has tiled attention, and otherwise a bool tensor
+    [batch, 1, queries, length] that is True where a query sees a key."""
     rule = batch.rule()
     if model.config._attn_implementation in ("flex_attention", TRAINING_FLEX):
         return sparse_mask(rule, batch.input_ids.shape[1]), sparse_mask(rule, noisy_length(batch))
@@ -43,8 +44,9 @@ def packed_masks(model: MRPForCausalLM, batch: PackedBatch) -> tuple[Any, Any]:
 
 
 def block_diffusion(model: MRPForCausalLM, batch: PackedBatch) -> tuple[Tensor, Measured]:
-    """Compute the backbone's loss (SDAR, equation 3). Return the sum over masked positions, a
-    scalar, and an empty dict of measurements."""
+    """Compute the backbone's loss (SDAR, equation 3). Return the weighted sum of the
+    cross-entropies at masked positions, a scalar that is not yet divided by their number, and an
+    empty dict in place of measurements."""
     hidden = model.backbone(batch.input_ids, batch.position_ids, packed_masks(model, batch)[0])
     if model.model.shifted:
         hidden = taken_from(hidden, batch.before())
@@ -57,7 +59,8 @@ def block_diffusion(model: MRPForCausalLM, batch: PackedBatch) -> tuple[Tensor, 
 @dataclass(frozen=True)
 class HeadObjective:
     """The head's loss: after each of K reveals, the divergence of the logits that the head
-    estimates from the logits that the backbone computes.
+    estimates from the logits that the backbone computes. A call takes a model and a `PackedBatch`,
+    and returns the loss and measurements.
 
     The symbols are those of MRP, section 4. A are the backbone's logits before the reveals, and B
     its logits after a reveal. C is the head's correction of A, so A + C is the head's estimate of
@@ -67,7 +70,8 @@ class HeadObjective:
         reveals: The rule of the reveals. They make the states at which the head is compared with
             the backbone.
         unroll: K, the number of reveals; the losses after them are averaged.
-        order_weight: Weight of `order_kl`.
+        order_weight: Weight of the loss on the order of reveals, which compares head and backbone
+            by the position of each block that they would reveal next (`order_kl`).
         reread_weight: Weight of the leave-one-out loss. It trains the head at a revealed token to
             estimate the logits that the backbone would have if this one token were still masked.
             After the first reveal, one such token of each block contributes.
@@ -115,16 +119,17 @@ class HeadObjective:
 @dataclass(frozen=True)
 class SequentialObjective:
     """The head's loss for the target `sequential`, at every state that decoding a text passes
-    through.
+    through. A call takes a model and a `PackedBatch`, and returns the loss and measurements.
 
     The target reveals the leftmost masked position, so the states of a block are known beforehand:
-    the first j tokens are shown. One pass of the backbone over all of them, as noisy copies, gives
-    the logits A of each state, and the logits B of each are those of later copies. From each state,
-    the head follows the text's own tokens for `unroll` reveals; after each, its estimate is
-    compared with the backbone's logits at the next position, which alone the target reads.
+    state j shows the first j tokens. Each state is a noisy copy of the batch, and one pass of the
+    backbone computes the logits of all states. From each state, the head follows the text for
+    `unroll` reveals. After each reveal, it estimates the logits of the state that is reached. The
+    loss is the divergence of this estimate from the backbone's logits of that state, only at the
+    position that the target reveals next.
 
     Attributes:
-        unroll: Number of reveals; the losses after them are averaged.
+        unroll: Number of reveals from each state; the losses after them are averaged.
     """
 
     unroll: int = 1
@@ -271,8 +276,9 @@ class _Passes:
         return taken_from(torch.cat([hidden, self._clean], 1), self._before[:, : self._length])
 
     def head(self, ids: Tensor, hidden: Tensor) -> Tensor:
-        """Return the head's residual h_C, [batch, noisy length, hidden_size], with gradients. `ids`
-        and `hidden` are the noisy copies' ids and the estimate of their hidden states so far."""
+        """Return the head's residual h_C, [batch, noisy length, hidden_size], with gradients. It is
+        the correction to add to `hidden`, an estimate of the noisy copies' hidden states before a
+        reveal, to estimate those after it. `ids` are the noisy copies' ids after the reveal."""
         if self._of_head.filled:
             return self.model.residual(
                 ids, hidden, self.noisy.position_ids, self._noisy_mask, self._of_head

@@ -9,14 +9,19 @@ from torch import nn
 
 class MuonAdamW(torch.optim.Optimizer):
     """Muon and AdamW as one optimizer, so that the HF Trainer schedules, saves and resumes both.
-
-    Muon trains the trainable matrices inside a model's `layers`, with the learning rate `muon_lr`
-    and `weight_decay`; its updates are scaled like those of AdamW (`match_rms_adamw`). AdamW trains
-    all other trainable parameters, with the learning rate `lr` and without weight decay; `adamw`
-    holds its `betas` and `eps`.
+    Muon trains the trainable matrices inside a model's `layers`, AdamW all other trainable
+    parameters.
 
     On the synthetic tasks, Muon reaches the same loss in about a third fewer steps than AdamW
     (benchmarks/NOTES.md).
+
+    Args:
+        model: The model whose parameters are trained.
+        lr: Learning rate of AdamW, which runs without weight decay.
+        muon_lr: Learning rate of Muon. Its updates are scaled like those of AdamW
+            (`match_rms_adamw`).
+        weight_decay: Weight decay of Muon.
+        adamw: Further options of AdamW, such as `betas` and `eps`.
     """
 
     def __init__(
@@ -57,11 +62,12 @@ class MuonAdamW(torch.optim.Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of Muon and AdamW."""
+        """Return a dict whose item `parts` is a list of state dicts: that of Muon, then that of
+        AdamW. An optimizer without parameters is left out."""
         return {"parts": [optimizer.state_dict() for optimizer in self.optimizers]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the states of Muon and AdamW."""
+        """Restore the states of Muon and AdamW from a dict that `state_dict` returned."""
         for optimizer, state in zip(self.optimizers, state_dict["parts"], strict=True):
             optimizer.load_state_dict(state)
         self.param_groups = [

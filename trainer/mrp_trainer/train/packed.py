@@ -74,11 +74,12 @@ class PackedBatch:
         block: int64 [batch, length]; position // block size.
         view: int64 [batch, length]; 0 for clean tokens, 1, 2, ... for noisy copies, -1 for padding.
         sample: int64 [batch, length]; the number of the token's sample in its row.
-        weight: float32 [batch, length]; the loss weight of a masked position, 0 elsewhere.
-        response_tokens: int64 []; the number of supervised response tokens, by which the loss is
-            divided.
+        weight: float32 [batch, length]; the weight of the loss at a position; 0 where there is
+            none.
+        response_tokens: int64 []; the number of response tokens (those to learn) in the samples,
+            each counted once; the loss is divided by it.
         noise_key: int64 [batch, length], below 2**32; the same number for all tokens of a sample,
-            but another one at each visit. It is 0 in padding, and in noisy copies that are the
+            but another one in each epoch. It is 0 in padding, and in noisy copies that are the
             states of `sequential`, which need no noise.
     """
 
@@ -103,12 +104,15 @@ class PackedBatch:
         return F.pad((columns[..., 1:] != columns[..., :-1]).any(0), (1, 0), value=True)
 
     def before(self) -> Tensor:
-        """Return, for each column, the column of the previous position, int64 [batch, length]; -1
-        where there is none.
+        """Return, for each column, the index of the column that holds the previous position of the
+        same sample. For models whose hidden states predict the next position: the prediction for a
+        column is taken from the column returned for it.
 
-        The column of the previous position is in the same view or, for the first column of a block,
-        in the clean text. If a model's hidden states predict the next position, the prediction for
-        a position is taken from that column.
+        Returns:
+            int64 [batch, length]. For a column of the clean text, or for the first column of a
+                block in a noisy copy, a column of the clean text; for another column of a noisy
+                copy, a column of the same copy; for the first position of a sample and for padding,
+                -1.
         """
         view = torch.where(self.begins, CLEAN_VIEW, self.view)
         size = int(self.position_ids.max()) + 2
@@ -165,11 +169,11 @@ def noisy_copies(batch: PackedBatch) -> PackedBatch:
 
 
 def sparse_mask(rule: PackedRule, queries: int) -> BlockMask:
-    """Make flex attention's mask between the first `queries` columns and all columns. It consists
-    of tiles, which all heads share.
+    """Make the mask of flex attention that follows `rule`. The queries are those of the first
+    `queries` columns, the keys those of all columns. All heads share the mask.
 
-    To find the tiles, a mask [batch, 1, queries, length] bool is made; attention itself holds no
-    such mask.
+    To find the tiles of the mask, a dense mask, bool [batch, 1, queries, length], is made here.
+    Attention itself holds no such mask.
     """
     rows, length = rule.view.shape
     return create_block_mask(rule, rows, None, queries, length, device=rule.view.device)
@@ -182,11 +186,19 @@ def widest(device: torch.device) -> torch.dtype:
 
 
 def uniform(batch: PackedBatch, purpose: int, index: Tensor) -> Tensor:
-    """Draw uniform numbers in (0, 1), [batch, length], in the dtype that `widest` returns. Each
-    number is a function of the sample, its visit, the noisy copy, `purpose` (a number of the
-    caller's choice that keeps its draws apart from others), and `index`, int64 [batch, length].
-    `index` holds positions to draw a number for each position, or block indices to draw one for
-    each block."""
+    """Draw uniform random numbers. The same arguments always give the same numbers. They differ
+    between samples, between the noisy copies of a sample, and between epochs.
+
+    Args:
+        batch: The batch.
+        purpose: A number that the caller chooses. Draws for another purpose get other numbers.
+        index: int64 [batch, length]. Columns of a noisy copy with the same index get the same
+            number. If it holds positions, each position gets its own number; if it holds block
+            indices, all columns of a block share one.
+
+    Returns:
+        [batch, length], numbers in (0, 1) in the dtype that `widest` returns.
+    """
     bits = noise_key(batch.noise_key, index, mix_bits(batch.view + 1) ^ purpose)
     dtype = widest(index.device)
     return ((bits.to(dtype) + 0.5) * 2.0**-32).clamp(max=1 - torch.finfo(dtype).eps)
@@ -200,6 +212,9 @@ class CleanCache(Cache):
     The first pass covers all columns, those of the noisy copies first, and stores the keys and
     values of the clean text. Later passes cover only the noisy columns, and read the stored keys
     and values. These have gradients if they had gradients in the first pass.
+
+    Args:
+        noisy_length: The number of columns of the noisy copies.
     """
 
     def __init__(self, noisy_length: int) -> None:

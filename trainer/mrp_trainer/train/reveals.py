@@ -25,8 +25,9 @@ def block_numbers(batch: PackedBatch) -> Tensor:
 
 @dataclass(frozen=True)
 class Reveals:
-    """A rule that chooses the next positions to reveal in each block. Positions after the end of a
-    text are never revealed.
+    """A rule that reveals the next positions of each block. A call takes ids and masked positions,
+    and returns them as they are after the reveals. Positions after the end of a text are never
+    revealed.
 
     Attributes:
         rule: `on_policy` reveals as decoding does: the most confident position, with the token that
@@ -89,8 +90,8 @@ class Reveals:
         return ids, masked
 
     def one_per_block(self, batch: PackedBatch, selected: Tensor) -> Tensor:
-        """Choose at random one of the `selected` positions of each block; return bool
-        [batch, length], True at the chosen positions."""
+        """Choose at random one of the `selected` positions of each block that has any. `selected`
+        is bool [batch, length]; return a tensor of the same form, True at the chosen positions."""
         marked = selected.nonzero(as_tuple=True)
         draw = uniform(batch, 3, batch.position_ids)[marked]
         first = _rank(draw, block_numbers(batch)[marked], selected.numel()) < 1

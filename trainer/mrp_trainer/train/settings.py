@@ -61,7 +61,7 @@ class Settings:
 
     Attributes:
         objective: The objective, `mrp` or `block_diffusion`.
-        options: The options of the run itself.
+        options: The options that are not fields of `MRPTrainingArguments`, such as model and data.
         training: The fields of `MRPTrainingArguments` that were given, by name.
         data_digest: A digest of the training files; None before they are read, and for a dataset on
             the Hub.
@@ -73,7 +73,9 @@ class Settings:
     data_digest: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all settings as one mapping by name, in the form of a YAML file of settings."""
+        """Return all settings as one flat dict by name: the objective, the options of the run that
+        belong to it, the given fields of `MRPTrainingArguments` and, if known, the digest of the
+        data. The file `run.yaml` of a run has this content."""
         settings: dict[str, Any] = {"objective": self.objective}
         for name, value in asdict(self.options).items():
             if name in _option_names(self.objective):
@@ -101,9 +103,10 @@ class Settings:
         return MRPTrainingArguments(objective=self.objective, **{**self.training, **others})
 
     def with_defaults(self, arguments: MRPTrainingArguments, data_digest: str | None) -> "Settings":
-        """Return a copy of the settings for the file `run.yaml`, with the digest of the data. The
-        main options of the trainer, such as lengths, batch sizes and learning rates, get explicit
-        values from `arguments` if they were not given, since defaults may change later."""
+        """Return a copy of the settings for the file `run.yaml`, with the digest of the data.
+        Defaults may change later, so some options that were not given get their values from
+        `arguments`: number of epochs, batch size, `max_length`, `packed`, steps between logs and
+        between checkpoints, limit of checkpoints, learning rate and its schedule."""
         values = {name: getattr(arguments, name) for name in _WRITTEN.split()}
         # `TrainingArguments` has made it an enum
         values["lr_scheduler_type"] = str(
@@ -113,8 +116,8 @@ class Settings:
 
 
 def changes_weights(name: str) -> bool:
-    """Return whether a setting changes the trained weights. Other settings change only
-    measurements, logs or paths."""
+    """Return whether the setting with this name changes the trained weights. Other settings change
+    only measurements, logs, saved files or paths."""
     return name not in _FREE and not name.startswith(_FREE_PREFIXES)
 
 
@@ -219,7 +222,8 @@ def _config_path(config: str) -> Path:
 
 
 def read_yaml(path: Path) -> dict[Any, Any]:
-    """Read a YAML file of lines 'name: value'; `ValueError` for any other content."""
+    """Read a YAML file whose content is a mapping, in lines 'name: value', and return it as a dict.
+    `ValueError` for any other content."""
     content = parse_yaml(path.read_text(encoding="utf-8"), str(path))
     if not isinstance(content, dict):
         raise ValueError(

@@ -41,11 +41,11 @@ def trace_logprobs(
     """Compute the log-probability of each generated token at the state in which it was revealed.
 
     For texts that `generate` made under any target, with or without drafts, the result equals its
-    `token_logprobs`, but has gradients. The distribution is that of the backbone: with temperature,
-    before truncation, and without what bars tokens (logits processors, minimum lengths and
-    infills). In `mrp_direct` and `mrp_remask` the head also reveals and re-masks tokens; this is
-    not included. Memory is that of a training pass over `tokens_per_forward` tokens. If there are
-    several passes, each is computed again in the backward pass.
+    `token_logprobs`, but has gradients. The distribution is that of the backbone, with temperature,
+    before truncation. Whatever bars tokens in decoding (logits processors, minimum lengths and
+    infills) is not applied. In `mrp_direct` and `mrp_remask` the head also reveals and re-masks
+    tokens; this is not included. Memory is that of a training pass over `tokens_per_forward`
+    tokens. If there are several passes, each is computed again in the backward pass.
 
     Args:
         model: An `MRPForCausalLM`, bare or in a peft model; in eval mode, unless it has no dropout.
@@ -57,9 +57,9 @@ def trace_logprobs(
             columns, a row ends with its last revealed token.
         temperature: Divides the logits. It is the temperature of decoding if tokens were sampled,
             and 1 if not.
-        trailing_reveals: int64 [n, 4], the `stats.trailing_reveals` of `generate`: tokens that were
-            revealed beyond the end of a text. States before the text's last reveal may show such
-            tokens. If None, these states show masks there.
+        trailing_reveals: int64 [n, 4], the `stats.trailing_reveals` of `generate`: the row, column,
+            token and step of each token that was revealed beyond the end of a text. States before
+            the text's last reveal may show such tokens. If None, these states show masks there.
         tokens_per_forward: The largest number of tokens in one forward, which counts states and
             clean texts. A forward always holds at least one state and the text before it.
 

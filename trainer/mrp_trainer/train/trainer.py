@@ -58,8 +58,8 @@ class MRPTrainer(Trainer):
 
     The loss is a sum over tokens, divided by the number of response tokens in the whole step, over
     all processes and accumulation passes. So it does not depend on how a step is divided. All noise
-    is a function of (seed, sample, visit). If a gradient norm, a weight or a held-out loss is not
-    finite, training ends with a `FloatingPointError`, before anything is saved.
+    is a function of the seed, the sample and the epoch. If a gradient norm, a weight or a held-out
+    loss is not finite, training ends with a `FloatingPointError`, before anything is saved.
 
     Args:
         model: The model. Objective `mrp` freezes all weights but those of the head,
@@ -68,9 +68,9 @@ class MRPTrainer(Trainer):
         args: The training arguments.
         train_dataset: Records, as a `datasets.Dataset`, a list or a path (see `source_of`); or a
             map-style dataset of encoded rows. Each of its items is a `Sample` or a list of several,
-            which are packed into one row. Indices continue over epochs, so that a dataset of n rows
-            must give row i for the indices i, n + i, 2 * n + i and so on, with another
-            `Sample.index` for each, on which the noise depends.
+            which are packed into one row. Indices continue over epochs: a dataset of n rows must
+            give row i for the indices i, n + i, 2 * n + i and so on. `Sample.index` must differ
+            between these, since the noise depends on it.
         eval_dataset: Held-out records or encoded rows in the same form, or a mapping of several
             such datasets by name.
         data_collator: By default a `DiffusionCollator` with the options in `args`.
@@ -224,8 +224,10 @@ class MRPTrainer(Trainer):
         return widths
 
     def newest_checkpoint(self) -> Path | None:
-        """Return the newest complete checkpoint in the output folder, the same in all processes;
-        None if there is none. Damaged checkpoints are skipped, as in `last_whole_checkpoint`."""
+        """Return the newest complete checkpoint in the output folder (one whose
+        `trainer_state.json` can be read), the same in all processes. Return None if there is none.
+        A checkpoint with another file that is missing or cannot be read is skipped with a warning;
+        `ValueError` if this holds for all complete checkpoints."""
         newest: Path | None = None
         if self.is_world_process_zero():
             with_states = not (self.args.save_only_model or self.is_fsdp_enabled)
@@ -234,8 +236,9 @@ class MRPTrainer(Trainer):
         return newest
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
-        """Compute epochs and steps as `Trainer` does. If the resumed checkpoint is of the last
-        step, choose the number of epochs so that none is left to train, since `Trainer` checks only
+        """Return what `Trainer` returns here: a tuple of counts of epochs, steps and samples. If
+        training resumes from a checkpoint of the last step, the number of epochs, its first item,
+        becomes the number of those already done, so that no step is made. `Trainer` checks only
         after a step whether training is done."""
         epochs, steps_per_epoch, *counts, max_steps = super().set_initial_training_values(
             args, dataloader
@@ -418,16 +421,21 @@ class MRPTrainer(Trainer):
 
     @contextmanager
     def decoding_model(self) -> Iterator[Any]:
-        """A context manager in which the model can decode. It yields the model, without the wrapper
-        of peft if it has one, with complete weights even if they are sharded. Autocast is on, since
-        frozen weights may be bfloat16 while trained weights are float32."""
+        """Return a context manager that yields the model, ready to decode while the context is
+        open. The model is without the wrapper of peft, if it has one, and has complete weights even
+        if they are sharded. Autocast is on, since frozen weights may be bfloat16 while trained
+        weights are float32."""
         with gathered(self.model), self.accelerator.autocast():
             yield bare_model(self.model)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model. A run that trains a head saves only the head, if the backbone has a name
-        by which it can be loaded. Weights that FSDP shards are saved, too; if FSDP's state dict is
-        sharded, `Trainer.save_model` would silently save nothing."""
+        """Save the model to `output_dir`, by default the output folder. A run that trains a head
+        saves only the head, if the backbone has a name by which it can be loaded.
+
+        Without `_internal_call`, which `Trainer` sets in its own calls, weights that FSDP shards
+        are gathered and saved as a whole. `Trainer.save_model` would save nothing, and raise no
+        error, if FSDP's state dict is sharded.
+        """
         with self._saving_head_only(self.args.push_to_hub):
             if _internal_call or not self.is_fsdp_enabled:
                 super().save_model(output_dir, _internal_call)
@@ -493,10 +501,23 @@ class MRPTrainer(Trainer):
         revision: str | None = None,
         tags: str | Sequence[str] = (),
     ) -> CommitInfo | None:
-        """Save to the output folder, and push the folder as `mrp_trainer.publish.push` does: in one
-        commit, with a card and without pickles. It raises the same errors. If a head was trained
-        and its backbone has a name on the Hub, only the head is pushed. Processes other than the
-        first return None."""
+        """Save the model to the output folder, and push this folder to the Hub by
+        `mrp_trainer.publish.push`: in one commit, with a card and without pickles. If a head was
+        trained and its backbone has a name on the Hub, only the head is saved and pushed.
+
+        Args:
+            commit_message: The message of the commit.
+            revision: The branch to push to; by default `hub_revision` of the arguments.
+            tags: Tags for the card, in addition to its own.
+
+        Returns:
+            The commit; None in processes other than the first.
+
+        Raises:
+            ValueError: if the folder, its card or the id is not fit to be published, or the files
+                to send do not load and decode.
+            OSError: if the Hub refuses the commit, or cannot be reached.
+        """
         if self.hub_model_id is None:
             self.init_hf_repo()
         with self._saving_head_only(pushed=True):
@@ -532,9 +553,18 @@ class MRPTrainer(Trainer):
     def create_model_card(
         self, model_name: str | None = None, tags: str | Sequence[str] = (), **metadata: Any
     ) -> None:
-        """Write the card that `mrp push` would render, as README.md in the output folder. `tags`
-        and `metadata` are added to the card's own. `ValueError` if no model is saved in the
-        folder."""
+        """Write the card that `mrp push` would render, as README.md in the output folder. Only the
+        first process writes it.
+
+        Args:
+            model_name: The model's name in the card; by default its id on the Hub or, without one,
+                the name of the output folder.
+            tags: Tags in addition to those that every card has.
+            metadata: Further metadata of the card; values that are None are left out.
+
+        Raises:
+            ValueError: if no model is saved in the folder.
+        """
         if not self.is_world_process_zero():
             return
         folder = Path(str(self.args.output_dir))
@@ -579,9 +609,17 @@ class MRPTrainer(Trainer):
         super().log(logs, *args, **kwargs)
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate as `Trainer` does. Add the objective's measurements and, with `eval_prompts`,
-        the acceptance of drafts. The loss is a mean over all response tokens, not over batches.
-        `FloatingPointError` if the loss is not finite."""
+        """Evaluate as `Trainer` does. The metrics in the returned output have these values in
+        addition, with the prefix `eval_` by default:
+
+        - `loss`, a mean over all response tokens, not over batches. It replaces that of `Trainer`.
+        - For a head, the measurements that `log` describes.
+        - With `eval_prompts`, the decoding of prompts with `mrp_spec`: denoising steps per round,
+          tokens per forward, and the share of first drafts that were accepted. For comparison, the
+          tokens per forward with `self_spec`.
+
+        `FloatingPointError` if the loss is not finite.
+        """
         output = super().evaluation_loop(dataloader, *args, **kwargs)
         measured = self._evaluated.take(self.accelerator)
         summary = _summary(measured)
@@ -600,8 +638,8 @@ class MRPTrainer(Trainer):
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Context manager: while it is open, the weights of a model sharded by FSDP2 are gathered.
-    Needed for calls that do not start at the model's `forward`."""
+    """Gather the weights of a model that FSDP2 shards, while the context is open. Calls that do not
+    start at the model's `forward`, such as `generate`, need this. Other models are unchanged."""
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in sharded:
         module.unshard()

@@ -18,15 +18,16 @@ _SHORTLIST = 16  # the default shortlist of a vocabulary of a published size
 @dataclass(frozen=True)
 class Comparison:
     """The speed of decoding the same prompts under one target, with drafts made without the head
-    (`self_spec`) and with it (`mrp_spec`).
+    (`self_spec`) and with it (`mrp_spec`). Speed is measured in tokens per forward of the backbone,
+    which does not count passes of the head, and in tokens per unit of cost, which does: a forward
+    of the backbone costs one unit, and a pass of the head costs a share of a unit.
 
     Attributes:
         target: The target of decoding, `static` or `dynamic`.
-        without: Tokens per forward without the head; tokens per unit are the same, since there are
-            no head passes.
+        without: Tokens per forward without the head. Tokens per unit of cost are the same, since
+            there are no head passes.
         drafted: Tokens per forward with the head.
-        per_unit: Tokens per unit with the head. A unit is the cost of one backbone forward; head
-            passes are charged as shares of it.
+        per_unit: Tokens per unit of cost with the head.
     """
 
     target: str
@@ -36,12 +37,16 @@ class Comparison:
 
     @property
     def gain(self) -> float:
-        """Return the ratio of the tokens per unit with the head to the tokens per unit without
-        it."""
+        """Return how many times faster decoding is with the head than without it: the tokens per
+        unit of cost with the head, divided by those without it. A unit is the cost of one forward
+        of the backbone."""
         return self.per_unit / self.without
 
     def as_log(self) -> dict[str, float]:
-        """Return the three numbers by their names in a run's log."""
+        """Return the three speeds under the names that they have in a run's log. Under the target
+        `static`, these are `verdict_static_stale_tokens_per_forward` for `without`,
+        `verdict_static_tokens_per_forward` for `drafted` and `verdict_static_tokens_per_unit` for
+        `per_unit`."""
         return {
             f"verdict_{self.target}_stale_tokens_per_forward": self.without,
             f"verdict_{self.target}_tokens_per_forward": self.drafted,
@@ -82,11 +87,16 @@ def compare(
 
 
 def verdict(comparisons: Sequence[Comparison], prompts: int, shape: str) -> str:
-    """Describe in a table and a sentence whether a head is worth publishing. A head is worth it if,
-    for at least one target, drafts with the head give more tokens per unit than drafts without it.
-    A unit is the cost of one backbone forward, and a head pass costs a share of it. `prompts` is
-    the number of prompts, and `shape` the published model size, such as "4B", whose share was
-    taken."""
+    """Describe in a table and a sentence whether a head is worth publishing. It is if, under at
+    least one target, decoding is faster with the head than without it, in tokens per unit of cost.
+    A forward of the backbone costs one unit, and a pass of the head costs a share of a unit.
+
+    Args:
+        comparisons: The speeds with and without the head, under each target.
+        prompts: The number of decoded prompts.
+        shape: The published model size, such as "4B", for which the cost of a head pass was
+            computed.
+    """
     lines = [
         f"{prompts} held-out prompts, tokens per forward at K = {STATES}, and per unit, which "
         f"charges the head's passes as at {shape}:",
