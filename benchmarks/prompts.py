@@ -2,11 +2,13 @@
 texts to edit or copy.
 
     python -m benchmarks.prompts --split train --count 3000 --output prompts.jsonl
+    python -m benchmarks.prompts --split train --texts --count 400 --output texts.jsonl
 
 Code and prose are taken from the installed Python packages, which are divided into splits by
 package (see `corpus.py`); subjects of chats are divided by their names. So no prompt of the splits
 `tune` and `heldout` has a function or a subject in common with one of `train`. The lines are chats
-of one user's turn, which `mrp decode` reads, with their kind.
+of one user's turn, which `mrp decode` reads, with their kind. With `--texts` they are pieces of the
+packages' own texts, at most four of a package, which `mrp train` reads.
 """
 
 import ast
@@ -25,6 +27,7 @@ from .corpus import installed, split_packages
 KINDS = ("chat", "code", "edit")
 # Characters of a function or a paragraph in a prompt.
 SHORTEST, LONGEST = 80, 420
+PIECE = 900  # characters of a piece of text
 SUBJECTS = """
     gravity|photosynthesis|volcanoes|the water cycle|evolution|DNA|vaccines|antibiotics
     black holes|the moon's phases|tides|rainbows|lightning|earthquakes|glaciers|coral reefs
@@ -164,16 +167,34 @@ def prompts(split: Split, count: int, seed: int = 0) -> list[dict[str, Any]]:
     return rows
 
 
+def texts(split: Split, count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """List `count` pieces of texts of a split's packages, `PIECE` characters each, in a random
+    order that `seed` decides. `ValueError` where the installed packages do not have enough."""
+    rng = random.Random(f"texts/{split}/{seed}")
+    pieces: list[str] = []
+    for of_package in split_packages(installed())[split].values():
+        chosen = []
+        for text in rng.sample(of_package, min(len(of_package), 6)):
+            begin = rng.randrange(max(1, min(len(text), 6 * PIECE) - PIECE))
+            chosen.append(text[begin : begin + PIECE])
+        pieces += rng.sample(chosen, min(4, len(chosen)))
+    if len(pieces) < count:
+        raise ValueError(f"{count} texts: {split} has {len(pieces)} here")
+    return [{"text": text} for text in rng.sample(pieces, count)]
+
+
 def main() -> None:
     """Write the lines."""
     parser = parser_of("prompts", __doc__ or "")
     parser.add_argument("--split", choices=SPLITS, default="train")
     parser.add_argument("--count", type=int, default=3000)
+    parser.add_argument("--texts", action="store_true", help="the packages' texts, not prompts")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", required=True)
     options = parser.parse_args()
+    make = texts if options.texts else prompts
     with open(options.output, "w", encoding="utf-8") as file:
-        for row in prompts(options.split, options.count, options.seed):
+        for row in make(options.split, options.count, options.seed):
             file.write(json.dumps(row) + "\n")
 
 
