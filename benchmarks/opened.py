@@ -73,15 +73,19 @@ DRAFTS: dict[str, dict[str, Any]] = {
 ALONE, ONE = "alone", "token by token"
 
 
-def with_head(block: int, states: int, shortlist: int) -> dict[str, dict[str, Any]]:
-    """Return the options of each way to draft with a head, by name: the head passes over every
-    state that a draft can have in a block."""
+def ways_of(block: int, states: int, head_layers: int, shortlist: int) -> dict[str, dict[str, Any]]:
+    """Return the options of each way to draft with K = `states`, by name. A head passes over every
+    state that a draft can have in a block. Drafts go on into the next block where K is more than a
+    block has tokens."""
+    ways = {}
+    for name, drafts in DRAFTS.items():
+        if "draft_next_block" not in drafts or states > block:
+            ways[name] = {"decoding": "self_spec", **drafts}
     passes = {"draft_passes": max(1, min(states, block) - 1), "draft_shortlist": shortlist}
-    return {
-        "head": passes,
-        "head, lookup": passes | LOOKUP,
-        "head, lookup, next block": passes | NEXT,
-    }
+    for name in list(ways) if head_layers else []:
+        named = f"head, {name}".removesuffix(", stale scores")
+        ways[named] = {**DRAFTS[name], "decoding": "mrp_spec", **passes}
+    return ways
 
 
 def costs_of(block: int, head_layers: int, shortlist: int) -> RoundCosts:
@@ -189,12 +193,9 @@ def measure(model: MRPForCausalLM, tokenizer: Any, options: Any, emit_line: Any)
                 ways: list[tuple[int, str, dict[str, Any]]] = []
                 if block > 1:
                     for states in options.states:
-                        for name, drafts in DRAFTS.items():
-                            ways.append((states, name, {"decoding": "self_spec", **drafts}))
-                        for name, drafts in (
-                            with_head(block, states, options.shortlist).items() if layers else ()
-                        ):
-                            ways.append((states, name, {"decoding": "mrp_spec", **drafts}))
+                        of_states = ways_of(block, states, layers, options.shortlist)
+                        for name, way in of_states.items():
+                            ways.append((states, name, way))
                 targets = []
                 drafted: list[list[Any]] = [[] for _ in ways]
                 for ids in inputs:  # the ways take turns

@@ -73,7 +73,7 @@ def test_each_way_is_measured(
 ) -> None:
     """Every drafted text is its target's; a forward is charged for the states that it scored."""
     given = [str(folder / "model"), "--head", str(folder / "head"), "--tokens", "12"]
-    given += ["--prompts", str(folder / "prompts.jsonl"), "--blocks", "4", "--states", "4"]
+    given += ["--prompts", str(folder / "prompts.jsonl"), "--blocks", "4", "--states", "4", "8"]
     given += ["--temperatures", "0", "1", "--output", str(folder / "lines.jsonl")]
     monkeypatch.setattr(sys, "argv", ["opened", *given, "--mask-token-id", "3"])
     opened.main()
@@ -81,7 +81,7 @@ def test_each_way_is_measured(
     lines: list[dict[str, Any]] = [
         json.loads(line) for line in (folder / "lines.jsonl").read_text().splitlines()
     ]
-    assert len(lines) == 1 + 3 * 2 * (1 + 1 + 6)
+    assert len(lines) == 1 + 3 * 2 * (1 + 1 + 4 + 6)
     for line in lines[1:]:
         assert line.get("differ", 0) == 0, line
         assert len(line["tokens"]) == 2
@@ -98,4 +98,4 @@ def test_each_way_is_measured(
     opened.main()
     table = capsys.readouterr().out
     assert table in printed
-    assert table.count("\n") == 2 + 3 * 2 * 8
+    assert table.count("\n") == 2 + 3 * 2 * 12
