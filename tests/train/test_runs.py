@@ -132,7 +132,7 @@ def test_flags_win_over_yaml_and_that_over_defaults(tmp_path: Path) -> None:
         ("- a", [], r"bad\.yaml holds list: needed are lines of 'name: value'"),
         ("seed: 1", ["unroll"], "--set unroll: write it as NAME=VALUE"),
         ("seed: 1", [], "no model: give --model"),
-        ("model: m", ["head_init=zeros"], "head_init is 'zeros': choose 'identity', 'backbone' or"),
+        ("model: m", ["head_init=zeros"], "head_init is 'zeros': choose 'identity', 'backbone'"),
         ("model: m\nhead: h", ["head_layers=2"], "head is 'h', and head_layers describe a new one"),
     ],
 )
