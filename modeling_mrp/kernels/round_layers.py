@@ -71,11 +71,12 @@ def sum_and_norm_ref(hidden: Tensor, added: Tensor | None, norm: Any) -> Pair:
 
 
 def normed_by(norm: Any, hidden: Tensor) -> Tensor:
-    """Apply a `Qwen3RMSNorm`. In float32, do it in one call, which takes less time than the module
-    and, on a CPU, gives the same bits."""
+    """Apply a `Qwen3RMSNorm`. In float32, compute the same bits as the module with fewer new
+    tensors, which saves time in large rounds."""
     if hidden.dtype != torch.float32:
         return norm(hidden)
-    return F.rms_norm(hidden, (hidden.shape[-1],), norm.weight, norm.variance_epsilon)
+    scale = hidden.pow(2).mean(-1, keepdim=True).add_(norm.variance_epsilon).rsqrt_()
+    return (hidden * scale).mul_(norm.weight)
 
 
 def rotated(

@@ -145,11 +145,11 @@ class Sampler:
 
     def _groups(self, rows: Sequence[Row]) -> list[tuple[Picker, list[int]]]:
         """List the pickers of the rows, each with the indices of the rows that have it."""
-        groups: dict[int, tuple[Picker, list[int]]] = {}
-        for index, row in enumerate(rows):
-            picker = self.picker_of(row)
-            groups.setdefault(id(picker), (picker, []))[1].append(index)
-        return list(groups.values())
+        pickers = list(map(self.picker_of, rows))
+        members: dict[int, list[int]] = {}
+        for index, picker in enumerate(pickers):
+            members.setdefault(id(picker), []).append(index)
+        return [(pickers[indices[0]], indices) for indices in members.values()]
 
     def _estimate(self, picker: Picker, *arguments: Any) -> list[Scores]:
         return self._pick(picker.for_drafts, *arguments)
