@@ -124,13 +124,19 @@ def likeliest_tokens(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 def log_odds(scores: Tensor, token: Tensor, picked: bool = False) -> Tensor:
     """Compute the log-odds [n], log p - log (1 - p), of one token per row, `token` int64 [n]. p is
-    the probability of the token in the softmax of its row of `scores` [n, vocab]. If `picked`, the
-    log-odds are NaN where the token's score is not finite."""
-    token_score = scores.gather(1, token[:, None])
-    other_logsumexp = scores.scatter(1, token[:, None], -torch.inf).logsumexp(-1, keepdim=True)
-    odds = token_score - other_logsumexp
-    if picked:
-        odds.add_(token_score, alpha=0)  # 0 times what is not finite is NaN
+    the probability of the token in the softmax of its row of `scores` [n, vocab].
+
+    If `picked`, the log-odds are NaN where the token's score is not finite, and have no gradients:
+    no copy of `scores` is made, which are written to meanwhile and are as before in the end.
+    """
+    index = token[:, None]
+    token_score = scores.gather(1, index)
+    if not picked:
+        others = scores.scatter(1, index, -torch.inf)
+        return (token_score - others.logsumexp(-1, keepdim=True))[:, 0]
+    odds = token_score - scores.scatter_(1, index, -torch.inf).logsumexp(-1, keepdim=True)
+    scores.scatter_(1, index, token_score)
+    odds.add_(token_score, alpha=0)  # 0 times what is not finite is NaN
     return odds[:, 0]
 
 
