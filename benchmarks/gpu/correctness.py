@@ -29,7 +29,6 @@ from mrp_trainer.doctor.log_odds import check_log_odds, play, scripts_of
 from mrp_trainer.doctor.page import machine_of
 from mrp_trainer.doctor.replays import measure_device
 from torch import Tensor
-from transformers.activations import ACT2FN
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from modeling_mrp.kernels.dispatch import Kernel, relative_error
@@ -212,11 +211,8 @@ def kernels(session: Session) -> None:
                 given = (pair[0], added, norm_of(size, template))
                 case = f"{name}, {tokens} tokens, {'a' if added is not None else 'no'} sum"
                 compare(session, SUM_AND_NORM, case, partial(tuple, given))
-            given = (
-                *pseudo_random(1, tokens, 4 * size, template=template).chunk(2, -1),
-                ACT2FN["silu"],
-            )
-            compare(session, GATED, f"{name}, {tokens} tokens", partial(tuple, given))
+            halves = pseudo_random(1, tokens, 4 * size, template=template).chunk(2, -1)
+            compare(session, GATED, f"{name}, {tokens} tokens", partial(tuple, halves))
             compare(
                 session,
                 ROTATED,

@@ -17,7 +17,6 @@ all states.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -35,16 +34,64 @@ _MOST_SHARES = 16  # of a row's keys: one program merges them one after the othe
 _LOG2_E = 1.4426950408889634
 
 Pair = tuple[Tensor, Tensor]
-# A `Plan`: by layer, the layer, its product for queries, keys and values, that for gate and up, and
-# whether the gate is under a plain SiLU.
-# `Plans`: by network.
-Plan = list[tuple[Any, ...]]
+Linear = Callable[[Tensor], Tensor]
+# Several linear layers on one input: their outputs side by side in one tensor, or in a list.
+Product = Callable[[Tensor], Tensor | list[Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """The parameters of a `Qwen3RMSNorm`.
+
+    Attributes:
+        weight: [size], the factors of the normalised values.
+        variance_epsilon: What is added to the mean square.
+    """
+
+    weight: Tensor
+    variance_epsilon: float
+
+
+@dataclass(frozen=True, slots=True)
+class FusedLayer:
+    """A decoder layer as `run_fused` computes it. All modules and weights are looked up once, when
+    a call plans its layers, as lookups take longer than many of a round's operations.
+
+    Attributes:
+        index: The index of the layer's keys and values in the cache.
+        input_norm, mlp_norm: The norms before attention and before the MLP.
+        query_norm, key_norm: The norms of queries and of keys, which have the same epsilon.
+        scaling: The factor by which attention scores are multiplied.
+        of_attention: Computes queries, keys and values from the layer's input.
+        o_proj: Computes the output of attention.
+        of_mlp: Computes gate and up from the MLP's input.
+        activation: The module through which the gate goes.
+        is_silu: Whether `activation` is a plain SiLU.
+        down_proj: Computes the output of the MLP.
+    """
+
+    index: int
+    input_norm: Norm
+    mlp_norm: Norm
+    query_norm: Norm
+    key_norm: Norm
+    scaling: float
+    of_attention: Product
+    o_proj: Linear
+    of_mlp: Product
+    activation: Linear
+    is_silu: bool
+    down_proj: Linear
+
+
+# The layers of a network (backbone or head) in order, and its final norm.
+Plan = tuple[list[FusedLayer], Norm]
 Plans = dict[Any, Plan]
 
 
 def sum_and_norm(hidden: Tensor, added: Tensor | None, norm: Any) -> Pair:
     """Return two tensors [..., hidden_size]: the sum `hidden + added` (`hidden` if `added` is
-    None), and the result of the `Qwen3RMSNorm` `norm` on this sum."""
+    None), and this sum after the RMS norm `norm`, a `Norm` or a `Qwen3RMSNorm`."""
     hidden, size = hidden.contiguous(), hidden.shape[-1]
     normed = torch.empty_like(hidden)
     total = hidden if added is None else torch.empty_like(hidden)
@@ -65,18 +112,23 @@ def sum_and_norm(hidden: Tensor, added: Tensor | None, norm: Any) -> Pair:
 
 
 def sum_and_norm_ref(hidden: Tensor, added: Tensor | None, norm: Any) -> Pair:
-    """Compute the same as `sum_and_norm`, in PyTorch."""
-    total = hidden if added is None else hidden + added
+    """Compute the same as `sum_and_norm`, in PyTorch. `added` becomes the sum."""
+    total = hidden if added is None else added.add_(hidden)
     return total, normed_by(norm, total)
 
 
 def normed_by(norm: Any, hidden: Tensor) -> Tensor:
-    """Apply a `Qwen3RMSNorm`. In float32, compute the same bits as the module with fewer new
-    tensors, which saves time in large rounds."""
-    if hidden.dtype != torch.float32:
-        return norm(hidden)
-    scale = hidden.pow(2).mean(-1, keepdim=True).add_(norm.variance_epsilon).rsqrt_()
-    return (hidden * scale).mul_(norm.weight)
+    """Apply an RMS norm to hidden states. It computes the same bits as a `Qwen3RMSNorm` with fewer
+    new tensors, which saves time in large rounds."""
+    return _of_unit_size(hidden, norm.variance_epsilon).mul_(norm.weight)
+
+
+def _of_unit_size(hidden: Tensor, epsilon: float) -> Tensor:
+    """Divide `hidden` by its root mean square over the last dimension; return a new tensor of the
+    same dtype. The quotient is computed in float32, as in transformers' norms."""
+    wide = hidden if hidden.dtype == torch.float32 else hidden.float()
+    scale = wide.pow(2).mean(-1, keepdim=True).add_(epsilon).rsqrt_()
+    return (wide * scale).to(hidden.dtype)
 
 
 def rotated(
@@ -87,8 +139,9 @@ def rotated(
     Args:
         projected: The queries, keys and values of each token in one tensor [rows, tokens, (heads +
             2 * kv_heads) * head_dim], or a list of three tensors: queries, keys and values.
-        norms: The `Qwen3RMSNorm`s of queries and of keys, which have the same epsilon.
-        rotary: cos and sin, [rows, tokens, head_dim] each.
+        norms: The norms of queries and of keys, which have the same epsilon.
+        rotary: cos and sin, [rows, tokens, head_dim] each; the first half of sin has its sign
+            changed.
         target: The slots of the cache for keys and for values, [rows, kv_heads, tokens, head_dim]
             each.
 
@@ -119,37 +172,30 @@ def rotated(
 def rotated_ref(
     projected: Tensor | list[Tensor], norms: tuple[Any, Any], rotary: Pair, target: Pair
 ) -> tuple[Tensor, ...]:
-    """Compute the same as `rotated`, in PyTorch."""
+    """Compute the same as `rotated`, in PyTorch. One copy of queries and keys is normalised and
+    rotated in place, because small rounds take longer to start operations than to run them."""
     keys, values = target
-    size = keys.shape[1] * keys.shape[3]
-    head_dim = keys.shape[3]
+    kv_heads, head_dim = keys.shape[1::2]
     if isinstance(projected, Tensor):
+        size = kv_heads * head_dim
         projected = list(projected.split([projected.shape[-1] - 2 * size, size, size], -1))
-    query, key, value = (tensor.unflatten(-1, (-1, head_dim)) for tensor in projected)
-    query = normed_by(norms[0], query).transpose(1, 2)
-    key = normed_by(norms[1], key).transpose(1, 2)
-    cos = rotary[0][:, None]
-    sin = rotary[1][:, None]
-    _add_turned(torch.mul(key, cos, out=keys), key, sin)
-    values.copy_(value.transpose(1, 2))
-    return _add_turned(query * cos, query, sin), keys, values
+    heads = torch.cat(projected[:2], -1).unflatten(-1, (-1, head_dim))
+    sizes = [heads.shape[2] - kv_heads, kv_heads]
+    heads = _of_unit_size(heads, norms[0].variance_epsilon)
+    for part, norm in zip(heads.split_with_sizes(sizes, 2), norms, strict=True):
+        part.mul_(norm.weight)
+    cos = rotary[0][:, :, None]
+    sin = rotary[1][:, :, None]
+    across = heads.roll(head_dim // 2, -1).mul_(sin)
+    query, key = heads.mul_(cos).add_(across).split_with_sizes(sizes, 2)
+    keys.copy_(key.transpose(1, 2))
+    values.copy_(projected[2].unflatten(-1, (-1, head_dim)).transpose(1, 2))
+    return query.transpose(1, 2), keys, values
 
 
-def _add_turned(out: Tensor, values: Tensor, sin: Tensor) -> Tensor:
-    """Add `rotate_half(values) * sin` to `out` in place, and return it: the same bits without the
-    tensor that `rotate_half` makes."""
-    first, second = values.chunk(2, -1)
-    out_first, out_second = out.chunk(2, -1)
-    sin_first, sin_second = sin.chunk(2, -1)
-    out_first.addcmul_(second, sin_first, value=-1)
-    out_second.addcmul_(first, sin_second)
-    return out
-
-
-def gated(gate: Tensor, up: Tensor, activation: Any) -> Tensor:
+def gated(gate: Tensor, up: Tensor) -> Tensor:
     """Return `silu(gate) * up` [..., size]. `gate` and `up` [..., size] may be slices, along the
-    last dimension, of a wider tensor. `activation` is a module that computes SiLU; only the PyTorch
-    twin calls it."""
+    last dimension, of a wider tensor."""
     size = gate.shape[-1]
     gates = gate.reshape(-1, size)
     ups = up.reshape(-1, size)
@@ -160,11 +206,9 @@ def gated(gate: Tensor, up: Tensor, activation: Any) -> Tensor:
     return out
 
 
-def gated_ref(gate: Tensor, up: Tensor, activation: Any) -> Tensor:
-    """Compute `activation(gate) * up` in PyTorch, as `gated` does for SiLU. The activation must
-    return a new tensor, as the product overwrites it."""
-    activated: Tensor = activation(gate)
-    return activated.mul_(up)
+def gated_ref(gate: Tensor, up: Tensor) -> Tensor:
+    """Compute the same as `gated`, in PyTorch. `gate` becomes the result."""
+    return F.silu(gate, inplace=True).mul_(up)
 
 
 @dataclass(frozen=True)
@@ -331,63 +375,34 @@ GATED = Kernel("gated", gated, gated_ref)
 ROUND_ATTENTION = Kernel("round_attention", round_attention, round_attention_ref)
 
 
-def product(
-    linears: Sequence[Any], weight: Tensor | None
-) -> Callable[[Tensor], Tensor | list[Tensor]]:
-    """Make a function that applies several linear layers to one input.
-
-    Args:
-        linears: The layers.
-        weight: The weights of all layers, in order, as one matrix [sum of out_features,
-            in_features], if no layer has a bias; or None.
-
-    Returns:
-        A function of an input [..., in_features]. With `weight`, it returns one tensor [..., sum of
-        out_features] with the outputs of all layers side by side. Without, it calls each layer, and
-        returns a list of their outputs.
-    """
-    if weight is not None:
-        return partial(F.linear, weight=weight)
-    return lambda hidden: [linear(hidden) for linear in linears]
-
-
-def run_fused(
-    plan: Plan, norm: Any, hidden: Tensor, rotary: Pair, mask: RoundMask, cache: Any
-) -> Tensor:
+def run_fused(plan: Plan, hidden: Tensor, rotary: Pair, mask: RoundMask, cache: Any) -> Tensor:
     """Run the planned layers of the backbone or the head, and the final norm, over hidden states;
     return the normed hidden states. Where kernels do not run, as on a CPU, their PyTorch twins do.
 
     Args:
-        plan: For each layer, a tuple that `plan_layers` made: the layer; a function that computes
-            queries, keys and values from its input; one that computes gate and up; and whether the
-            gate goes through a plain SiLU.
-        norm: The final norm.
+        plan: The layers and the final norm.
         hidden: [rows, tokens, hidden_size].
-        rotary: cos and sin, [rows, tokens, head_dim] each.
+        rotary: cos and sin, [rows, tokens, head_dim] each; the first half of sin has its sign
+            changed.
         mask: Which keys each state sees.
         cache: A `BlockCache`. Keys and values are written to the slots that its method `target` has
             set.
     """
     run = mask.dispatch.run
+    layers, norm = plan
     added = None
-    for layer, of_attention, of_mlp, is_silu in plan:
-        hidden, normed = run(SUM_AND_NORM, hidden, added, layer.input_layernorm)
-        attention = layer.self_attn
-        layer_index = attention.layer_idx
-        norms = (attention.q_norm, attention.k_norm)
-        query, *_ = run(ROTATED, of_attention(normed), norms, rotary, cache.written[layer_index])
-        attended = run(ROUND_ATTENTION, query, *cache.read[layer_index], mask, attention.scaling)
-        hidden, normed = run(
-            SUM_AND_NORM,
-            hidden,
-            attention.o_proj(attended.flatten(2)),
-            layer.post_attention_layernorm,
-        )
-        gate_up = of_mlp(normed)
+    for layer in layers:
+        hidden, normed = run(SUM_AND_NORM, hidden, added, layer.input_norm)
+        target = cache.written[layer.index]
+        norms = (layer.query_norm, layer.key_norm)
+        query, *_ = run(ROTATED, layer.of_attention(normed), norms, rotary, target)
+        attended = run(ROUND_ATTENTION, query, *cache.read[layer.index], mask, layer.scaling)
+        added = layer.o_proj(attended.flatten(2))
+        hidden, normed = run(SUM_AND_NORM, hidden, added, layer.mlp_norm)
+        gate_up = layer.of_mlp(normed)
         gate, up = gate_up.chunk(2, -1) if isinstance(gate_up, Tensor) else gate_up
-        activation = layer.mlp.act_fn
-        inner = run(GATED, gate, up, activation) if is_silu else gated_ref(gate, up, activation)
-        added = layer.mlp.down_proj(inner)
+        inner = run(GATED, gate, up) if layer.is_silu else layer.activation(gate) * up
+        added = layer.down_proj(inner)
     _, last = run(SUM_AND_NORM, hidden, added, norm)
     return last
 
@@ -487,7 +502,6 @@ if triton is not None:
         partner_x = _normed(
             partner_x, size, is_query, query_scale, key_scale, partner, inside_head, kind
         )
-        partner_x = tl.where(first[None, :], -partner_x, partner_x)
         angle = token[:, None] * HEAD_DIM + dim[None, :]
         along = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
         across = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)

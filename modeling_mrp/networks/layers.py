@@ -8,10 +8,12 @@ If any module does more than its class, all layers are called as modules, under 
 
 import threading
 from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.models.qwen3.modeling_qwen3 import (
@@ -22,7 +24,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from ..kernels.dispatch import Dispatch
-from ..kernels.round_layers import Plans, product
+from ..kernels.round_layers import FusedLayer, Linear, Norm, Plans, Product
 from ..model.families.sdar import MRPBackbone
 from ..model.head import MRPHead
 from .inspection import decide
@@ -49,10 +51,8 @@ def plan_layers(
             if it has changed since the last call.
 
     Returns:
-        A dict from `model.model` and, if `with_head`, `model.mrp_head` to a list with a tuple for
-        each layer: the layer; a function that computes queries, keys and values, and one that
-        computes gate and up (see `product`); and whether the gate goes through a plain SiLU. None
-        if layers must be called as modules.
+        A dict from `model.model` and, if `with_head`, `model.mrp_head` to its plan. None if
+        layers must be called as modules.
 
     Raises:
         ValueError: if layers must be called as modules, and `dispatch` forces kernels.
@@ -69,25 +69,101 @@ def plan_layers(
         "the kernels of its layers", next(model.model.parameters()), obstacle=obstacle
     ):
         return None
-    look_at_groups = partial(_adjacent_groups, layers)
-    look_at_gates = partial(_silu_gates, layers)
+    look_at_traits = partial(_traits, layers)
     if model_key is None:
-        adjacent, silu = look_at_groups(), look_at_gates()
+        traits = look_at_traits()
     else:
-        adjacent = decide(model, model_key, ("adjacent", with_head), look_at_groups)
-        silu = decide(model, model_key, ("silu", with_head), look_at_gates)
-    are_adjacent = iter(adjacent)
-    are_silu = iter(silu)
+        traits = decide(model, model_key, ("traits", with_head), look_at_traits)
+    traits_of_layers = iter(traits)
     plans: Plans = {}
     for owner, network_layers in layers.items():
-        plans[owner] = []
-        for layer in network_layers:
-            products = []
-            for linears in _linear_groups(layer):
-                weight = _joined_weight(linears) if next(are_adjacent) else None
-                products.append(product(linears, weight))
-            plans[owner].append((layer, *products, next(are_silu)))
+        planned = [_planned(layer, next(traits_of_layers)) for layer in network_layers]
+        plans[owner] = (planned, _norm(owner.norm))
     return plans
+
+
+@dataclass(frozen=True)
+class _Traits:
+    """How the modules of a decoder layer can be computed.
+
+    Attributes:
+        adjacent: For each group of linear layers with one input (`_linear_groups`), whether their
+            weights are adjacent in memory.
+        plain: For each group, and then for `o_proj` and `down_proj`, whether all of its layers are
+            plain (`_plain`).
+        is_silu: Whether the gate goes through a plain SiLU.
+    """
+
+    adjacent: tuple[bool, bool]
+    plain: tuple[bool, bool, bool, bool]
+    is_silu: bool
+
+
+def _traits(layers: dict[Any, list[Any]]) -> list[_Traits]:
+    """Examine all layers; return their traits in order."""
+    found = []
+    for network_layers in layers.values():
+        for layer in network_layers:
+            inputs, gates = _linear_groups(layer)
+            groups = (inputs, gates, [layer.self_attn.o_proj], [layer.mlp.down_proj])
+            of_inputs, of_gates, of_attention, of_mlp = (
+                all(map(_plain, group)) for group in groups
+            )
+            found.append(
+                _Traits(
+                    (packed_weight(inputs) is not None, packed_weight(gates) is not None),
+                    (of_inputs, of_gates, of_attention, of_mlp),
+                    deviation(layer.mlp.act_fn, _SILU) is None,
+                )
+            )
+    return found
+
+
+def _planned(layer: Any, traits: _Traits) -> FusedLayer:
+    """Look up what `run_fused` needs of a decoder layer."""
+    attention = layer.self_attn
+    mlp = layer.mlp
+    inputs, gates = _linear_groups(layer)
+    return FusedLayer(
+        index=attention.layer_idx,
+        input_norm=_norm(layer.input_layernorm),
+        mlp_norm=_norm(layer.post_attention_layernorm),
+        query_norm=_norm(attention.q_norm),
+        key_norm=_norm(attention.k_norm),
+        scaling=attention.scaling,
+        of_attention=product(inputs, traits.adjacent[0], traits.plain[0]),
+        o_proj=_linear(attention.o_proj, traits.plain[2]),
+        of_mlp=product(gates, traits.adjacent[1], traits.plain[1]),
+        activation=mlp.act_fn,
+        is_silu=traits.is_silu,
+        down_proj=_linear(mlp.down_proj, traits.plain[3]),
+    )
+
+
+def _norm(norm: Any) -> Norm:
+    return Norm(norm.weight, norm.variance_epsilon)
+
+
+def _linear(linear: Any, plain: bool) -> Linear:
+    """Return a function that applies a linear layer: without a call of its module if it is
+    `plain`."""
+    return partial(F.linear, weight=linear.weight) if plain else linear
+
+
+def product(linears: Sequence[Any], adjacent: bool, plain: bool) -> Product:
+    """Make a function that applies several linear layers to one input [..., in_features].
+
+    Args:
+        linears: The layers.
+        adjacent: Whether their weights are adjacent in memory. If so, the function returns one
+            tensor [..., sum of out_features] with their outputs side by side. If not, it returns a
+            list of their outputs.
+        plain: Whether the layers are plain linear layers, without bias.
+    """
+    if adjacent:
+        return partial(F.linear, weight=_joined_weight(linears))
+    functions = [_linear(linear, plain) for linear in linears]
+    return lambda hidden: [function(hidden) for function in functions]
 
 
 def _obstacle_of_layers(model: Any, layers: dict[Any, list[Any]]) -> str | None:
@@ -103,26 +179,6 @@ def _obstacle_of_layers(model: Any, layers: dict[Any, list[Any]]) -> str | None:
         if reason is not None:
             return reason
     return None
-
-
-def _adjacent_groups(layers: dict[Any, list[Any]]) -> list[bool]:
-    """Return, for each group of linear layers that share an input, whether their weights are
-    adjacent."""
-    adjacent = []
-    for network_layers in layers.values():
-        for layer in network_layers:
-            for linears in _linear_groups(layer):
-                adjacent.append(packed_weight(linears) is not None)
-    return adjacent
-
-
-def _silu_gates(layers: dict[Any, list[Any]]) -> list[bool]:
-    """Return, for each layer, whether its gate goes through a plain SiLU."""
-    gates = []
-    for network_layers in layers.values():
-        for layer in network_layers:
-            gates.append(deviation(layer.mlp.act_fn, _SILU) is None)
-    return gates
 
 
 def deviation(module: nn.Module, kind: type[nn.Module]) -> str | None:

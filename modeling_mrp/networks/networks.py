@@ -16,10 +16,11 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.dispatch import unusable
-from ..kernels.round_layers import Plans, RoundMask, run_fused
+from ..kernels.round_layers import Pair, Plans, RoundMask, run_fused
 from ..model.diffusion import block_causal_mask
 from ..rules.draft import Node
 from ..rules.state import Row, Scores, State
@@ -35,6 +36,8 @@ from .uploads import host_copy, upload, upload_all
 PREFILL_CHUNK = 2048
 # Numbers of states of a row that are recorded.
 RECORDED_WIDTHS = (1, 2, 4, 8)
+# Blocks beyond the last one whose rotary angles are computed with those of a round.
+ANGLES_AHEAD = 16
 
 # By row, its states, each with the index of its parent among them, or -1.
 Packed = Sequence[Sequence[tuple[State, int]]]
@@ -95,6 +98,10 @@ class Networks:
         self.slots = 0
         self._rows_join = False
         self._swaps: list[list[tuple[int, int]]] = []
+        # cos and sin of positions from one to another, [positions, 2 * head_dim]
+        self._angles: Tensor = torch.empty(0)
+        self._angles_from = 0
+        self._angles_to = 0
         # whether the backbone's hidden state at a position is for the next token
         self.shifted = cache.shifted
         # hidden states of the last `score`, [n, block (+ 1 if shifted), hidden_size]
@@ -473,7 +480,7 @@ class Networks:
                 limits.append(min(state.start, cached))
             for _ in range(width - len(states)):
                 numbers.extend(no_ids)
-                starts.append(0)
+                starts.append(longest)
                 parents.append(-1)
                 limits.append(cached)
         for of_states in (starts, parents, limits):
@@ -481,7 +488,8 @@ class Networks:
         table = host_copy(np.frombuffer(numbers, np.int64), self.device)
         begin = self.cache.begin
         sees_all = width == 1 and min(limits) == begin and self.recorded is None
-        forward = partial(self._packed, rows, width, begin, sees_all)
+        spread = (min(starts), max(starts))
+        forward = partial(self._packed, rows, width, begin, sees_all, spread)
         inputs = [] if hidden is None else [hidden.reshape(rows, width * self.block, -1)]
         if self.recorded is None:
             output = forward(table.to(self.device, non_blocking=True), *inputs)
@@ -496,6 +504,7 @@ class Networks:
         width: int,
         begin: int,
         sees_all: bool,
+        spread: tuple[int, int],
         table: Tensor,
         hidden: Tensor | None = None,
     ) -> Tensor:
@@ -505,6 +514,7 @@ class Networks:
             rows, width: The number of rows, and the number of states of each row.
             begin: The first of the slots to which the keys and values of the states are written.
             sees_all: Whether every state sees all slots before `begin` (see `RoundMask`).
+            spread: The least and the greatest of the starts, which `table` has on the device.
             table: The ids, the start and the parent of each state, and the number of cached tokens
                 that each state sees.
             hidden: The input of the head; None to run the backbone.
@@ -517,7 +527,7 @@ class Networks:
         positions = (starts[:, None] + torch.arange(self.block, device=self.device)).view(rows, -1)
         mask = RoundMask(committed, parent, self.block, self.picker.dispatch, sees_all)
         if self.plans is not None:
-            output = self._fused(self.plans, ids, positions, mask, hidden)
+            output = self._fused(self.plans, ids, positions, spread, mask, hidden)
         elif hidden is None:
             output = self.model.backbone(ids, positions, mask.dense(begin), self.cache).to(
                 self.device
@@ -531,7 +541,13 @@ class Networks:
         return output
 
     def _fused(
-        self, plans: Plans, ids: Tensor, positions: Tensor, mask: RoundMask, hidden: Tensor | None
+        self,
+        plans: Plans,
+        ids: Tensor,
+        positions: Tensor,
+        spread: tuple[int, int],
+        mask: RoundMask,
+        hidden: Tensor | None,
     ) -> Tensor:
         """Run the fused layers over states: those of the head if its input `hidden` is given,
         otherwise those of the backbone."""
@@ -546,12 +562,37 @@ class Networks:
             inputs = head.project_inputs(embeds, hidden)
         return run_fused(
             plans[network],
-            network.norm,
             inputs,
-            backbone.rotary_emb(embeds, positions),
+            self._rotation(embeds, positions, spread),
             mask,
             self.cache,
         )
+
+    def _rotation(self, embeds: Tensor, positions: Tensor, spread: tuple[int, int]) -> Pair:
+        """Return cos and sin of the rotary embedding at positions, [rows, tokens, head_dim] each,
+        in the dtype of `embeds`. The first half of sin has its sign changed.
+
+        The angles from the first block on, up to some blocks after the last one, are kept for the
+        next forwards. Exceptions are angles that also depend on the length of the text, and
+        recorded forwards, because recordings outlive this object.
+
+        Args:
+            embeds: Embeddings, which give the dtype.
+            positions: [rows, tokens].
+            spread: The starts of the first block and of the last.
+        """
+        rotary = self.model.model.rotary_emb
+        if self.recorded is not None or rotary.rope_type in ("dynamic", "longrope"):
+            return _with_signs(*rotary(embeds, positions))
+        first, last = spread
+        if not (self._angles_from <= first and last < self._angles_to):
+            self._angles_from = first
+            self._angles_to = last + ANGLES_AHEAD * self.block
+            kept = torch.arange(self._angles_from, self._angles_to, device=self.device)
+            self._angles = torch.cat(_with_signs(*rotary(embeds, kept[None])), -1)[0]
+        angles = F.embedding(positions - self._angles_from, self._angles)
+        cos, sin = angles.split_with_sizes([angles.shape[-1] // 2] * 2, -1)
+        return cos, sin
 
     def _shifted_states(self, hidden: Tensor, committed: Tensor, parent: Tensor) -> Tensor:
         """Prepend to the hidden states of each state the one that predicts the state's first token:
@@ -610,6 +651,12 @@ class Networks:
             while self._swaps:
                 self.cache.swap(self._swaps.pop(), slots)
         self.cache.active = self.cache.rows
+
+
+def _with_signs(cos: Tensor, sin: Tensor) -> Pair:
+    """Change the sign of the first half of `sin` in place; return both."""
+    sin[..., : sin.shape[-1] // 2].neg_()
+    return cos, sin
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from modeling_mrp.networks import layers as layers_file
 from modeling_mrp.networks import networks
 from modeling_mrp.networks.cache import BlockCache
 from modeling_mrp.networks.layers import pack, packed_weight, plan_layers
-from tests.support.helpers import PROMPTS, close, texts
+from tests.support.helpers import PROMPTS, close, generate, texts
 from tests.support.random_cases import make_model
 
 pytestmark = [
@@ -65,10 +65,12 @@ def test_layers_are_what_their_modules_are(dtype: torch.dtype, which: str) -> No
             module.weight.add_(numbers(place, len(module.weight), dtype=dtype) / 4)
     owner: Any = model.model if which == "backbone" else model.mrp_head
     hidden, positions, mask, kept = a_round(model, FORCED)
-    rotary = model.model.rotary_emb(hidden, positions)
+    cos, sin = rotary = model.model.rotary_emb(hidden, positions)
     plans = plan_layers(model, True, FORCED)
     assert plans is not None
-    got = run_fused(plans[owner], owner.norm, hidden, rotary, mask, kept)
+    signs = torch.ones_like(sin)
+    signs[..., : sin.shape[-1] // 2] = -1
+    got = run_fused(plans[owner], hidden.clone(), (cos, sin * signs), mask, kept)
     *_, cache = a_round(model, FORCED)
     wanted = hidden
     for layer in owner.layers:
@@ -296,3 +298,53 @@ def test_layers_that_are_called_decode_the_same() -> None:
     assert texts(model, PROMPTS, **options) == expected
     model.set_attn_implementation("eager")
     assert texts(model, PROMPTS, kernels=False, **options) == expected
+
+
+LONG = {"max_new_tokens": 40, "eos_token_id": None, "decoding": "self_spec", "num_draft_states": 3}
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {"factor": 2.0},
+    "yarn": {"factor": 2.0, "original_max_position_embeddings": 16},
+    "llama3": {
+        "factor": 2.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+    "dynamic": {"factor": 2.0},
+    "longrope": {
+        "factor": 2.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [2.0] * 4,
+        "original_max_position_embeddings": 16,
+    },
+}
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_kept_angles_are_those_of_the_rotary_embedding(
+    rope: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In texts that leave the kept angles behind, of prompts of several lengths. Angles that
+    depend on the longest text are not kept."""
+    parameters = {"rope_type": rope, "rope_theta": 1e4, **ROPES[rope]}
+    model: Any = make_model(rope_parameters=parameters, max_position_embeddings=64).to(DEVICE)
+    assert model.config.head_dim == 8
+    prompts = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13], [1, 2]]
+    monkeypatch.setattr(networks, "ANGLES_AHEAD", 2)
+    asked: list[int] = []
+    rotate = model.model.rotary_emb.forward
+
+    def noted(embeds: Tensor, positions: Tensor) -> Any:
+        asked.append(positions.numel())
+        return rotate(embeds, positions)
+
+    monkeypatch.setattr(model.model.rotary_emb, "forward", noted)
+    fused = generate(model, prompts, kernels=False, **LONG)
+    rounds = int(fused.stats.forwards["verify"] + fused.stats.forwards["denoise"])
+    if rope in ("dynamic", "longrope"):
+        assert len(asked) > rounds
+    else:
+        assert 3 < len(asked) < rounds
+    model.set_attn_implementation("eager")
+    assert generate(model, prompts, **LONG).sequences.equal(fused.sequences)

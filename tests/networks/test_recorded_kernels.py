@@ -65,8 +65,8 @@ LAYER = {
     "triton._attend": 1,
     "triton._gate": 1,
 }
-BACKBONE = 14  # beside its layers: unpacking, embedding, rotary angles, the last norm
-HEAD = 32  # likewise, with the two norms and the product that it begins with
+BACKBONE = 15  # beside its layers: unpacking, embedding, rotary angles, the last norm
+HEAD = 33  # likewise, with the two norms and the product that it begins with
 PICKED = 8  # logits, the row kernel's two, and spreading the results over blocks
 COMMIT = 4  # of clean states: keys and values, and hidden states
 

@@ -163,9 +163,7 @@ def launches(dtype: torch.dtype) -> Iterator[tuple[dict[str, Any], Callable[[], 
             "sum_and_norm": partial(
                 sum_and_norm, empty(1, rows, width), empty(1, rows, width), norm_of(width)
             ),
-            "gated": partial(
-                gated, *empty(1, rows, 2 * shape.intermediate_size).chunk(2, -1), None
-            ),
+            "gated": partial(gated, *empty(1, rows, 2 * shape.intermediate_size).chunk(2, -1)),
             "rotated": partial(rotated, *inputs, (key[:, :, prefix:], value[:, :, prefix:])),
         }
         for name, launch in layer.items():

@@ -59,8 +59,8 @@ def flip_mlps(patch: pytest.MonkeyPatch) -> None:
 def flip_fused_mlps(patch: pytest.MonkeyPatch) -> None:
     """Subtract it in rounds only, where layers are fused."""
 
-    def flipped(real: Any, linears: Any, weight: Any) -> Any:
-        product = real(linears, weight)
+    def flipped(real: Any, linears: Any, *traits: bool) -> Any:
+        product = real(linears, *traits)
         if len(linears) == 3:
             return product
 
