@@ -75,47 +75,49 @@ def embedded_weights() -> dict[str, str | None]:
     return digests(load(TINY)[0])
 
 
-def read_lines(path: Path, embedded: bool = True) -> list[dict[str, Any]]:
+def read_lines(path: Path, current: bool = True) -> list[dict[str, Any]]:
     """Read the measurements in a file of results, without the headers.
 
-    Lines measured with other weights than the embedded checkpoint's, or with older decoding code,
-    are left out if the file ends with lines of today's weights and code. Lines under an older
-    header, which has no digest of the decoding code, are kept: that header names a commit.
+    Lines measured with other weights than the embedded checkpoint's, or with other decoding code
+    than today's, are left out if the file ends with lines of these weights and this code.
 
     Args:
         path: The file.
-        embedded: If False, read the lines of the checkpoint that the last header names, whose
-            weights are not in the repository, whatever the decoding code was: measuring again would
-            need training again.
+        current: If False, read the lines of the checkpoint and the code that the last header names,
+            whatever they are: of a finished study, or of weights that are not in the repository.
 
     Raises:
-        ValueError: if the file ends with lines of other weights or code.
+        ValueError: if the file ends with lines of other weights or code, or if its last header has
+            no digest of them.
     """
     measured = list(with_headers(map(json.loads, path.read_text().splitlines())))
-    if embedded:
-        weights = {**embedded_weights(), "deciding": deciding()}
-    else:
-        weights = {**measured[-1][0], "deciding": None}
-    current = []
+    last = measured[-1][0]
+    if missing := {"backbone", "deciding"} - last.keys():
+        raise ValueError(
+            f"{path}: the last header has no digest `{sorted(missing)[0]}` of what was measured: "
+            "measure again"
+        )
+    weights = {**embedded_weights(), "deciding": deciding()} if current else last
+    lines = []
     stale = []
     for header, line in measured:
         component = other_weights(header, line, weights)
         if component is None:
-            current.append(line)
+            lines.append(line)
         else:
             stale.append((header, component))
-    if stale and other_weights(measured[-1][0], {}, weights):
+    if stale and other_weights(last, {}, weights):
         first, component = stale[0]
         expected = "today's" if component == "deciding" else f"that of {TINY.name}"
         measured_part = "deciding code" if component == "deciding" else component
-        problem = (
-            f"{path}: measured with the {measured_part} {first.get(component, 'unknown')}, and "
-            f"{expected} is {weights[component]}"
-        )
+        remedy = f"measure again with {first['benchmark']} and {first.get('options')}"
+        if component == "deciding":
+            remedy += ", or show with benchmarks.confirm that the counts are the same"
         raise ValueError(
-            f"{problem}: measure again with {first['benchmark']} and {first.get('options')}"
+            f"{path}: measured with the {measured_part} {first.get(component, 'unknown')}, and "
+            f"{expected} is {weights[component]}: {remedy}"
         )
-    return current
+    return lines
 
 
 def encode_prompts(

@@ -3,10 +3,11 @@
     python -m benchmarks.cost_model --device H200 --batch 1 2 4 --states 4 8
 
 Prints the best mode and its speed over `static` at each shape, batch size and K; `static` where no
-draft pays. Tokens per forward, states per forward and head passes per round come from
-`results/tiny_sweep.jsonl`, measured by commit 8fadb4d with the embedded toy checkpoint; the
-bandwidth is ideal. So predictions hold for a model whose drafts are accepted as often, on a device
-that never waits. `--shape 30b-a3b` is SDAR-30B-A3B; a round reads only the experts that some token
+draft pays. Tokens per forward, states per forward and head passes per round are those of
+`benchmarks.frontier`, measured with the embedded toy checkpoint; the bandwidth is ideal. So
+predictions hold for a model whose drafts are accepted as often, on a device that never waits.
+Beside `mrp_trainer.evaluate.cost`, this model has the keys and values of the text, and no launches.
+`--shape 30b-a3b` is SDAR-30B-A3B; a round reads only the experts that some token
 chooses (`Shape.experts_read`).
 
     python -m benchmarks.cost_model --memory
@@ -16,31 +17,26 @@ or with the matrices of all layers in int8 or 4 bits (`WEIGHT_BYTES`) and embedd
 bfloat16, and the cache of a row of 1,000 tokens.
 """
 
-import json
 from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
 from mrp_trainer.data.tasks import FAMILIES
 from mrp_trainer.evaluate.roofline import (
+    DEVICES,
     PUBLISHED,
     WEIGHT_BYTES,
     Counts,
-    Device,
     Shape,
     round_seconds,
 )
 from mrp_trainer.publish.card import markdown_table
 
 from .common import RESULTS, parser_of
+from .frontier import setting_name, shortlisted
+from .tables import by_setting
+from .targets import alone, drafted
 
-# The H200's bandwidth was measured with a large copy; the other bandwidths and all peaks (dense
-# bf16) are the makers' numbers.
-DEVICES = {
-    "H200": Device("H200", 4.3e12, 989e12),
-    "A100-80G": Device("A100-80G", 2.04e12, 312e12),
-    "RTX4090": Device("RTX4090", 1.01e12, 165e12),
-}
 SHAPES = (*map(str.lower, PUBLISHED), "30b-a3b")
 # SDAR-30B-A3B with the block size of the measured counts, 16, and a head of three dense layers.
 EXPERTS = Shape(
@@ -58,42 +54,19 @@ EXPERTS = Shape(
     num_experts_per_tok=8,
     moe_intermediate_size=768,
 )
-SPECULATING = ("self_spec", "mrp_spec")
-COUNTS = RESULTS / "tiny_sweep.jsonl"
 Line = dict[str, Any]
 
 
-def counts_at(
-    lines: Sequence[Line], family: str, mode: str, states: int, batch: int, block_size: int
-) -> Counts:
-    """Return the counts of a mode with K = `states`, as measured at the largest batch size up to
-    `batch` (`static`: at 1).
-
-    `static` scores one state a forward and, at the end of a block, the next block's first state as
-    well.
-    """
-    undrafted = mode == "static"
-    if undrafted:
-        batch = 1
-    fitting = []
-    for line in lines:
-        if (
-            line.get("family") == family
-            and line.get("mode") == mode
-            and (undrafted or line.get("states") == states)
-            and line.get("axis") != "prompt"
-            and line["batch_size"] <= batch
-        ):
-            fitting.append(line)
-    line = max(fitting, key=lambda line: line["batch_size"])
-    if undrafted:
-        return Counts(line["tokens_per_forward"], 1 + 1 / block_size)
-    packed = max(1.0, line["states_per_head_pass"])
+def counts_at(line: Line, batch: int) -> Counts:
+    """Return the counts of a line of the frontier. In a batch of several rows all compute as many
+    states as the row with the most, which has K nearly always."""
+    most = line.get("num_draft_states", 1)
+    states = line["states_per_forward"]
     return Counts(
         line["tokens_per_forward"],
-        line["states_per_forward"],
-        line["head_passes_per_round"],
-        packed,
+        max(states, most) if batch > 1 else states,
+        line["head_per_token"] * line["tokens_per_forward"],
+        max(1, most - 1),
     )
 
 
@@ -106,9 +79,7 @@ def table(
 ) -> str:
     """Tabulate the best mode and its predicted speed over `static` after `prefix` tokens, as
     Markdown; columns are by K."""
-    lines = [
-        line for line in map(json.loads, COUNTS.read_text().splitlines()) if "benchmark" not in line
-    ]
+    measured = by_setting(RESULTS)
     columns = list(product(FAMILIES, states))
     choices = list[list[str]]()
     for hardware, size in product(map(DEVICES.__getitem__, device), shape):
@@ -117,8 +88,13 @@ def table(
             entries = []
             for family, k in columns:
                 speeds: dict[str, float] = {}
-                for mode in ("static", *SPECULATING):
-                    counts = counts_at(lines, family, mode, k, rows, sizes.block_size)
+                settings = {
+                    "static": alone("static"),
+                    "self_spec": drafted("self_spec", "static", k),
+                }
+                settings["mrp_spec"] = shortlisted("static", k, 1)
+                for mode, setting in settings.items():
+                    counts = counts_at(measured[family, setting_name(setting)], rows)
                     seconds = round_seconds(sizes, hardware, counts, rows, prefix)
                     speeds[mode] = counts.tokens_per_forward / seconds
                 # rounded first: of equal modes the simplest is the best

@@ -19,24 +19,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from mrp_trainer.data.tasks import problems
-from mrp_trainer.evaluate.roofline import PUBLISHED
+from mrp_trainer.evaluate.cost import costs_of
+from mrp_trainer.evaluate.roofline import DEVICES, PUBLISHED
 
 from modeling_mrp.generate.loop import Decoder, Drafting, Mode
 from modeling_mrp.generate.option_table import rule_of
 from modeling_mrp.generate.options import MRPGenerationConfig
 from modeling_mrp.modeling import MRPForCausalLM
-from modeling_mrp.networks.predicted import CPU_FLOPS, CPU_LAYER, GRAPH_LAYER, Rates, costs_at
+from modeling_mrp.networks.predicted import CPU_FLOPS, CPU_LAYER, Rates, costs_at
 from modeling_mrp.rules.costs import WIDTHS, RoundCosts
 from modeling_mrp.rules.draft import BRANCHES, CROWD
 from modeling_mrp.rules.gain import Amount, DraftAmount, Drafts, ExpectedGain, Fixed
 
 from .common import TINY, emit, encode_prompts, greedy_decode, header, load, parser_of
-from .cost_model import DEVICES
 
 TARGETS = ("static", "dynamic", "sequential", "entropy_bound")
 NEW = 96
@@ -89,11 +88,9 @@ def tables(model: MRPForCausalLM) -> dict[str, RoundCosts]:
     """Make the tables of costs by name."""
     cpu = Rates(2e10, 2 * CPU_FLOPS, CPU_LAYER)
     created = {"tiny, CPU": costs_at(model.config, cpu, 4)}
-    shape = PUBLISHED[SIZE]
-    sizes = SimpleNamespace(**vars(shape), num_nextn_predict_layers=shape.head_layers)
-    for name, device in DEVICES.items():
-        rates = Rates(device.bandwidth, device.peak * device.achievable, GRAPH_LAYER)
-        created[f"{SIZE}, {name}"] = costs_at(sizes, rates, 2, SHORTLIST)
+    for name in DEVICES:
+        costs = costs_of(SIZE, name, PUBLISHED[SIZE].block_size, SHORTLIST)
+        created[f"{SIZE}, {name}"] = costs
     return created
 
 

@@ -202,7 +202,7 @@ def decode(
 ) -> tuple[Measured, Line]:
     """Decode prompts [rows, PROMPT] long; return texts with costs by row, and counts by window of
     text, summed over rows."""
-    measured = Measured([], [], [])
+    measured = Measured([], [], [], [])
     edges = torch.arange(0, new + 1, WINDOW)[:, None, None]
     along: dict[str, Tensor] = {}
     for name in ("row_forwards", "drafted", "accepted"):
@@ -228,6 +228,7 @@ def decode(
         measured.ids.extend(out.sequences[:, PROMPT:].tolist())
         measured.forwards.extend(out.stats.row_forwards.tolist())
         measured.head_forwards.extend(out.stats.row_head_forwards.tolist())
+        measured.states.extend(out.stats.row_states.tolist())
     return measured, {"along": {name: counts.tolist() for name, counts in along.items()}}
 
 
@@ -393,7 +394,7 @@ def tables(options: Namespace) -> None:
             names.index(line.get("timed", decoding)),
         )
 
-    for line in sorted(read_lines(options.output, embedded=False), key=sort_key):
+    for line in sorted(read_lines(options.output, current=False), key=sort_key):
         block_size = str(line.get("block_size", ""))
         source = line.get("target", line.get("decoding", "real"))
         row = [block_size, f"{line.get('do_sample', 0):d}", source]

@@ -41,22 +41,25 @@ class Measured:
         ids: Generated ids, by problem.
         forwards: Backbone forwards in which each problem's row took part.
         head_forwards: Head forwards in which each problem's row took part.
+        states: States that each problem's backbone forwards scored; a prompt's counts as one.
         right: Whether each text is judged right; None where there is no right answer.
     """
 
     ids: list[list[int]]
     forwards: list[int]
     head_forwards: list[int]
+    states: list[int]
     right: list[bool | None] = field(default_factory=list)
 
     @classmethod
     def of_rows(cls, rows: Sequence[Row]) -> "Measured":
         """Collect texts and counts from rows that have ended."""
-        measured = cls([], [], [])
+        measured = cls([], [], [], [])
         for row in rows:
             measured.ids.append(row.text[row.prompt : row.stop])
             measured.forwards.append(row.counts.forwards)
             measured.head_forwards.append(row.counts.head_forwards)
+            measured.states.append(row.counts.states + 1)  # the prompt
         return measured
 
     @property
@@ -82,6 +85,7 @@ class Measured:
             "tokens_per_forward": round(self.speed.value, 3),
             "tokens_per_forward_95": self.speed.rounded(),
             "head_per_token": round(sum(self.head_forwards) / sum(self.tokens), 3),
+            "states_per_forward": round(sum(self.states) / sum(self.forwards), 3),
         }
         return line | {"sample": self.sample()}
 
@@ -129,7 +133,13 @@ def measure(
 ) -> Measured:
     """Decode problems of one family by `generate` with `options`; return texts and costs."""
     decoded = decode_problems(model, tokenizer, problem_set, batch_size, **options)
-    return Measured(decoded.ids, decoded.row_forwards, decoded.row_head_forwards, decoded.verdicts)
+    return Measured(
+        decoded.ids,
+        decoded.row_forwards,
+        decoded.row_head_forwards,
+        decoded.row_states,
+        decoded.verdicts,
+    )
 
 
 def loop_of(
@@ -166,6 +176,7 @@ def measure_loop(
     ids: list[list[int]] = []
     forwards: list[int] = []
     head_forwards: list[int] = []
+    states: list[int] = []
     eos = [tokenizer.eos_token_id, tokenizer.pad_token_id]
     for begin in range(0, len(problem_set), batch_size):
         prompts = encode_prompts(problem_set[begin : begin + batch_size], tokenizer)
@@ -173,7 +184,8 @@ def measure_loop(
         ids += measured.ids
         forwards += measured.forwards
         head_forwards += measured.head_forwards
+        states += measured.states
     texts = []
     for row in ids:
         texts.append(tokenizer.decode([token for token in row if token not in eos]))
-    return Measured(ids, forwards, head_forwards, judge(problem_set, texts))
+    return Measured(ids, forwards, head_forwards, states, judge(problem_set, texts))

@@ -26,21 +26,18 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
+from mrp_trainer.evaluate.cost import CHARGED, costs_of
 from mrp_trainer.evaluate.intervals import ratio_of_sums
-from mrp_trainer.evaluate.roofline import PUBLISHED
 from mrp_trainer.publish.card import markdown_table
 from transformers import AutoTokenizer
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.networks.predicted import GRAPH_LAYER, Rates, costs_at
 from modeling_mrp.rules.costs import RoundCosts, interpolated
 
 from .common import emit, header, parser_of
-from .cost_model import DEVICES
 from .measure import Measured
 
 PROMPTS = {
@@ -88,16 +85,6 @@ def ways_of(block: int, states: int, head_layers: int, shortlist: int) -> dict[s
     return ways
 
 
-def costs_of(block: int, head_layers: int, shortlist: int) -> RoundCosts:
-    """Predict the costs of rounds at the shape of 4B on an H200, in seconds."""
-    device = DEVICES["H200"]
-    rates = Rates(device.bandwidth, device.peak * device.achievable, GRAPH_LAYER)
-    sizes = vars(PUBLISHED["4B"]) | {"block_size": block}
-    return costs_at(
-        SimpleNamespace(**sizes, num_nextn_predict_layers=head_layers), rates, 2, shortlist
-    )
-
-
 def decode(model: MRPForCausalLM, ids: torch.Tensor, **options: Any) -> tuple[Any, float]:
     """Decode a prompt; return the output with its stats, and the seconds that it took."""
     begin = time.perf_counter()
@@ -118,7 +105,7 @@ def line_of(
     states: int,
 ) -> tuple[Measured, dict[str, Any]]:
     """Return texts and costs of decodes, and their line of results."""
-    measured = Measured([], [], [])
+    measured = Measured([], [], [], [])
     milliseconds = []
     offered: list[int] = []
     accepted: list[int] = []
@@ -127,6 +114,7 @@ def line_of(
         measured.ids.append(output.sequences[0, ids.shape[1] :].tolist())
         measured.forwards.append(int(stats.row_forwards))
         measured.head_forwards.append(int(stats.row_head_forwards))
+        measured.states.append(int(stats.row_states))
         cost = costs.of_round(1, 1, 0)  # the prompt, whose forward is counted, too
         for drafted in stats.rounds["drafted"][:, 0].diff().tolist():
             cost += costs.of_round(1, 1 + drafted, 0)
@@ -189,7 +177,8 @@ def measure(model: MRPForCausalLM, tokenizer: Any, options: Any, emit_line: Any)
             common = {"max_new_tokens": options.tokens, **sampling}
             for block in (1, *options.blocks):
                 model.config.block_size = block
-                costs = costs_of(block, layers, options.shortlist)
+                place = CHARGED.shape, CHARGED.device
+                costs = costs_of(*place, block, options.shortlist, layers)
                 ways: list[tuple[int, str, dict[str, Any]]] = []
                 if block > 1:
                     for states in options.states:

@@ -146,7 +146,7 @@ def main(arguments: list[str] | None = None) -> None:
     path = options.results / f"{options.figure}.svg"
     with matplotlib.rc_context(DETERMINISTIC):
         if options.figure == "long":
-            figure = long_figure(read_lines(options.results / "long.jsonl", embedded=False))
+            figure = long_figure(read_lines(options.results / "long.jsonl", current=False))
         else:
             figure = frontier_figure(frontier_lines(options.results))
         figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})

@@ -73,6 +73,7 @@ class Decode:
                 row.state = row.first_state(row.state.start + row.block_size)
 
     def _score(self, states: Sequence[State]) -> Sequence[Scores]:
+        self.row.counts.states += len(states)
         return self.networks.score([self.row], [[Node(state, -1, None) for state in states]])[0]
 
     def _round(self, first: bool) -> None:

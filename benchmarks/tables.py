@@ -2,41 +2,40 @@
 
 ``python -m benchmarks.tables TABLE`` reads `benchmarks/results` (or `--results FOLDER`). From
 `tiny_frontier*.jsonl`: `frontier` has accuracy and cost of every mode and setting, `undrafted`
-leaves out the drafted ones; `targets` has every target, alone and drafted, `summary` its main
-numbers; `break_even` what a head pass may cost; `aims` what a pass with a shortlist gains, beside
-the aim; `headline` drafts of `static` beside the released reference.
-From files of their own: `fresh` (`tiny_fresh_{math,code}.jsonl`) targets on fresh problems;
-`sampled` (`tiny_sampled.jsonl`) targets at temperature 1; `seeds` (`tiny_seed_*.jsonl`) heads of
-several training seeds; `rules` (`tiny_rules.jsonl`) every reveal rule; `heldout`
-(`tiny_heldout_{math,code}.jsonl`) the model card's table. `provenance` says at which commit each
-file was measured.
+leaves out the drafted ones; `targets` has every target, alone and drafted in every way, `summary`
+its main numbers; `batches` the speed of the best drafts by batch size and device; `break_even` what
+a head pass may cost; `aims` what the head gains, beside the aim; `headline` drafts of `static`
+beside the released reference.
+From files of their own: `sampled` (`tiny_sampled.jsonl`) targets at temperature 1; `seeds`
+(`tiny_seed_*.jsonl`) heads of several training seeds; `rules` (`tiny_rules.jsonl`) every reveal
+rule; `heldout` (`tiny_heldout_{math,code}.jsonl`) the model card's table. `provenance` says at
+which commit each file was measured.
 
-Tokens are per unit (`mrp_trainer.evaluate.cost`): a backbone forward, with the head's passes
-charged as at the 4B shape, unless a column says otherwise.
+Tokens are per unit (`mrp_trainer.evaluate.cost`), the predicted time of a forward of one state, of
+4B on an H200 at batch 1, unless a column says otherwise.
 """
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from math import hypot
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from mrp_trainer.data.tasks import FAMILIES
-from mrp_trainer.evaluate.cost import CHARGED, HEAD_SHARES, charged
+from mrp_trainer.evaluate.cost import CHARGED, Place, charged, pass_units
 from mrp_trainer.evaluate.cost import break_even as affordable
+from mrp_trainer.evaluate.roofline import PUBLISHED
 from mrp_trainer.publish.card import markdown_table, results_table
-
-from modeling_mrp.networks.picker import SHORTLIST
 
 from .common import RESULTS, parser_of, read_lines
 from .frontier import (
-    GRAPH,
     JUDGED,
     STATES,
     WIDTHS,
-    graph_of,
+    drafts_of,
     on_frontier,
     sampled_settings,
     setting_name,
@@ -84,10 +83,10 @@ def solved_and_speed(lines: Iterable[Line]) -> list[str]:
     return entries
 
 
-def row_of(lines: Iterable[Line], name: str, shape: str = CHARGED, digits: int = 2) -> str:
-    """Format the number `name` of several lines, separated by commas; head passes are charged as at
-    `shape`."""
-    return ", ".join(f"{charged(line, shape)[name]:.{digits}f}" for line in lines)
+def row_of(lines: Iterable[Line], name: str, place: Place = CHARGED, digits: int = 2) -> str:
+    """Format the number `name` of several lines, separated by commas; tokens per unit are those at
+    `place`."""
+    return ", ".join(f"{charged(line, place)[name]:.{digits}f}" for line in lines)
 
 
 def ratio(line: Line, baseline: Line, name: str) -> str:
@@ -103,8 +102,8 @@ def ratio(line: Line, baseline: Line, name: str) -> str:
 SOLVED_AND_SPEED: list[str] = []
 for _family in JUDGED:
     SOLVED_AND_SPEED += [f"{_family} %", f"{_family}: tokens / unit"]
-_OTHER_SHAPES = [shape for shape in HEAD_SHARES if shape != CHARGED]
-_AT_OTHER_SHAPES = [f"at {shape}" for shape in _OTHER_SHAPES]
+_OTHER_SHAPES = [Place(shape) for shape in PUBLISHED if shape != CHARGED.shape]
+_AT_OTHER_SHAPES = [f"at {place.shape}" for place in _OTHER_SHAPES]
 
 
 def frontier(folder: Path = RESULTS, drafted: bool = True) -> str:
@@ -132,7 +131,7 @@ def frontier(folder: Path = RESULTS, drafted: bool = True) -> str:
             solved, speed = solved_and_speed([line])
             star = " *" if on_frontier(line, by_family[family]) else ""
             entries += [solved, speed + star]
-        units = [row_of(lines, "tokens_per_unit", shape) for shape in _OTHER_SHAPES]
+        units = [row_of(lines, "tokens_per_unit", place) for place in _OTHER_SHAPES]
         differ = [str(line["texts_that_differ"]) for line in lines if "texts_that_differ" in line]
         rows.append(
             [
@@ -155,80 +154,128 @@ def frontier(folder: Path = RESULTS, drafted: bool = True) -> str:
     )
 
 
-def draft_settings(target: str, states: int) -> dict[str, Line]:
-    """Return by name the settings that draft for a target with K = `states`; the last setting makes
-    two head passes."""
-    return {
-        "self_spec": drafted("self_spec", target, states),
-        "draft_graph": drafted("draft_graph", target, states),
-        "mrp_spec": drafted("mrp_spec", target, states),
-        "mrp_spec 2 passes": drafted("mrp_spec", target, states, draft_passes=2),
-    }
+@dataclass(frozen=True)
+class Drafts:
+    """Measured lines of all drafts for a target with one K.
+
+    Attributes:
+        headless: Lines of drafts without a head.
+        by_head: Lines of drafts by the head.
+    """
+
+    headless: list[Line]
+    by_head: list[Line]
+
+    def best(self, place: Place = CHARGED) -> tuple[Line, Line]:
+        """Return the line without a head and the one with it that have the most tokens per unit at
+        `place`, charged there."""
+        best = []
+        for lines in (self.headless, self.by_head):
+            at_place = [charged(line, place) for line in lines]
+            best.append(max(at_place, key=itemgetter("tokens_per_unit")))
+        return best[0], best[1]
 
 
-def _draft_lines(
-    measured: dict[tuple[str, str], Line], family: str, target: str, states: int
-) -> dict[str, Line]:
-    """Return the measured lines of the settings in `draft_settings`, by name."""
-    lines = {}
-    for name, setting in draft_settings(target, states).items():
-        line = measured.get((family, setting_name(setting)))
-        if line is not None:
-            lines[name] = line
-    return lines
+def drafts(
+    measured: Mapping[tuple[str, str], Line], family: str, target: str, states: int
+) -> Drafts:
+    """Collect the measured lines of all drafts for a target with K = `states`."""
+    headless, by_head = drafts_of(target, states)
+    if states == max(WIDTHS):
+        by_head.append(shortlisted(target, states, 2))
+    return Drafts(
+        [measured[family, setting_name(way)] for way in headless],
+        [measured[family, setting_name(way)] for way in by_head],
+    )
 
 
-def _headless(drafts: dict[str, Line]) -> Line:
-    """Return the line with the most tokens per unit among drafts without a head."""
-    headless = [line for line in drafts.values() if not line["head_per_token"]]
-    return max(headless, key=lambda line: line["tokens_per_unit"])
+def way_of(line: Line) -> str:
+    """Name the way in which the drafts of a line are made: "self_spec lookup"."""
+    name = str(line["decoding"])
+    if "prompt_lookup_num_tokens" in line:
+        name += " lookup"
+    if line.get("draft_passes", 1) > 1:
+        name += f" {line['draft_passes']} passes"
+    return name
 
 
-def _with_head(drafts: dict[str, Line]) -> list[Line]:
-    """Return the lines of drafts with a head."""
-    return [line for line in drafts.values() if line["head_per_token"]]
+def over(line: Line, baseline: Line) -> str:
+    """Format a line's tokens per unit over those of the same K without a head, with the paired
+    interval of their tokens per forward."""
+    lookup = "_lookup" if "prompt_lookup_num_tokens" in baseline else ""
+    return ratio(line, baseline, f"over_{baseline['decoding']}{lookup}")
 
 
 def targets(folder: Path = RESULTS) -> str:
-    """Tabulate tokens per unit of each target, alone and drafted, with tokens per forward in
-    brackets.
+    """Tabulate tokens per unit of each target, alone and drafted in each way, with tokens per
+    forward in brackets.
 
-    The ratios are of `mrp_spec` with one pass over the best draft without a head.
+    The ratios are of the best drafts by the head over the best without it.
     """
     measured = by_setting(folder)
     rows = []
+    head: list[str] = []
     for family, target in product(FAMILIES, TARGETS):
         entries = []
         ratios = []
-        for states in (4, 8):
-            drafts = _draft_lines(measured, family, target, states)
-            for line in drafts.values():
-                entry = f"{line['tokens_per_unit']:.2f}"
-                if line["head_per_token"]:
-                    entry += f" ({line['tokens_per_forward']:.2f})"
-                entries.append(entry)
-            best = _headless(drafts)["tokens_per_unit"]
-            ratios.append(f"{drafts['mrp_spec']['tokens_per_unit'] / best:.2f}x")
+        head = []
+        for states in WIDTHS:
+            of_target = drafts(measured, family, target, states)
+            for line in (*of_target.headless, *of_target.by_head):
+                forward = line["tokens_per_forward"]
+                entries.append(f"{line['tokens_per_unit']:.2f} ({forward:.2f})")
+                head.append(f"{way_of(line)} K={states}")
+            headless, by_head = of_target.best()
+            ratios.append(f"{by_head['tokens_per_unit'] / headless['tokens_per_unit']:.2f}x")
         target_speed = measured[family, setting_name(alone(target))]["tokens_per_unit"]
-        rows.append(
-            [
-                f"`{target}`",
-                family,
-                f"{target_speed:.2f}",
-                *entries,
-                *ratios,
-                str(_differ(measured, [family], target)),
-            ]
-        )
-    head = []
-    ratios = []
-    for states in (4, 8):
-        for name in _draft_lines(measured, "math", "static", states):
-            head.append(f"{name} K={states}")
-        ratios.append(f"mrp_spec over the best without a head, K={states}")
+        differ = str(_differ(measured, [family], target))
+        rows.append([f"`{target}`", family, f"{target_speed:.2f}", *entries, *ratios, differ])
+    ratio_heads = [f"with a head over without, K={states}" for states in WIDTHS]
     return markdown_table(
-        ["target", "problems", "alone", *head, *ratios, "texts that differ"], rows
+        ["target", "problems", "alone", *head, *ratio_heads, "texts that differ"], rows
     )
+
+
+BATCHES = (1, 2, 4, 8, 16, 32)
+_BATCH_DEVICES = ("H200", "A100-80G", "RTX4090")
+
+
+def fastest(lines: Iterable[Line], place: Place) -> tuple[float, str]:
+    """Return the most tokens per unit among lines at a place, and a name of the way and K that make
+    them."""
+    best = max((charged(line, place) for line in lines), key=itemgetter("tokens_per_unit"))
+    states = best.get("num_draft_states", 1)
+    name = "alone" if states == 1 else f"{way_of(best)} K={states}"
+    return best["tokens_per_unit"], name
+
+
+def batches(folder: Path = RESULTS) -> str:
+    """Tabulate the speed over the target alone of the best drafts without a head and with it, by
+    device and batch size, for math; where no draft is faster, the target alone."""
+    measured = by_setting(folder, JUDGED)
+    rows = []
+    for target, device in product(TARGETS, _BATCH_DEVICES):
+        undrafted = measured["math", setting_name(alone(target))]
+        entries = []
+        for batch in BATCHES:
+            place = Place(device=device, batch=batch)
+            slow = charged(undrafted, place)["tokens_per_unit"]
+            headless = [undrafted]
+            by_head = [undrafted]
+            for states in WIDTHS:
+                of_target = drafts(measured, "math", target, states)
+                headless += of_target.headless
+                by_head += of_target.by_head
+            values = [fastest(lines, place) for lines in (headless, by_head)]
+            kinds = [name.rsplit("K=", 1)[-1] for _, name in values]
+            entries.append(
+                ", ".join(
+                    f"{speed / slow:.2f}" + (f" (K={kind})" if kind != "alone" else "")
+                    for (speed, _), kind in zip(values, kinds, strict=True)
+                )
+            )
+        rows.append([f"`{target}`", device, *entries])
+    return markdown_table(["target", "device", *(f"batch {batch}" for batch in BATCHES)], rows)
 
 
 # By target and K, the aims for math and code: tokens per unit over those of the best draft without
@@ -244,69 +291,47 @@ AIMS = {
 
 
 def aims(folder: Path = RESULTS) -> str:
-    """Tabulate tokens per unit of `mrp_spec`, the ratio to the best draft without a head at the
-    same K, and the aimed ratio.
-
-    Passes are charged as with a shortlist; columns are by number of passes, with 95 % intervals.
-    """
+    """Tabulate tokens per unit of the best drafts by the head, the ratio to the best drafts without
+    it at the same K, with its 95 % interval, and the aimed ratio."""
     measured = by_setting(folder)
     rows = []
     for target, states, (index, family) in product(TARGETS, WIDTHS, enumerate(JUDGED)):
-        lines = _draft_lines(measured, family, target, states)
         aim = AIMS[target, states][index]
-        best = _headless(lines)
-        field = f"over_{best['decoding']}"
+        headless, by_head = drafts(measured, family, target, states).best()
         entries = []
-        speeds = []
-        for line in _with_head(lines):
-            draft = charged({**line, "draft_shortlist": SHORTLIST})
-            speeds.append(draft["tokens_per_unit"])
-            entries.append(f"{draft['tokens_per_unit']:.2f} ({ratio(draft, best, field)})")
-        entries += [""] * (2 - len(entries))
-        reached = max(speeds) >= aim * best["tokens_per_unit"]
-        stale = f"{best['decoding']} {best['tokens_per_unit']:.2f}"
+        for line in (headless, by_head):
+            entries.append(f"{way_of(line)} {line['tokens_per_unit']:.2f}")
+        reached = by_head["tokens_per_unit"] >= aim * headless["tokens_per_unit"]
         rows.append(
             [
                 f"`{target}`",
                 str(states),
                 family,
-                stale,
                 *entries,
+                over(by_head, headless),
                 f"{aim}x",
                 "yes" if reached else "no",
             ]
         )
-    return markdown_table(
-        [
-            "target",
-            "K",
-            "problems",
-            "best without a head",
-            "one pass",
-            "two passes",
-            "aim",
-            "reached",
-        ],
-        rows,
-    )
+    head = ["best without a head", "best with it", "ratio", "aim", "reached"]
+    return markdown_table(["target", "K", "problems", *head], rows)
 
 
 def break_even(folder: Path = RESULTS) -> str:
-    """Tabulate the most that a head pass may cost, in percent of a backbone forward, to match the
-    best draft without a head.
-
-    Drafts with and without a head have the same K, and are compared by tokens per unit.
-    """
+    """Tabulate the most that a head pass may cost, in percent of a unit, to match the best draft
+    without a head of the same K, and in brackets what it is charged."""
     measured = by_setting(folder)
     rows = []
     for family, target in product(FAMILIES, TARGETS):
         entries = []
         for states in WIDTHS:
-            drafts = _draft_lines(measured, family, target, states)
-            for line in _with_head(drafts):
-                entries.append(f"{100 * affordable(line, _headless(drafts)):.0f}")
+            of_target = drafts(measured, family, target, states)
+            headless, _ = of_target.best()
+            line = of_target.by_head[0]
+            most = 100 * affordable(line, headless)
+            entries.append(f"{most:.0f} ({100 * pass_units(line):.0f})")
         rows.append([f"`{target}`", family, *entries])
-    return markdown_table(["target", "problems", "K=4", "K=8", "K=8, two passes"], rows)
+    return markdown_table(["target", "problems", *(f"K={states}" for states in WIDTHS)], rows)
 
 
 def _differ(measured: dict[tuple[str, str], Line], families: Sequence[str], target: str) -> int:
@@ -318,50 +343,38 @@ def _differ(measured: dict[tuple[str, str], Line], families: Sequence[str], targ
     return count
 
 
-# Titles of columns, and the settings whose numbers they hold: K = 4, then K = 8.
-_BOTH_DRAFTERS: list[str] = []
-for _states in WIDTHS:
-    _BOTH_DRAFTERS += [f"`self_spec`, K = {_states}", f"`mrp_spec`, K = {_states}"]
-
-
-def _drafted_by_both(target: str) -> list[Line]:
-    settings = []
-    for states in WIDTHS:
-        settings.append(drafted("self_spec", target, states))
-        settings.append(drafted("mrp_spec", target, states))
-    return settings
-
-
 def summary(folder: Path = RESULTS) -> str:
-    """Tabulate problems solved and tokens per unit of each target, alone and drafted, then the
-    widest interval."""
-    measured = by_setting(folder)
+    """Tabulate problems solved and tokens per unit of each target, alone and with the best drafts
+    without a head and with it, then the widest interval."""
+    measured = by_setting(folder, JUDGED)
     rows = []
     arms = []
     for target in TARGETS:
-        solved = row_of(lines_of(measured, alone(target)), "accuracy", digits=1)
-        units = []
-        for setting in (alone(target), *_drafted_by_both(target)):
-            lines = lines_of(measured, setting)
-            units.append(row_of(lines, "tokens_per_unit"))
-            for line in lines:
+        undrafted = lines_of(measured, alone(target))
+        entries = [row_of(undrafted, "accuracy", digits=1), row_of(undrafted, "tokens_per_unit")]
+        by_head: list[Line] = []
+        for states in WIDTHS:
+            best = [drafts(measured, family, target, states).best() for family in JUDGED]
+            headless = [line for line, _ in best]
+            by_head = [line for _, line in best]
+            ratios = []
+            for without, line in best:
+                ratios.append(f"{line['tokens_per_unit'] / without['tokens_per_unit']:.2f}")
                 for end in line["tokens_per_unit_95"]:
                     arms.append(abs(end / line["tokens_per_unit"] - 1))
-        # of the last setting, `mrp_spec` with the largest K
-        other_shapes = [row_of(lines, "tokens_per_unit", shape) for shape in _OTHER_SHAPES]
-        plain = row_of(lines, "tokens_per_forward")
-        rows.append(
-            [
-                f"`{target}`",
-                solved,
-                *units,
-                *other_shapes,
-                plain,
-                str(_differ(measured, JUDGED, target)),
-            ]
-        )
-    head = ["target", "solved, %", "alone", *_BOTH_DRAFTERS, *_AT_OTHER_SHAPES, "a forward"]
-    table = markdown_table([*head, "texts that differ"], rows)
+            entries += [row_of(lines, "tokens_per_unit") for lines in (headless, by_head)]
+            entries.append(", ".join(ratios))
+        # of the last setting, drafts by the head with the largest K
+        entries += [row_of(by_head, "tokens_per_unit", place) for place in _OTHER_SHAPES]
+        entries.append(row_of(by_head, "tokens_per_forward"))
+        rows.append([f"`{target}`", *entries, str(_differ(measured, JUDGED, target))])
+    head = ["target", "solved, %", "alone"]
+    for states in WIDTHS:
+        head += [f"without a head, K = {states}", f"with it, K = {states}", "ratio"]
+    table = markdown_table(
+        [*head, *_AT_OTHER_SHAPES, "a forward", "texts that differ"],
+        rows,
+    )
     return (
         f"{table}\n"
         "\n"
@@ -386,8 +399,10 @@ def headline(folder: Path = RESULTS) -> str:
     for states in STATES:
         released = setting_name(drafted("released", "static", states, head_prefix=False))
         for title, mode, options in _BESIDE_RELEASED:
-            name = setting_name(drafted(mode, "static", states, **options))
-            lines = [measured[family, name] for family in FAMILIES]
+            setting = drafted(mode, "static", states, **options)
+            if mode == "mrp_spec":
+                setting = shortlisted("static", states, 1)
+            lines = [measured[family, setting_name(setting)] for family in FAMILIES]
             entries = []
             for family, line in zip(FAMILIES, lines, strict=True):
                 entry = f"{line['tokens_per_unit']:.2f}"
@@ -419,58 +434,6 @@ def rules(folder: Path = RESULTS) -> str:
     return markdown_table(head, rows)
 
 
-def fresh(folder: Path = RESULTS) -> str:
-    """Tabulate the frontier's numbers beside those of 2,000 fresh problems, whose seed is in the
-    file of their lines.
-
-    The number in brackets is the difference divided by its standard error; tokens are per forward.
-    """
-    measured = by_setting(folder, JUDGED)
-    rows = []
-    fresh_lines: dict[tuple[str, str], Line] = {}
-    for family in JUDGED:
-        fresh_lines |= named(read_lines(folder / f"tiny_fresh_{family}.jsonl"))
-
-    def compare(old: Line, new: Line, name: str, digits: int) -> str:
-        errors = [(high - low) / 3.92 for low, high in (old[f"{name}_95"], new[f"{name}_95"])]
-        text = f"{old[name]:.{digits}f}, {new[name]:.{digits}f}"
-        if any(errors):
-            text += f" ({(new[name] - old[name]) / hypot(*errors):+.1f})"
-        return text
-
-    for target, family in product(TARGETS, JUDGED):
-        settings = [
-            (alone(target), alone(target)),
-            (drafted("self_spec", target, 8), drafted("self_spec", target, 8)),
-            (drafted(GRAPH, target, 8), graph_of(target, 8)),
-            (drafted("mrp_spec", target, 8), shortlisted(target, 8, 1)),
-        ]
-        old_lines = []
-        new_lines = []
-        speeds = []
-        for old, new in settings:
-            old_lines.append(measured[family, setting_name(old)])
-            new_lines.append(fresh_lines[family, setting_name(new)])
-            speeds.append(compare(old_lines[-1], new_lines[-1], "tokens_per_forward", 2))
-        ratios = []
-        for _, *headless, by_head in (old_lines, new_lines):
-            best = max(line["tokens_per_forward"] for line in headless)
-            speed = charged({**by_head, "draft_shortlist": SHORTLIST})["tokens_per_unit"]
-            ratios.append(f"{speed / best:.2f}x")
-        differ = sum(line["texts_that_differ"] for line in new_lines[1:])
-        solved = compare(old_lines[0], new_lines[0], "accuracy", 1)
-        rows.append([f"`{target}`", family, solved, *speeds, ", ".join(ratios), str(differ)])
-    head = [
-        "solved, %",
-        "alone",
-        "self_spec",
-        "draft_graph",
-        "mrp_spec",
-        "tokens / unit over the best without a head",
-    ]
-    return markdown_table(["target", "problems", *head, "texts that differ"], rows)
-
-
 def sampled(folder: Path = RESULTS) -> str:
     """Tabulate targets at temperature 1: problems solved and tokens per unit, alone and drafted;
     cells hold math and code."""
@@ -485,8 +448,10 @@ def sampled(folder: Path = RESULTS) -> str:
         solved = ", ".join(interval(line, "accuracy", 1) for line in settings_lines[0])
         units = [row_of(lines, "tokens_per_unit") for lines in settings_lines]
         rows.append([f"`{target}`", solved, *units, str(_differ(measured, JUDGED, target))])
-    head = ["target", "solved, %", "alone", *_BOTH_DRAFTERS, "texts that differ"]
-    return markdown_table(head, rows)
+    head = ["target", "solved, %", "alone"]
+    for states in WIDTHS:
+        head += [f"`self_spec`, K = {states}", f"`mrp_spec`, K = {states}"]
+    return markdown_table([*head, "texts that differ"], rows)
 
 
 def seeds(folder: Path = RESULTS) -> str:
@@ -497,11 +462,12 @@ def seeds(folder: Path = RESULTS) -> str:
     seed's 95 % interval.
     """
     paths = sorted(folder.glob("tiny_seed_*.jsonl"))
-    trained = [named(read_lines(path, embedded=False)) for path in paths]
+    trained = [named(read_lines(path, current=False)) for path in paths]
     measured = by_setting(folder, JUDGED)
     rows = []
     for target, states, family in product(TARGETS, WIDTHS, JUDGED):
         name = family, setting_name(drafted("mrp_spec", target, states))
+        by_embedded = measured[family, setting_name(shortlisted(target, states, 1))]
         speeds = [lines[name]["tokens_per_forward"] for lines in trained]
         low, high = trained[0][name]["tokens_per_forward_95"]
         spread = (
@@ -511,7 +477,7 @@ def seeds(folder: Path = RESULTS) -> str:
         )
         differ = sum(lines[name]["texts_that_differ"] for lines in trained)
         entries = [f"{speed:.2f}" for speed in speeds]
-        embedded = f"{measured[name]['tokens_per_forward']:.2f}"
+        embedded = f"{by_embedded['tokens_per_forward']:.2f}"
         rows.append([f"`{target}`", str(states), family, *entries, spread, embedded, str(differ)])
     head = [f"seed {path.stem.rsplit('_', 1)[1]}" for path in paths]
     head += ["spread", "embedded", "texts that differ"]
@@ -548,10 +514,10 @@ for _table in (
     frontier,
     summary,
     targets,
+    batches,
     aims,
     break_even,
     headline,
-    fresh,
     sampled,
     seeds,
     rules,

@@ -210,6 +210,8 @@ class RoundDecoder:
         have been made for the same rows in their present states."""
         drafts = self.draft(rows, plan)
         scores = self.networks.score(rows, drafts)
+        for row, nodes in zip(rows, drafts, strict=True):
+            row.counts.states += len(nodes)
         self.verified += any(not node.opens for nodes in drafts for node in nodes[1:])
         self.write(rows, self.accept(rows, drafts, scores))
         self.amount.learn(plan.amount, plan.outlines, drafts)

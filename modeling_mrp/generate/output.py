@@ -30,6 +30,8 @@ class MRPGenerateStats(ModelOutput):
             drafts); the role of the head is `head`.
         row_forwards, row_head_forwards: [rows], the number of forwards in which each row took part,
             of the backbone and of the head.
+        row_states: [rows], the number of states that these forwards of the backbone scored; a
+            forward over a prompt counts as one.
         slot_forwards: The number of rows in the batch, summed over backbone forwards. It includes
             rows that had ended but not left the batch.
         drafted, accepted: [rows], the number of drafted states that were submitted, and the number
@@ -60,6 +62,7 @@ class MRPGenerateStats(ModelOutput):
     forwards: dict[str, int] | None = None
     row_forwards: Tensor | None = None
     row_head_forwards: Tensor | None = None
+    row_states: Tensor | None = None
     slot_forwards: int | None = None
     drafted: Tensor | None = None
     accepted: Tensor | None = None
@@ -415,6 +418,7 @@ def output_of(
         forwards=forwards,
         row_forwards=row_forwards,
         row_head_forwards=counts("head_forwards"),
+        row_states=counts("states") + row_forwards - counts("lengths").sum(1),
         slot_forwards=networks.slots,
         drafted=counts("drafted"),
         accepted=counts("accepted"),

@@ -15,7 +15,7 @@ Keys and values are read where `BlockCache` holds them: first the committed slot
 all states.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -11,6 +11,7 @@ the table.
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Protocol
 
 from .costs import WIDTHS, RoundCosts, draft_sizes
@@ -184,9 +185,9 @@ class ExpectedGain:
     STALE_DECAY = 0.75
     HEAD_DECAY = 0.9
     UNREAD_DECAY = 0.95
-    # The head must make this many times the steps of stale drafts: both are estimates, and the
-    # larger estimate is more often too large.
-    HEAD_MARGIN = 1.06
+    # The share that counts of the steps that a larger amount is expected to add to those of a
+    # smaller one. Both are estimates, and the larger is more often too large than too small.
+    COUNTED = 0.7
     # A pass of a head that a call has not tried yet is charged this share more: a call of which the
     # head is no part has to find that out by trying it.
     CAUTION = 1.5
@@ -205,21 +206,33 @@ class ExpectedGain:
     def plan(self, drafts: Drafts) -> Amount:
         """Choose the amount with the most expected denoising steps per cost, judging by the chances
         of the nodes in `drafts`, which are made without the head."""
-        best_rate = 0.0
-        best = Amount(1)
         rows = len(drafts)
-        choices = [(0, self.stale, 1.0)]
+        choices = []
+        ways = [(0, self.stale)]
         if self.passes:
-            choices.append((self.passes, self.unread, self.HEAD_MARGIN))
-        for passes, calibration, margin in choices:
+            ways.append((self.passes, self.unread))
+        for passes, calibration in ways:
             steps = expected_steps(drafts, calibration, self.widths)
+            caution = self.CAUTION * calibration.doubt()
             for width, expected in zip(self.widths, steps, strict=True):
-                cost = margin * self.costs.of_round(rows, width, passes)
-                cost += self.CAUTION * calibration.doubt() * self.costs.of_head(rows, width, passes)
-                rate = expected / cost
-                if passes < width and rate > best_rate:
-                    best_rate = rate
-                    best = Amount(width, passes)
+                cost = self.costs.of_round(rows, width, passes)
+                cost += caution * self.costs.of_head(rows, width, passes)
+                if passes < width:
+                    choices.append((cost, expected, Amount(width, passes)))
+        return self._best(choices)
+
+    def _best(self, choices: list[tuple[float, float, Amount]]) -> Amount:
+        """Return the best of several amounts, each with its cost and its expected steps. They are
+        compared by cost, the smallest first. A larger one is better if its steps per cost are more,
+        even if only the share `COUNTED` of its additional steps is made."""
+        choices.sort(key=itemgetter(0))
+        best_cost, best_steps, best = choices[0]
+        for cost, steps, amount in choices:
+            counted = best_steps + self.COUNTED * (steps - best_steps)
+            if counted / cost > best_steps / best_cost:
+                best_cost = cost
+                best_steps = steps
+                best = amount
         return best
 
     def cut(self, amount: Amount, drafts: Drafts) -> int:
@@ -232,10 +245,11 @@ class ExpectedGain:
         steps = expected_steps(drafts, self.read, widths)
         rows = len(drafts)
         head = self.costs.of_head(rows, amount.states, amount.passes)
-        rates = []
+        choices = []
         for width, expected in zip(widths, steps, strict=True):
-            rates.append(expected / (head + self.costs.of_round(rows, width, 0)))
-        return widths[rates.index(max(rates))]
+            cost = head + self.costs.of_round(rows, width, 0)
+            choices.append((cost, expected, Amount(width)))
+        return self._best(choices).states
 
     def learn(self, amount: Amount, outlines: Drafts, drafts: Drafts) -> None:
         """Correct the estimated chances after a round, by which of them came true (`Calibration`).

@@ -119,6 +119,7 @@ class Counts:
     Attributes:
         forwards, head_forwards: Number of forwards of the backbone and of the head in which the row
             took part.
+        states: Number of states that rounds scored, those that open a block included.
         drafted, accepted: Number of drafts that were submitted, and that were accepted.
         revoked: Number of reveals that the head masked again.
         lengths: For each n from 0 on, the number of rounds that accepted n states. The first state
@@ -133,7 +134,7 @@ class Counts:
         # a path continues through states that the previous round scored
         depths = 2 * width - 1 if drafts else 0
         self.forwards = self.head_forwards = 0
-        self.drafted = self.accepted = self.revoked = 0
+        self.states = self.drafted = self.accepted = self.revoked = 0
         self.lengths = [0] * ((1 + drafts) * width + 1)
         self.offered_at_depth = [0] * depths
         self.accepted_at_depth = [0] * depths

@@ -35,7 +35,7 @@ def printed(command: Any, *arguments: str) -> str:
         ("docs/results.md", tables.targets),
         ("docs/results.md", tables.break_even),
         ("docs/results.md", tables.aims),
-        ("docs/results.md", tables.fresh),
+        ("docs/results.md", tables.batches),
         ("docs/results.md", tables.sampled),
         ("docs/results.md", tables.seeds),
         ("docs/results.md", tables.headline),

@@ -7,9 +7,18 @@ model itself.
 import pytest
 import torch
 from mrp_trainer.evaluate import cost
-from mrp_trainer.evaluate.roofline import PUBLISHED, Shape, Work, decoder_layers
+from mrp_trainer.evaluate.roofline import (
+    BYTES,
+    DEVICES,
+    PUBLISHED,
+    Shape,
+    Work,
+    decoder_layers,
+)
 
 from modeling_mrp import MRPConfig, MRPForCausalLM
+from modeling_mrp.networks.predicted import GRAPH_LAYER
+from modeling_mrp.rules.costs import RoundCosts
 from tests.support.places import ROOT
 from tests.support.random_cases import make_model
 
@@ -70,40 +79,60 @@ def test_a_layer_by_hand() -> None:
     assert attention == Work(3 * 18 * 8 * 2, 12 * 14 * 8 * 2 * 2)
 
 
-def test_head_share_counts_the_rows_that_picks_read() -> None:
-    """4 rows of the lm_head in place of 64: 60 * 32 numbers less over those of the layers and the
-    lm_head; by a model's own."""
-    model = make_model()
-    assert model.mrp_head is not None
-    layers, head = (
-        sum(p.numel() for p in part.parameters()) for part in (model.model.layers, model.mrp_head)
-    )
-    shape = Shape.of("small", model.config)
-    assert shape.head_share() == pytest.approx((head + 64 * 32) / (layers + 64 * 32))
-    assert shape.head_share() - shape.head_share(4) == pytest.approx(60 * 32 / (layers + 64 * 32))
-    assert (
-        pytest.approx({name: one.head_share() for name, one in PUBLISHED.items()}, abs=1e-8)
-        == cost.HEAD_SHARES
-    )
-
-
 def test_tokens_per_unit_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two tokens a forward and half a head pass a token: one pass a forward, at a quarter of it."""
-    monkeypatch.setitem(cost.HEAD_SHARES, "4B", 0.25)
+    """A forward of one state takes 10, of two 12 and of four 20; a pass over one state takes 2 and
+    over three 4; the host takes 1 for a state."""
+    table = RoundCosts((1, 2, 4), (9.0, 10.0, 16.0), (2.0, 3.0, 5.0), 1.0)
+    monkeypatch.setattr(cost, "costs_of", lambda *_: table)
     line = {"tokens_per_forward": 2.0, "tokens_per_forward_95": [1.5, 2.5], "head_per_token": 0.5}
-    assert cost.charged(line) == {**line, "tokens_per_unit": 1.6, "tokens_per_unit_95": [1.2, 2.0]}
+    # one pass a forward, over one state
+    assert cost.units_per_forward(line) == pytest.approx(1.2)
+    drafted = {**line, "num_draft_states": 4}
+    # four states, where nothing else is known, and a pass over three
+    assert cost.units_per_forward(drafted) == pytest.approx(2.0 + 0.4)
+    counted = {**drafted, "states_per_forward": 3.0}
+    assert cost.units_per_forward(counted) == pytest.approx(1.6 + 0.4)
+    assert cost.charged(counted) == {
+        **counted,
+        "tokens_per_unit": pytest.approx(1.0),
+        "tokens_per_unit_95": [pytest.approx(0.75), pytest.approx(1.25)],
+    }
+    # two passes, over two states and over three
+    assert cost.pass_units({**drafted, "draft_passes": 2}) == pytest.approx(0.35)
+    assert cost.pass_units({**line, "num_draft_states": "auto"}) > cost.pass_units(drafted)
     assert cost.charged({"tokens_per_forward": 2.0})["tokens_per_unit"] is None
-    stale = {"tokens_per_forward": 1.6, "head_per_token": 0.0}
-    assert cost.break_even(line, stale) == pytest.approx(0.25)
-    assert cost.charged(stale)["tokens_per_unit"] == 1.6
-    listed = {**line, "num_draft_states": 4, "draft_shortlist": 16}
-    rows = 3 * 8 * 16  # a state has eight masks, half of its block, on average
-    assert (
-        cost.head_share(listed) == PUBLISHED["4B"].head_share(rows) < cost.head_share(line, "1.7B")
-    )
-    assert cost.charged(listed)["tokens_per_unit"] == pytest.approx(
-        2 / (1 + PUBLISHED["4B"].head_share(rows))
-    )
+    # in a batch, every row computes as many states as the one with the most
+    wide = cost.units_per_forward({**counted, "head_per_token": 0.0}, cost.Place(batch=2))
+    assert wide == pytest.approx((16.0 * 2 + 8) / (10.0 + 2))
+    stale = {"tokens_per_forward": 1.25, "head_per_token": 0.0}
+    # 0.8 units a token without a head; with it 0.8 apart from passes
+    assert cost.break_even(counted, stale) == pytest.approx(0.0)
+    assert cost.break_even(counted, {**stale, "tokens_per_forward": 1.0}) == pytest.approx(0.4)
+
+
+def test_places_differ_in_shape_device_batch_blocks_and_lists() -> None:
+    """Against the bytes of weights: at batch 1, a forward of one state reads them all; a pass with
+    a shortlist reads less of lm_head."""
+    line = {"tokens_per_forward": 3.0, "head_per_token": 0.3, "num_draft_states": 8}
+    units = cost.units_per_forward
+    assert units(line) == units(line, cost.Place("4B", "H200", 1))
+    places = [
+        cost.Place(),
+        cost.Place("1.7B"),
+        cost.Place(device="RTX4090"),
+        cost.Place(batch=8),
+    ]
+    assert len({units(line, place) for place in places}) == len(places)
+    assert units({**line, "draft_shortlist": 16}) < units(line)
+    batch = cost.Place(batch=8)
+    assert units({**line, "block_size": 4}, batch) < units(line, batch)
+    assert units({**line, "states_per_forward": 5.0}) < units(line)
+    for name, shape in PUBLISHED.items():
+        costs = cost.costs_of(name, "H200", 16)
+        read = (shape.backbone + shape.vocabulary) * BYTES / DEVICES["H200"].bandwidth
+        launches = shape.num_hidden_layers * GRAPH_LAYER
+        assert costs.backbone[0] == pytest.approx(read + launches, rel=0.01)
+    assert str(cost.CHARGED) == "4B on one H200 at batch 1"
     assert [cost.charged_as(size) for size in (2048, 2560, 4096, 128, None)] == [
         "1.7B",
         "4B",

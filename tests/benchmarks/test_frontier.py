@@ -119,7 +119,7 @@ class Stub:
     def decoded(self, setting: Setting, asked: Any) -> Measured:
         self.asked.append(setting_name(setting))
         ids = [[1, 2], [3, 4], [5, 6], [7, 8 + (setting["decoding"] == "mrp_spec")]]
-        return Measured(ids, [1] * 4, [0] * 4, [True, True, True, False])
+        return Measured(ids, [1] * 4, [0] * 4, [1] * 4, [True, True, True, False])
 
 
 def test_lines_of_settings(tmp_path: Path) -> None:
@@ -156,13 +156,13 @@ def test_ratios_are_paired() -> None:
     problems cannot be paired."""
     texts, forwards = [[1] * length for length in (10, 40, 25, 60)], [5, 30, 9, 41]
     fast, slow = (
-        Measured(texts, forwards, [0] * 4),
-        Measured(texts, [2 * count for count in forwards], [0] * 4),
+        Measured(texts, forwards, [0] * 4, forwards),
+        Measured(texts, [2 * count for count in forwards], [0] * 4, forwards),
     )
     assert fast.over(slow=slow) == {"over_slow": 2.0, "over_slow_95": [2.0, 2.0]}
     assert fast.speed.low < 0.95 * fast.speed.value
     with pytest.raises(ValueError, match="same shape"):
-        fast.over(other=Measured(texts[:1], [1], [0]))
+        fast.over(other=Measured(texts[:1], [1], [0], [1]))
 
 
 def test_the_figure_of_the_committed_lines(tmp_path: Path) -> None:

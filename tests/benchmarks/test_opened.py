@@ -87,7 +87,7 @@ def test_each_way_is_measured(
         assert len(line["tokens"]) == 2
         if line["way"] in (opened.ALONE, opened.ONE):
             assert line["tokens"] == line["forwards"]
-        costs = opened.costs_of(line["block"], 1, 0)
+        costs = opened.costs_of("4B", "H200", line["block"], 0, 1)
         forwards = sum(line["forwards"])
         passes = sum(line["head_forwards"])
         least = 1e3 * (forwards * costs.of_round(1, 1, 0) + passes * costs.head[0])

@@ -71,7 +71,10 @@ def test_the_embedded_card_is_what_the_command_prints_and_complete(
     assert "| parameters here | 1,017,216 of the backbone, 550,208 of the head |" in text
     (index,) = data["model-index"]
     metrics = [metric for result in index["results"] for metric in result["metrics"]]
-    unit = "tokens per backbone forward, head passes charged as at 4B, mrp_spec of sequential K=4"
+    unit = (
+        "tokens per unit (the predicted time of a forward of one state, 4B on one H200 at batch 1), "
+        "mrp_spec of sequential K=4"
+    )
     lines = [
         line for line in read_results(RESULTS) if mode_name(line) == "mrp_spec of sequential K=4"
     ]
@@ -241,7 +244,7 @@ def test_a_table_of_uneven_results(tmp_path: Path) -> None:
     ]
     lines[1] = {**lines[1], "head_per_token": 0.25}
     assert results_table(lines) == (
-        "| mode | sums % | words % | tokens / unit at 4B (sums, words) | tokens / forward (sums, "
+        "| mode | sums % | words % | tokens / unit, 4B on one H200 at batch 1 (sums, words) | tokens / forward (sums, "
         "words) | head forwards / token | same as static % (sums, words) |\n"
         "| --- | --- | --- | --- | --- | --- | --- |\n"
         "| static | 50.0 | 100.0 | 1.00, - | 1.00, 0.99 | 0.00, - | -, - |\n"

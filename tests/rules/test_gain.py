@@ -68,7 +68,7 @@ def test_tables_that_are_none_are_refused(table: dict[str, Any]) -> None:
 def test_a_draft_has_as_many_states_as_are_worth_their_cost() -> None:
     nodes = draft([0.9, 0.8, 0.1, 0.1, 0.1, 0.1, 0.1], [1] * 7)
     linear = {"states": [1, 64], "backbone": [1.0, 64.0]}
-    gentle = {"states": [1, 64], "backbone": [1.0, 1 + 63 * 0.4]}
+    gentle = {"states": [1, 64], "backbone": [1.0, 1 + 63 * 0.3]}
     assert gain(FREE).plan([nodes]) == Amount(8)
     assert gain(linear).plan([nodes]) == Amount(1)
     assert gain(gentle).plan([nodes]) == Amount(3)
@@ -88,10 +88,15 @@ def test_the_head_runs_where_that_is_worth_its_passes() -> None:
     assert Fixed(8, 1).cut(amount, [nodes]) == 8
 
 
-def test_the_head_has_to_win_by_a_margin_over_stale_drafts_alone() -> None:
-    """Not again over its own drafts of fewer states."""
-    nodes = draft([0.6, *[0.02] * 6], [1] * 7)
-    assert gain(FREE, passes=1).plan([nodes]) == Amount(8, 1)
+def test_only_a_share_of_additional_steps_counts() -> None:
+    """A second state that makes 0.675 steps more, of which 0.47 count, is not worth half a forward;
+    it is worth 0.4."""
+    nodes = draft([0.9], [1])
+    half = {"states": [1, 64], "backbone": [1.0, 1 + 63 * 0.5]}
+    less = {"states": [1, 64], "backbone": [1.0, 1 + 63 * 0.4]}
+    assert gain(half).plan([nodes]) == Amount(1)
+    assert gain(less).plan([nodes]) == Amount(2)
+    assert 0.9 * ExpectedGain.STALE_DECAY > 0.5 > 0.7 * 0.9 * ExpectedGain.STALE_DECAY > 0.4
 
 
 def test_rows_that_end_a_block_wait_where_that_pays() -> None:

@@ -11,6 +11,7 @@ from mrp_trainer.data.chat import RecordEncoder
 from mrp_trainer.data.rows import RecordRows
 from mrp_trainer.data.sources import Source
 from mrp_trainer.data.tasks import training_lines
+from mrp_trainer.evaluate.cost import Place
 from mrp_trainer.heads import with_new_head
 from mrp_trainer.picture.run import draw_run
 from mrp_trainer.train.inputs import prompts_of
@@ -34,13 +35,14 @@ def table_of(page: str) -> dict[str, str]:
 
 
 def test_a_verdict_in_words() -> None:
-    won = Comparison("dynamic", 2.0, 2.66, 2.5)
-    lost = Comparison("static", 2.13, 2.2, 1.84)
-    text = verdict([lost, won], 7, "4B")
+    won = Comparison("dynamic", 2.1, 2.66, 2.0, 2.5)
+    lost = Comparison("static", 2.2, 2.2, 2.13, 1.84)
+    text = verdict([lost, won], 7, Place("8B"))
     assert text.splitlines()[0].startswith("7 held-out prompts, tokens per forward at K = 8")
-    assert "  static             2.13       2.20      1.84" in text
+    assert "one state, 8B on one H200 at batch 1" in text
+    assert "  static             2.20       2.20                2.13   1.84" in text
     assert text.endswith("\nverdict: worth publishing, 1.25 times the tokens per unit with dynamic")
-    assert verdict([lost], 7, "4B").endswith(
+    assert verdict([lost], 7, Place()).endswith(
         "verdict: no better than none (0.86 times the tokens per unit): train longer, or on texts "
         "that the backbone wrote (mrp decode)"
     )
@@ -129,8 +131,9 @@ def test_every_key_of_the_log_is_explained(files: dict[str, str]) -> None:
     rows = [line for line in told if line.startswith("  static ")]
     assert rows == [
         f"  static   {last['verdict_static_stale_tokens_per_forward']:>14.2f}"
-        f"{last['verdict_static_tokens_per_forward']:>11.2f}"
-        f"{last['verdict_static_tokens_per_unit']:>10.2f}"
+        f"{last['verdict_static_tokens_per_forward']:>11.2f}{'':>11}"
+        f"{last['verdict_static_stale_tokens_per_unit']:>9.2f}"
+        f"{last['verdict_static_tokens_per_unit']:>7.2f}"
     ]
     assert any(line.startswith("verdict: ") for line in told)
     assert any(line.startswith("8 held-out prompts") for line in told)

@@ -137,6 +137,7 @@ def report(
                 line |= {
                     "draft_shortlist": shortlist_of(model, setting),
                     "charged_as": charged_as(model.config.hidden_size),
+                    "block_size": model.config.block_size,
                     "first": settings[0],
                     "asked": question,
                 }
@@ -190,9 +191,8 @@ def measurements(decoded: Decoded, first: Decoded) -> dict[str, Any]:
     speed = ratio_of_sums(decoded.tokens, decoded.row_forwards)
     assert speed is not None, "every prompt takes a forward"
     line |= {
-        "tokens_per_forward": round(decoded.tokens_per_forward, 3),
+        **decoded.costs(),
         "tokens_per_forward_95": speed.rounded(),
-        "head_per_token": round(decoded.head_forwards_per_token, 3),
         "identical_to_first": round(100 * decoded.equal(first) / len(decoded.ids), 1),
         "identical_to_first_95": wilson(decoded.equal(first), len(decoded.ids)).rounded(1, 100),
     }

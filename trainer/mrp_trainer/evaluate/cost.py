@@ -1,79 +1,135 @@
-"""The cost of decoding: tokens per *unit*. A unit is the cost of one backbone forward, and a head
-pass costs a share of it.
+"""The cost of decoding: tokens per *unit*.
 
-This share is the number of parameters that a head pass reads, divided by the number that a backbone
-forward reads; both include rows of `lm_head`. It is computed for a published model size: 27, 18 and
-16 % at 1.7B, 4B and 8B, and 9, 8 and 8 % if the head picks among a shortlist of 16 tokens per
-position. A forward is taken to cost the same for any number of states, as it does at small batches
-on a GPU.
+A unit is the predicted time of a backbone forward that scores one state of each row, for a model of
+a published size on a device at a batch size: a `Place`, such as 4B on an H200 at batch 1. Forwards
+are charged for the states that they score, and head passes for the states and the tokens that they
+read. The prediction has weights, products, launches, and the host's time for each drafted state
+(`modeling_mrp.networks.predicted`). Tokens per unit are relative: at the same place, twice as many
+take half the time.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
-from modeling_mrp.rules.costs import WIDTHS
+from modeling_mrp.networks.predicted import GRAPH_LAYER, Rates, costs_at
+from modeling_mrp.rules.costs import WIDTHS, RoundCosts, draft_sizes, interpolated
 
-from .roofline import PUBLISHED, masks_per_state
+from .roofline import BYTES, DEVICES, PUBLISHED
 
-CHARGED = "4B"
-HEAD_SHARES = {name: shape.head_share() for name, shape in PUBLISHED.items()}
+
+@dataclass(frozen=True)
+class Place:
+    """Where decoding is charged.
+
+    Attributes:
+        shape: A published model size: "1.7B", "4B" or "8B".
+        device: The name of a device (`roofline.DEVICES`).
+        batch: The number of rows in a forward.
+    """
+
+    shape: str = "4B"
+    device: str = "H200"
+    batch: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.shape} on one {self.device} at batch {self.batch}"
+
+
+CHARGED = Place()
+
+
+@cache
+def costs_of(
+    shape: str, device: str, block_size: int, shortlist: int = 0, head_layers: int | None = None
+) -> RoundCosts:
+    """Predict the costs of forwards of a published size on a device, in seconds, in bfloat16.
+
+    Args:
+        shape: The published size.
+        device: The name of the device.
+        block_size: The number of tokens in a state.
+        shortlist: Number of tokens among which a head pass chooses at each position; 0 for all.
+        head_layers: The number of the head's layers; None for the published heads' three.
+    """
+    named = DEVICES[device]
+    rates = Rates(named.bandwidth, named.peak * named.achievable, GRAPH_LAYER)
+    published = PUBLISHED[shape]
+    sizes = vars(published) | {
+        "block_size": block_size,
+        "num_nextn_predict_layers": published.head_layers if head_layers is None else head_layers,
+    }
+    return costs_at(SimpleNamespace(**sizes), rates, BYTES, shortlist)
 
 
 def charged_as(hidden_size: int | None) -> str:
-    """Return the published model size, such as "4B", whose cost of a head pass is assumed for a
-    model: the size with this `hidden_size`, or "4B" if there is none."""
-    return next(
-        (name for name, shape in PUBLISHED.items() if shape.hidden_size == hidden_size), CHARGED
-    )
+    """Return the published model size, such as "4B", as which a model is charged: the size with
+    this `hidden_size`, or "4B" if there is none."""
+    sizes = {shape.hidden_size: name for name, shape in PUBLISHED.items()}
+    return sizes.get(hidden_size or 0, CHARGED.shape)
 
 
-def head_share(line: Mapping[str, Any], shape: str = CHARGED) -> float:
-    """Compute the cost of a head pass as a share of a backbone forward: the ratio of the numbers of
-    parameters that they read, in a model of the published size `shape` ("1.7B", "4B" or "8B").
-
-    `line` is a result line, a JSON object that `mrp evaluate` writes for a mode on a problem set.
-    The picks of a head pass read all rows of `lm_head`. If the line has a `draft_shortlist`, they
-    read only the rows in the shortlists of K - 1 states, where K is its `num_draft_states`; the
-    largest K, 8, if that is "auto".
-    """
-    if not (listed := line.get("draft_shortlist")):
-        return HEAD_SHARES[shape]
-    states = line["num_draft_states"]
-    if states == "auto":
-        states = WIDTHS[-1]
-    published = PUBLISHED[shape]
-    return published.head_share(int((states - 1) * masks_per_state(published.block_size) * listed))
+def pass_units(line: Mapping[str, Any], place: Place = CHARGED) -> float:
+    """Compute the cost of a head pass in units, for the mode of a result line (see
+    `units_per_forward`)."""
+    costs = _costs(line, place)
+    sizes = draft_sizes(max(2, _most_states(line)), line.get("draft_passes") or 1)
+    seconds = [interpolated(costs.states, costs.head, place.batch * size) for size in sizes]
+    return sum(seconds) / len(seconds) / costs.of_round(place.batch, 1, 0)
 
 
-def units_per_forward(line: Mapping[str, Any], shape: str = CHARGED) -> float | None:
+def units_per_forward(line: Mapping[str, Any], place: Place = CHARGED) -> float | None:
     """Compute what a backbone forward costs together with the head passes that belong to it, where
-    1 is the cost of the forward alone. Each head pass costs the share that `head_share` computes
-    for the published model size `shape` ("1.7B", "4B" or "8B").
+    1 is the cost of a forward that scores one state of each row.
 
     `line` is a result line, a JSON object that `mrp evaluate` writes for a mode on a problem set.
-    Its `head_per_token` and `tokens_per_forward` give the number of head passes per forward. Return
-    None if it has no `head_per_token`.
+    The states of a forward are its `states_per_forward` or, in a batch of several rows, which all
+    compute as many states as the row with the most, its `num_draft_states`, at least. Lines of
+    earlier versions, which lack the former, have the latter. Return None if the line has no
+    `head_per_token`.
     """
     passes = line.get("head_per_token")
     if passes is None:
         return None
-    return float(1 + head_share(line, shape) * passes * line["tokens_per_forward"])
+    most = _most_states(line)
+    states = line.get("states_per_forward", most)
+    if place.batch > 1:
+        states = max(states, most)
+    costs = _costs(line, place)
+    seconds = interpolated(costs.states, costs.backbone, place.batch * states)
+    seconds += costs.host * place.batch * states
+    units = seconds / costs.of_round(place.batch, 1, 0)
+    if passes:
+        units += passes * line["tokens_per_forward"] * pass_units(line, place)
+    return float(units)
 
 
-def charged(line: Mapping[str, Any], shape: str = CHARGED) -> dict[str, Any]:
+def _most_states(line: Mapping[str, Any]) -> int:
+    """Return the largest number of states of a row in a forward: K, or 1 without drafts."""
+    states = line.get("num_draft_states", 1)
+    return WIDTHS[-1] if states == "auto" else int(states)
+
+
+def _costs(line: Mapping[str, Any], place: Place) -> RoundCosts:
+    block_size = line.get("block_size", PUBLISHED[place.shape].block_size)
+    return costs_of(place.shape, place.device, block_size, line.get("draft_shortlist") or 0)
+
+
+def charged(line: Mapping[str, Any], place: Place = CHARGED) -> dict[str, Any]:
     """Return a copy of a result line with its tokens per unit. A result line is a JSON object that
-    `mrp evaluate` writes for a mode on a problem set. A unit is the cost of one backbone forward; a
-    head pass costs a share of it, that of the published model size `shape` ("1.7B", "4B" or "8B").
+    `mrp evaluate` writes for a mode on a problem set.
 
     Returns:
         The copy, with these fields added:
         `tokens_per_unit`: the line's `tokens_per_forward`, divided by the number of units that
             `units_per_forward` computes. None if head passes were not counted.
         `tokens_per_unit_95`: the line's interval `tokens_per_forward_95`, divided by the same
-            number, as the number of head passes per forward hardly varies. Left out if the line has
-            no such interval, or if head passes were not counted.
+            number, as the cost of a forward hardly varies. Left out if the line has no such
+            interval, or if head passes were not counted.
     """
-    units = units_per_forward(line, shape)
+    units = units_per_forward(line, place)
     speed = line["tokens_per_forward"]
     interval = line.get("tokens_per_forward_95")
     added: dict[str, Any] = {"tokens_per_unit": None if units is None else speed / units}
@@ -82,10 +138,16 @@ def charged(line: Mapping[str, Any], shape: str = CHARGED) -> dict[str, Any]:
     return {**line, **added}
 
 
-def break_even(drafted: Mapping[str, Any], baseline: Mapping[str, Any]) -> float:
-    """Compute the largest cost of a head pass, as a share of a backbone forward, at which the mode
-    of the result line `drafted` is no slower than that of `baseline`, which has no head passes. The
-    cost is below 0 if `drafted` is slower even with free head passes. A result line is a JSON
-    object that `mrp evaluate` writes for a mode on a problem set."""
-    saved = 1 / baseline["tokens_per_forward"] - 1 / drafted["tokens_per_forward"]
-    return float(saved / drafted["head_per_token"])
+def break_even(
+    drafted: Mapping[str, Any], baseline: Mapping[str, Any], place: Place = CHARGED
+) -> float:
+    """Compute the largest cost of a head pass, in units, at which the mode of the result line
+    `drafted` is no slower than that of `baseline`, which has no head passes. The cost is below 0 if
+    `drafted` is slower even with free head passes. A result line is a JSON object that `mrp
+    evaluate` writes for a mode on a problem set."""
+    per_token = []
+    for line in (drafted, baseline):
+        units = units_per_forward({**line, "head_per_token": 0}, place)
+        assert units is not None
+        per_token.append(units / line["tokens_per_forward"])
+    return float((per_token[1] - per_token[0]) / drafted["head_per_token"])

@@ -35,6 +35,8 @@ class Decoded:
             were masked again.
         row_forwards, row_head_forwards: Number of forwards of the backbone, and of passes of the
             head, in which the problem's row took part.
+        row_states: Number of states that these forwards of the backbone scored; a forward over a
+            prompt counts as one.
         rounds: Number of backbone forwards that were rounds (all but the prompt's).
         accepted: Number of drafted states that were accepted.
         offered_at_depth: int64 [problems, depths]. For each depth k = 1, 2, ..., the number of
@@ -51,6 +53,7 @@ class Decoded:
     forwards: dict[str, int]
     row_forwards: list[int]
     row_head_forwards: list[int]
+    row_states: list[int]
     rounds: list[int]
     accepted: list[int]
     offered_at_depth: np.ndarray
@@ -70,6 +73,20 @@ class Decoded:
     def head_forwards_per_token(self) -> float:
         """Divide head forwards by generated tokens, both summed over rows."""
         return sum(self.row_head_forwards) / sum(self.tokens)
+
+    @property
+    def states_per_forward(self) -> float:
+        """Divide the scored states by backbone forwards, both summed over rows."""
+        return sum(self.row_states) / sum(self.row_forwards)
+
+    def costs(self) -> dict[str, float]:
+        """Return the fields of a result line by which its forwards are charged
+        (`cost.units_per_forward`)."""
+        return {
+            "tokens_per_forward": round(self.tokens_per_forward, 3),
+            "head_per_token": round(self.head_forwards_per_token, 3),
+            "states_per_forward": round(self.states_per_forward, 3),
+        }
 
     @property
     def judged(self) -> list[bool]:
@@ -204,6 +221,7 @@ def decode_prompts(
         forwards,
         row_forwards=stats.row_forwards.tolist(),
         row_head_forwards=stats.row_head_forwards.tolist(),
+        row_states=stats.row_states.tolist(),
         rounds=stats.accepted_lengths.sum(1).tolist(),
         accepted=stats.accepted.tolist(),
         offered_at_depth=stats.offered_at_depth.cpu().numpy(),

@@ -18,9 +18,12 @@ import modeling_mrp
 
 ROOT = Path(__file__).parents[3]
 _DIGITS = 12
-# Files of `modeling_mrp` that decide which tokens are revealed, drafted and accepted, and so all
-# counts.
-_DECIDING = ("rules/*.py", "generate/loop.py", "generate/refine.py", "networks/picker.py")
+# Files of `modeling_mrp` that compute and decide which tokens are revealed, drafted and accepted,
+# and so all counts.
+_DECIDING = (
+    *("rules/*.py", "generate/*.py", "networks/*.py", "kernels/*.py", "model/**/*.py"),
+    "modeling.py",
+)
 
 
 def digests(model: nn.Module) -> dict[str, str | None]:
@@ -51,9 +54,10 @@ def digests(model: nn.Module) -> dict[str, str | None]:
 
 @cache
 def deciding(package: Path = Path(modeling_mrp.__file__).parent) -> str:
-    """Return a hexadecimal digest of the code in `package` that decides which tokens are revealed,
-    drafted and accepted, and so determines all counts in results. The digest covers syntax trees
-    without docstrings, so that it does not depend on layout, comments or docstrings."""
+    """Return a hexadecimal digest of the code in `package` that computes and decides which tokens
+    are revealed, drafted and accepted, and so determines all counts in results. The digest covers
+    syntax trees without docstrings, so that it does not depend on layout, comments or
+    docstrings."""
     digest = hashlib.sha256()
     for pattern in _DECIDING:
         for path in sorted(package.glob(pattern)):

@@ -62,8 +62,7 @@ def other_weights(
         `backbone`: The backbone's weights. It differs if `header` has no such field. It is not
             compared if it is None in `header`, as no checkpoint was measured then.
         `deciding`: The code that decides what is revealed, drafted and accepted (see
-            `provenance.deciding`). It is not compared if `header` or `weights` has no digest of it,
-            as in old headers.
+            `provenance.deciding`). It is not compared if it is None in `weights`.
         `head`: The head's weights. They are not compared if the field is None in `header`, as there
             was no head then, or several; or if `line` has no head passes (`head_per_token` is 0).
     """
@@ -71,10 +70,7 @@ def other_weights(
         return "backbone"
     if header["backbone"] not in (None, weights["backbone"]):
         return "backbone"
-    if (
-        None not in (header.get("deciding"), weights.get("deciding"))
-        and header["deciding"] != weights["deciding"]
-    ):
+    if weights.get("deciding") not in (None, header.get("deciding")):
         return "deciding"
     counts_head = line.get("head_per_token", 1) > 0
     return "head" if counts_head and header["head"] not in (None, weights["head"]) else None

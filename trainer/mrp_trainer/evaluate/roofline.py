@@ -112,16 +112,6 @@ class Shape:
         layers = self.num_hidden_layers + self.head_layers
         return (layers * 2 * self.num_key_value_heads * self.head_dim + self.hidden_size) * BYTES
 
-    def head_share(self, rows: int = 0) -> float:
-        """Compute the cost of a head pass as a share of a backbone forward: the ratio of the
-        numbers of parameters that they read.
-
-        The head's picks read `rows` rows of `lm_head`, or all rows if `rows` is 0. The backbone's
-        picks read all rows.
-        """
-        picked = (rows or self.vocab_size) * self.hidden_size
-        return (self.head + picked) / (self.backbone - self.hidden_size + self.vocabulary)
-
 
 @dataclass(frozen=True)
 class Work:
@@ -238,5 +228,13 @@ def round_seconds(shape: Shape, device: Device, counts: Counts, batch: int, pref
     return sum(map(device.seconds, backbone)) + counts.head_passes * sum(map(device.seconds, head))
 
 
+# By name, GPUs that are charged for. Peaks (dense bf16) and bandwidths are the makers', but the
+# H200's bandwidth, which was measured with a large copy.
+DEVICES = {
+    "H200": Device("H200", 4.3e12, 989e12),
+    "H100": Device("H100", 3.35e12, 989e12),
+    "A100-80G": Device("A100-80G", 2.04e12, 312e12),
+    "RTX4090": Device("RTX4090", 1.01e12, 165e12),
+}
 # The published backbones, with a head of three layers.
 PUBLISHED = {name: Shape(name, *sizes, 8, 128, 151936, 16, 3) for name, sizes in SIZES.items()}

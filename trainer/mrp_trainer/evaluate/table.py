@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from .cost import CHARGED, charged
+from .cost import CHARGED, Place, charged
 from .results import mode_name
 
 WIDTH = 80
@@ -28,8 +28,8 @@ _COLUMNS = (
     ("seconds", "seconds", 1),
 )
 _CAPTION = (
-    "below a value: its 95 % interval; a unit: a forward of the backbone,\n"
-    "with passes of the head charged as at {}"
+    "below a value: its 95 % interval; a unit: the predicted time of a forward\n"
+    "of one state, for {}"
 )
 
 
@@ -67,7 +67,7 @@ def printing(
                 headings.append(problem_set)
                 table.add_row(Text(problem_set, style="bold"))
             table.add_row(*map(Text, row_of(line)))
-            table.caption = _CAPTION.format(line.get("charged_as", CHARGED))
+            table.caption = _CAPTION.format(_place(line))
             live.refresh()
 
         yield add, partial(live.console.print, markup=False, highlight=False, soft_wrap=True)
@@ -85,12 +85,17 @@ def row_of(line: Mapping[str, Any]) -> list[str]:
     of the mode, accuracy, tokens per unit and per forward, accepted length, head forwards per
     token, texts equal to those of the first mode, and seconds. A missing value is "-".
 
-    A unit is the cost of one backbone forward; a head pass costs a share of it, as in a model of
-    the published size in the line's field `charged_as`. A value whose interval is in the line has
+    A unit is the predicted time of a forward that scores one state, for a model of the published
+    size in the line's field `charged_as`. A value whose interval is in the line has
     this interval in a second line of the cell, except for tokens per forward.
     """
-    line = charged(line, line.get("charged_as", CHARGED))
+    line = charged(line, _place(line))
     return [mode_name(line), *(_value(line, name, digits) for _, name, digits in _COLUMNS)]
+
+
+def _place(line: Mapping[str, Any]) -> Place:
+    """Return where a measurement is charged."""
+    return Place(line.get("charged_as", CHARGED.shape))
 
 
 def _value(line: Mapping[str, Any], name: str, digits: int) -> str:

@@ -17,7 +17,7 @@ from modeling_mrp.model.families.sdar import DENSE, backbone_of
 from modeling_mrp.model.layouts import HEAD, is_hub_id
 from modeling_mrp.versions import TESTED
 
-from ..evaluate.cost import CHARGED, charged, charged_as
+from ..evaluate.cost import CHARGED, Place, charged, charged_as
 from ..evaluate.results import mode_name
 from .evaluations import Benchmark
 from .folder import CONFIGS, PICTURE, json_of, tensors_in
@@ -44,7 +44,7 @@ _DEFAULTS = {
 }
 _METRICS = {
     "accuracy": "accuracy %",
-    "tokens_per_unit": "tokens per backbone forward, head passes charged as at {}",
+    "tokens_per_unit": "tokens per unit (the predicted time of a forward of one state, {})",
     "tokens_per_forward": "tokens per backbone forward",
 }
 
@@ -76,7 +76,7 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
 
 
-def results_table(lines: Sequence[Mapping[str, Any]], shape: str = CHARGED) -> str:
+def results_table(lines: Sequence[Mapping[str, Any]], place: Place = CHARGED) -> str:
     """Format measurements (dicts of settings and results, as `read_results` returns them) as a
     Markdown table with a row for each mode. Modes with the same value of the option `decoding` are
     next to each other. A missing value is "-".
@@ -86,16 +86,16 @@ def results_table(lines: Sequence[Mapping[str, Any]], shape: str = CHARGED) -> s
     unit, tokens per forward, head forwards per token, and the percentage of texts that are equal to
     those of the first mode.
 
-    A unit is the cost of one backbone forward; a head pass costs a share of it, as in a model of
-    the published size `shape` ("1.7B", "4B" or "8B").
+    A unit is the predicted time of a backbone forward that scores one state of each row, at
+    `place`.
     """
     families = list(dict.fromkeys(line["family"] for line in lines))
     decodings = list(dict.fromkeys(line["decoding"] for line in lines))
     modes: dict[str, dict[str, Mapping[str, Any]]] = {}
     for line in sorted(lines, key=lambda line: decodings.index(line["decoding"])):
-        modes.setdefault(mode_name(line), {})[line["family"]] = charged(line, shape)
+        modes.setdefault(mode_name(line), {})[line["family"]] = charged(line, place)
     pair = ", ".join(families)
-    head = ["mode", *(f"{family} %" for family in families), f"tokens / unit at {shape} ({pair})"]
+    head = ["mode", *(f"{family} %" for family in families), f"tokens / unit, {place} ({pair})"]
     head += [
         f"tokens / forward ({pair})",
         "head forwards / token",
@@ -126,15 +126,14 @@ def results_table(lines: Sequence[Mapping[str, Any]], shape: str = CHARGED) -> s
 
 def eval_results(
     lines: Sequence[Mapping[str, Any]],
-    shape: str = CHARGED,
+    place: Place = CHARGED,
     benchmarks: Mapping[str, Benchmark] = MappingProxyType({}),
 ) -> list[EvalResult]:
     """Make the entries of the card's `model-index` for measurements (see `read_results`).
 
     For each measurement there are up to three entries: accuracy, tokens per backbone forward, and
-    tokens per unit. A unit is the cost of one backbone forward; a head pass costs a share of it, as
-    in a model of the published size `shape` ("1.7B", "4B" or "8B"). Values that a measurement lacks
-    have no entry.
+    tokens per unit. A unit is the predicted time of a backbone forward that scores one state of
+    each row, at `place`. Values that a measurement lacks have no entry.
 
     `benchmarks` maps names of problem sets to benchmarks on the Hub. In the entries of these
     problem sets, `dataset_type` is the id of the benchmark's dataset; in others it is the name of
@@ -142,7 +141,7 @@ def eval_results(
     """
     results = []
     for line in lines:
-        values = charged(line, shape)
+        values = charged(line, place)
         benchmark = benchmarks.get(line["family"])
         for metric, label in _METRICS.items():
             value = values.get(metric)
@@ -155,7 +154,7 @@ def eval_results(
                     dataset_name=line["family"],
                     metric_type=metric,
                     metric_value=round(value, 3),
-                    metric_name=f"{label.format(shape)}, {mode_name(line)}",
+                    metric_name=f"{label.format(place)}, {mode_name(line)}",
                 )
             )
     return results
@@ -220,7 +219,7 @@ def render_card(
     config = json_of(folder / CONFIGS[kind])
     family_name = config.get("family", DENSE)
     family = backbone_of(family_name)
-    shape = charged_as(config.get("hidden_size"))
+    place = Place(charged_as(config.get("hidden_size")))
     if not base:
         base = model_of(folder) if kind == "full" else config.get("base_model_name_or_path")
     user_metadata: dict[str, Any] = {}
@@ -246,7 +245,7 @@ def render_card(
     if results:
         fields |= {
             "model_name": _title(name),
-            "eval_results": eval_results(results, shape, benchmarks),
+            "eval_results": eval_results(results, place, benchmarks),
         }
     chosen = json_of(folder / "generation_config.json")
     contents = kind
@@ -277,7 +276,7 @@ def render_card(
         custom=contents in ("full", "head") and family_name == DENSE,
         picture=(folder / PICTURE).is_file(),
         defaults={option: chosen.get(option) or value for option, value in _DEFAULTS.items()},
-        table=results_table(results, shape) if results else None,
+        table=results_table(results, place) if results else None,
         recipe=recipe_of(folder, fields["base_model"]),
         papers=papers,
     )
