@@ -1,5 +1,5 @@
-"""Figures (``python -m benchmarks.plots frontier`` or ``long``; needs matplotlib, the extra
-`bench`).
+"""Figures (``python -m benchmarks.plots frontier``, ``batches`` or ``long``; needs matplotlib, the
+extra `bench`).
 
 Reads `tiny_frontier*.jsonl` or `long.jsonl` from `benchmarks/results` and writes an SVG file beside
 them: the same bytes for the same numbers, with text kept as text.
@@ -11,10 +11,11 @@ from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
+from mrp_trainer.evaluate.cost import CHARGED, Place
 
 from .common import RESULTS, parser_of, read_lines
 from .longtext import WINDOW, units_along
-from .tables import frontier_lines
+from .tables import BATCH_DEVICES, BATCHES, frontier_lines, speed_over_alone
 from .targets import TARGETS
 
 Line = dict[str, Any]
@@ -76,11 +77,35 @@ def frontier_figure(lines: Sequence[Line]) -> Figure:
             )
         axes.set(
             title=family,
-            xlabel="tokens per backbone forward, head passes charged as at 4B",
+            xlabel=f"tokens per unit, {CHARGED}",
             ylabel="problems solved, %",
         )
     # every family has all curves
     figure.legend(*axes.get_legend_handles_labels(), fontsize=7, loc="outside right upper")
+    return figure
+
+
+def batches_figure(folder: Path) -> Figure:
+    """Plot the speed of the best drafts over the target alone by batch size, without a head and
+    with it; a panel per device. Where a curve is at 1, no draft pays."""
+    figure = Figure(figsize=(1.8 + 3.6 * len(BATCH_DEVICES), 4.2), layout="constrained")
+    panels = figure.subplots(1, len(BATCH_DEVICES), sharey=True)
+    colors = dict(zip(TARGETS, ("#1b9e77", "#d95f02", "#7570b3", "#e7298a"), strict=True))
+    for axes, device in zip(panels, BATCH_DEVICES, strict=True):
+        for target, color in colors.items():
+            speeds: dict[str, list[float]] = {"without a head": [], "with it": []}
+            for batch in BATCHES:
+                by_way = speed_over_alone(folder, target, Place(device=device, batch=batch))
+                for curve, (speed, _) in zip(speeds.values(), by_way, strict=True):
+                    curve.append(speed)
+            for (way, curve), style in zip(speeds.items(), ("--", "-"), strict=True):
+                label = f"{target}, {way}"
+                axes.plot(BATCHES, curve, color=color, linestyle=style, marker=".", label=label)
+        axes.set(title=f"4B on one {device}", xlabel="batch", xscale="log", xticks=BATCHES)
+        axes.set_xticks([], minor=True)
+        axes.set_xticklabels(map(str, BATCHES))
+    panels[0].set(ylabel="speed over the target alone, predicted")
+    figure.legend(*panels[0].get_legend_handles_labels(), fontsize=7, loc="outside right upper")
     return figure
 
 
@@ -138,7 +163,9 @@ def long_figure(lines: Sequence[Line]) -> Figure:
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line: write a figure's SVG file, without a date or matplotlib's version."""
     parser = parser_of("plots", __doc__)
-    parser.add_argument("figure", choices=("frontier", "long"), nargs="?", default="frontier")
+    parser.add_argument(
+        "figure", choices=("frontier", "batches", "long"), nargs="?", default="frontier"
+    )
     parser.add_argument(
         "--results", type=Path, default=RESULTS, help="the folder to read, and to write to"
     )
@@ -147,6 +174,8 @@ def main(arguments: list[str] | None = None) -> None:
     with matplotlib.rc_context(DETERMINISTIC):
         if options.figure == "long":
             figure = long_figure(read_lines(options.results / "long.jsonl", current=False))
+        elif options.figure == "batches":
+            figure = batches_figure(options.results)
         else:
             figure = frontier_figure(frontier_lines(options.results))
         figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})

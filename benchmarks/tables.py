@@ -9,7 +9,7 @@ beside the released reference.
 From files of their own: `sampled` (`tiny_sampled.jsonl`) targets at temperature 1; `seeds`
 (`tiny_seed_*.jsonl`) heads of several training seeds; `rules` (`tiny_rules.jsonl`) every reveal
 rule; `heldout` (`tiny_heldout_{math,code}.jsonl`) the model card's table. `provenance` says at
-which commit each file was measured.
+which commit each file was measured, `charges` what forwards and passes of the head are charged.
 
 Tokens are per unit (`mrp_trainer.evaluate.cost`), the predicted time of a forward of one state, of
 4B on an H200 at batch 1, unless a column says otherwise.
@@ -25,10 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from mrp_trainer.data.tasks import FAMILIES
-from mrp_trainer.evaluate.cost import CHARGED, Place, charged, pass_units
+from mrp_trainer.evaluate.cost import CHARGED, Place, charged, pass_units, units_per_forward
 from mrp_trainer.evaluate.cost import break_even as affordable
 from mrp_trainer.evaluate.roofline import PUBLISHED
 from mrp_trainer.publish.card import markdown_table, results_table
+
+from modeling_mrp.networks.picker import SHORTLIST
 
 from .common import RESULTS, parser_of, read_lines
 from .frontier import (
@@ -208,36 +210,67 @@ def over(line: Line, baseline: Line) -> str:
 
 def targets(folder: Path = RESULTS) -> str:
     """Tabulate tokens per unit of each target, alone and drafted in each way, with tokens per
-    forward in brackets.
+    forward in brackets; a way with prompt lookup, which is for `sequential`, in the cell of the way
+    without it.
 
     The ratios are of the best drafts by the head over the best without it.
     """
     measured = by_setting(folder)
     rows = []
-    head: list[str] = []
+    cells: dict[str, str] = {}
     for family, target in product(FAMILIES, TARGETS):
-        entries = []
+        cells = {}
         ratios = []
-        head = []
         for states in WIDTHS:
             of_target = drafts(measured, family, target, states)
             for line in (*of_target.headless, *of_target.by_head):
-                forward = line["tokens_per_forward"]
-                entries.append(f"{line['tokens_per_unit']:.2f} ({forward:.2f})")
-                head.append(f"{way_of(line)} K={states}")
+                cell = f"{line['tokens_per_unit']:.2f} ({line['tokens_per_forward']:.2f})"
+                title = f"{way_of(line).replace(' lookup', '')} K={states}"
+                if title in cells:
+                    cells[title] += f", lookup {cell}"
+                else:
+                    cells[title] = cell
             headless, by_head = of_target.best()
             ratios.append(f"{by_head['tokens_per_unit'] / headless['tokens_per_unit']:.2f}x")
         target_speed = measured[family, setting_name(alone(target))]["tokens_per_unit"]
         differ = str(_differ(measured, [family], target))
-        rows.append([f"`{target}`", family, f"{target_speed:.2f}", *entries, *ratios, differ])
+        rows.append(
+            [f"`{target}`", family, f"{target_speed:.2f}", *cells.values(), *ratios, differ]
+        )
     ratio_heads = [f"with a head over without, K={states}" for states in WIDTHS]
     return markdown_table(
-        ["target", "problems", "alone", *head, *ratio_heads, "texts that differ"], rows
+        ["target", "problems", "alone", *cells, *ratio_heads, "texts that differ"], rows
     )
 
 
+def charges(folder: Path = RESULTS) -> str:
+    """Tabulate what forwards and head passes are charged, in units, by shape, device and batch size
+    (a prediction, for which no results are read): forwards of K states, and a pass over K - 1
+    states that chooses among all tokens or a shortlist."""
+    rows = []
+    for place in _CHARGED_PLACES:
+        entries = []
+        for states in (2, 4, 8, 16):
+            line = {"head_per_token": 0, "states_per_forward": states}
+            entries.append(f"{units_per_forward({**line, 'num_draft_states': states}, place):.2f}")
+        for states in WIDTHS:
+            for listed in (0, SHORTLIST):
+                line = {"num_draft_states": states, "draft_shortlist": listed}
+                entries.append(f"{pass_units(line, place):.2f}")
+        rows.append([place.shape, place.device, str(place.batch), *entries])
+    head = ["shape", "device", "batch", *(f"{states} states" for states in (2, 4, 8, 16))]
+    for states in WIDTHS:
+        head += [f"pass, K = {states}", f"with a list, K = {states}"]
+    return markdown_table(head, rows)
+
+
 BATCHES = (1, 2, 4, 8, 16, 32)
-_BATCH_DEVICES = ("H200", "A100-80G", "RTX4090")
+BATCH_DEVICES = ("H200", "A100-80G", "RTX4090")
+_CHARGED_PLACES = (
+    *(Place(shape) for shape in PUBLISHED),
+    *(Place(device=device) for device in BATCH_DEVICES[1:]),
+    *(Place(batch=batch) for batch in (4, 8, 16)),
+)
 
 
 def fastest(lines: Iterable[Line], place: Place) -> tuple[float, str]:
@@ -249,31 +282,39 @@ def fastest(lines: Iterable[Line], place: Place) -> tuple[float, str]:
     return best["tokens_per_unit"], name
 
 
+def speed_over_alone(folder: Path, target: str, place: Place) -> list[tuple[float, str]]:
+    """Return the speed over a target alone of the best drafts without a head, and of the best with
+    it, at a place, for math; each with the name of the way and its K. Where no draft is faster, it
+    is that of the target alone, 1."""
+    measured = by_setting(folder, JUDGED)
+    undrafted = measured["math", setting_name(alone(target))]
+    slow = charged(undrafted, place)["tokens_per_unit"]
+    headless = [undrafted]
+    by_head = [undrafted]
+    for states in WIDTHS:
+        of_target = drafts(measured, "math", target, states)
+        headless += of_target.headless
+        by_head += of_target.by_head
+    speeds = []
+    for lines in (headless, by_head):
+        speed, name = fastest(lines, place)
+        speeds.append((speed / slow, name))
+    return speeds
+
+
 def batches(folder: Path = RESULTS) -> str:
     """Tabulate the speed over the target alone of the best drafts without a head and with it, by
-    device and batch size, for math; where no draft is faster, the target alone."""
-    measured = by_setting(folder, JUDGED)
+    device and batch size, for math, with K in brackets; where no draft is faster, the target
+    alone."""
     rows = []
-    for target, device in product(TARGETS, _BATCH_DEVICES):
-        undrafted = measured["math", setting_name(alone(target))]
+    for target, device in product(TARGETS, BATCH_DEVICES):
         entries = []
         for batch in BATCHES:
-            place = Place(device=device, batch=batch)
-            slow = charged(undrafted, place)["tokens_per_unit"]
-            headless = [undrafted]
-            by_head = [undrafted]
-            for states in WIDTHS:
-                of_target = drafts(measured, "math", target, states)
-                headless += of_target.headless
-                by_head += of_target.by_head
-            values = [fastest(lines, place) for lines in (headless, by_head)]
-            kinds = [name.rsplit("K=", 1)[-1] for _, name in values]
-            entries.append(
-                ", ".join(
-                    f"{speed / slow:.2f}" + (f" (K={kind})" if kind != "alone" else "")
-                    for (speed, _), kind in zip(values, kinds, strict=True)
-                )
-            )
+            speeds = []
+            for speed, name in speed_over_alone(folder, target, Place("4B", device, batch)):
+                states = name.rpartition("K=")[2]
+                speeds.append(f"{speed:.2f}" + (f" ({states})" if name != "alone" else ""))
+            entries.append(", ".join(speeds))
         rows.append([f"`{target}`", device, *entries])
     return markdown_table(["target", "device", *(f"batch {batch}" for batch in BATCHES)], rows)
 
@@ -515,6 +556,7 @@ for _table in (
     summary,
     targets,
     batches,
+    charges,
     aims,
     break_even,
     headline,

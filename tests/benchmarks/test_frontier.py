@@ -40,7 +40,10 @@ from modeling_mrp.generate.options import MRPGenerationConfig
         (
             settings,
             references,
-            {"draft_graph of dynamic K=4 tau=0.9", "mrp_spec of entropy_bound K=3 bound=0.35"},
+            {
+                "draft_graph of dynamic K=4 tau=0.9",
+                "mrp_spec of sequential K=8 list=16 lookup",
+            },
         ),
         (
             rival_settings,
@@ -131,7 +134,7 @@ def test_lines_of_settings(tmp_path: Path) -> None:
         {"problems": 4},
     )
     results.begin({"benchmark": "frontier", "backbone": "a", "head": "b"})
-    names = ("static", "self_spec of static K=3", "mrp_spec of static K=8")
+    names = ("static", "self_spec of static K=3", "mrp_spec of static K=8 list=16")
     wanted, stub = [setting for setting in settings() if setting_name(setting) in names], Stub()
     made = {setting_name(line): line for line in lines(stub, asked, wanted, results, identity)}
     first, second, other = (made[name] for name in names)
@@ -173,4 +176,4 @@ def test_the_figure_of_the_committed_lines(tmp_path: Path) -> None:
     drawn = ElementTree.fromstring((tmp_path / "frontier.svg").read_text())
     words = {"".join(one.itertext()).strip() for one in drawn.iter() if "text" in one.tag}
     assert words >= {*JUDGED, "dynamic", "mrp_spec of dynamic", "problems solved, %"}
-    assert "tokens per backbone forward, head passes charged as at 4B" in words
+    assert "tokens per unit, 4B on one H200 at batch 1" in words

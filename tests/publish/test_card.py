@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from huggingface_hub import ModelCard
-from mrp_trainer.evaluate.cost import charged
+from mrp_trainer.evaluate.cost import Place, charged, pass_units
 from mrp_trainer.evaluate.results import mode_name
 from mrp_trainer.publish import push
 from mrp_trainer.publish.card import eval_results, read_results, renamed, render_card, results_table
@@ -71,10 +71,8 @@ def test_the_embedded_card_is_what_the_command_prints_and_complete(
     assert "| parameters here | 1,017,216 of the backbone, 550,208 of the head |" in text
     (index,) = data["model-index"]
     metrics = [metric for result in index["results"] for metric in result["metrics"]]
-    unit = (
-        "tokens per unit (the predicted time of a forward of one state, 4B on one H200 at batch 1), "
-        "mrp_spec of sequential K=4"
-    )
+    unit = "tokens per unit (the predicted time of a forward of one state, 4B on one H200 at "
+    unit += "batch 1), mrp_spec of sequential K=4"
     lines = [
         line for line in read_results(RESULTS) if mode_name(line) == "mrp_spec of sequential K=4"
     ]
@@ -236,21 +234,24 @@ def test_the_recipe_comes_from_the_run(folder: Path, tmp_path: Path, base: str) 
 
 
 def test_a_table_of_uneven_results(tmp_path: Path) -> None:
-    """One of four passes for four tokens a forward, at 18 or 27 % of a forward: 4 / (1 + 0.273 x
-    0.25 x 4) = 3.14. Lines that are no results are refused."""
+    """One pass for four tokens, and so for each forward, at 17 % of it: 4 / 1.166 = 3.43. Lines
+    that are no results are refused."""
     lines = [
         *LINES,
         {"family": "words", "decoding": "static", "accuracy": 99.95, "tokens_per_forward": 0.994},
     ]
     lines[1] = {**lines[1], "head_per_token": 0.25}
     assert results_table(lines) == (
-        "| mode | sums % | words % | tokens / unit, 4B on one H200 at batch 1 (sums, words) | tokens / forward (sums, "
-        "words) | head forwards / token | same as static % (sums, words) |\n"
+        "| mode | sums % | words % | tokens / unit, 4B on one H200 at batch 1 (sums, words) | "
+        "tokens / forward (sums, words) | head forwards / token | same as static % (sums, words) |"
+        "\n"
         "| --- | --- | --- | --- | --- | --- | --- |\n"
         "| static | 50.0 | 100.0 | 1.00, - | 1.00, 0.99 | 0.00, - | -, - |\n"
-        "| dynamic tau=0.5 | 25.0 | - | 3.40, - | 4.00, - | 0.25, - | -, - |"
+        "| dynamic tau=0.5 | 25.0 | - | 3.43, - | 4.00, - | 0.25, - | -, - |"
     )
-    assert [one.metric_value for one in eval_results(lines[1:2], "1.7B")] == [25.0, 3.141, 4.0]
+    place = Place("1.7B")
+    per_unit = round(4 / (1 + pass_units(lines[1], place)), 3)
+    assert [one.metric_value for one in eval_results(lines[1:2], place)] == [25.0, per_unit, 4.0]
     (tmp_path / "results.jsonl").write_text(
         "".join(json.dumps({**line, "file": "a.jsonl"}) + "\n" for line in LINES)
     )
