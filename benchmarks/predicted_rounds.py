@@ -33,6 +33,7 @@ from modeling_mrp.generate.loop import RoundDecoder
 from modeling_mrp.kernels.pick import LIST, PICK
 from modeling_mrp.networks import graphs
 from modeling_mrp.networks.networks import Networks
+from modeling_mrp.networks.predicted import EAGER, READ, RECORDED, UPLOAD
 
 from .common import parser_of
 
@@ -44,7 +45,13 @@ DEVICES = (
 ROWS, STATES, PREFIX = (1, 4, 16), (1, 4, 8), 512
 # Seconds of a launch: within a recording, and by the host; of a copy to the device that waits, of
 # one that does not, and of a read.
-TIMES = {"recorded": 1.2e-6, "eager": 5e-6, "waits": 12e-6, "uploads": 3e-6, "reads": 15e-6}
+TIMES = {
+    "recorded": RECORDED,
+    "eager": EAGER,
+    "waits": 12e-6,
+    "uploads": UPLOAD,
+    "reads": READ,
+}
 LAYERS, HEAD_LAYERS = 36, 3
 
 

@@ -1,7 +1,7 @@
 """Prediction of the costs of a round's forwards, from the shape of a model and from its device.
 
 A forward takes the time to read its weights or the time to compute its operations, whichever is
-longer, plus a time per layer for launches. Keys and values of the text are left out.
+longer, plus the time of its launches and copies. Keys and values of the text are left out.
 """
 
 from dataclasses import dataclass
@@ -23,8 +23,17 @@ PLAIN_FLOPS = 256  # in float32, without tensor cores
 REACHED = 0.6  # share of its peak that a large product reaches
 # FLOPs and bytes of a CPU's thread a second, and bytes of all threads together.
 CPU_FLOPS, CPU_THREAD_BYTES, CPU_BYTES = 6e10, 1e10, 8e10
-# Seconds for the launches of a layer: with CUDA graphs, on a CPU, and on other devices.
-GRAPH_LAYER, CPU_LAYER, OTHER_LAYER = 5e-6, 250e-6, 200e-6
+# Seconds for the launches of a layer on a CPU, and on other devices than GPUs.
+CPU_LAYER, OTHER_LAYER = 250e-6, 200e-6
+# Seconds on a GPU: of a launch within a CUDA graph and around it, of a copy to the device for which
+# the host does not wait, and of one to the host.
+RECORDED, EAGER, UPLOAD, READ = 1.2e-6, 5e-6, 3e-6, 15e-6
+# With CUDA graphs, seconds for the launches of a layer, and for the launches and copies of a
+# backbone forward and of a head pass beside their layers, by their numbers
+# (`benchmarks.predicted_rounds`).
+GRAPH_LAYER = 9 * RECORDED
+GRAPH_FORWARD = 13 * RECORDED + 9 * EAGER + 2 * UPLOAD + READ
+GRAPH_PASS = 27 * RECORDED + 25 * EAGER + 3 * UPLOAD + READ
 
 
 @dataclass(frozen=True)
@@ -35,11 +44,20 @@ class Rates:
         bytes: Bytes read per second.
         flops: Floating-point operations per second.
         layer: Additional seconds for each layer.
+        forward, head_pass: Additional seconds of a backbone forward, and of a head pass.
     """
 
     bytes: float
     flops: float
     layer: float
+    forward: float = 0.0
+    head_pass: float = 0.0
+
+    @classmethod
+    def of_gpu(cls, bandwidth: float, flops: float) -> "Rates":
+        """Return the rates of a GPU with CUDA graphs that reads `bandwidth` bytes and computes
+        `flops` operations per second."""
+        return cls(bandwidth, flops, GRAPH_LAYER, GRAPH_FORWARD, GRAPH_PASS)
 
 
 def rates_of(device: torch.device, dtype: torch.dtype) -> Rates:
@@ -63,7 +81,7 @@ def rates_of(device: torch.device, dtype: torch.dtype) -> Rates:
     memory_clock = 1e3 * getattr(card, "memory_clock_rate", 2.6e6)
     bus = getattr(card, "memory_bus_width", 5120) / 8
     flops = REACHED * card.multi_processor_count * clock * per_clock
-    return Rates(2 * memory_clock * bus, flops, GRAPH_LAYER)
+    return Rates.of_gpu(2 * memory_clock * bus, flops)
 
 
 def predicted_costs(config: Any, weight: Tensor, shortlist: int = 0) -> RoundCosts:
@@ -121,9 +139,11 @@ def costs_at(config: Any, rates: Rates, item_bytes: float, shortlist: int = 0) -
     layers = getattr(config, "num_nextn_predict_layers", 0)
     for states in STATES:
         tokens = states * config.block_size
-        backbone.append(forward(config.num_hidden_layers, tokens, 0, experts > 0))
+        forward_seconds = forward(config.num_hidden_layers, tokens, 0, experts > 0)
+        backbone.append(forward_seconds + rates.forward)
         if layers:
             projection = 2 * hidden_size**2
             pass_seconds = forward(layers, tokens, shortlist, False)
-            head.append(pass_seconds + seconds(projection, projection, tokens))
+            pass_seconds += seconds(projection, projection, tokens)
+            head.append(pass_seconds + rates.head_pass)
     return RoundCosts(STATES, tuple(backbone), tuple(head), HOST)

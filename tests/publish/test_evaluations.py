@@ -101,7 +101,7 @@ def test_the_page_of_heads(hub: HubServer, head: Path, tmp_path: Path) -> None:
     assert table == [
         f"| [org/head]({hub_url}/org/head) | [org/base]({hub_url}/org/base) "
         "| data: org/chats; max_steps: 80; unroll: 2 "
-        "| questions: 2.61 (mrp_spec of static K=8), 2.00 without a head; sums: 2.44 (mrp_spec of "
+        "| questions: 2.50 (mrp_spec of static K=8), 2.00 without a head; sums: 2.31 (mrp_spec of "
         "static K=4) | mit |",
         f"| [me/odd]({hub_url}/me/odd) | not named | not told | not measured | unknown |",
         f"| [me/torn]({hub_url}/me/torn) | not named | not told | not measured | unknown |",

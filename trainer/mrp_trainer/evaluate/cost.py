@@ -14,7 +14,7 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
-from modeling_mrp.networks.predicted import GRAPH_LAYER, Rates, costs_at
+from modeling_mrp.networks.predicted import Rates, costs_at
 from modeling_mrp.rules.costs import WIDTHS, RoundCosts, draft_sizes, interpolated
 
 from .roofline import BYTES, DEVICES, PUBLISHED
@@ -55,7 +55,7 @@ def costs_of(
         head_layers: The number of the head's layers; None for the published heads' three.
     """
     named = DEVICES[device]
-    rates = Rates(named.bandwidth, named.peak * named.achievable, GRAPH_LAYER)
+    rates = Rates.of_gpu(named.bandwidth, named.peak * named.achievable)
     published = PUBLISHED[shape]
     sizes = vars(published) | {
         "block_size": block_size,
