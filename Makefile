@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 CHECKED := rules cache fuzz golden_traces imports bundle
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo picture check mutants test test-gpu test-extras peers test-serving versions resolve fresh heads long lint walkthrough docs dist clean
+.PHONY: demo picture check mutants test test-gpu test-extras peers test-serving versions resolve fresh heads tiny long lint walkthrough docs dist clean
 
 # The main job in one step: the picture, in decode.svg, and the table of README.
 demo: $(VENV)/.demo
@@ -114,9 +114,28 @@ heads: $(VENV)/.dev
 			--model runs/heads/$$seed --output benchmarks/results/tiny_seed_$$seed.jsonl || exit 1; \
 	done
 
+TWO = OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 -m
+
+# The embedded checkpoint from its recipe, and whether it is as good. Each step goes on where it was interrupted.
+TINY := runs/tiny
+
+tiny: $(VENV)/.dev
+	mkdir -p $(TINY)
+	test -e $(TINY)/new/model.safetensors || $(BIN)/python -m benchmarks.tiny new $(TINY)/new
+	test -e $(TINY)/math.jsonl || $(BIN)/mrp tasks --family math --count 110000 --output $(TINY)/math.jsonl
+	test -e $(TINY)/code.jsonl || $(BIN)/mrp tasks --family code --count 140000 --output $(TINY)/code.jsonl
+	test -e $(TINY)/source.jsonl || $(BIN)/mrp tasks --family source --count 13000 --output $(TINY)/source.jsonl
+	test -e $(TINY)/backbone/model.safetensors || $(TWO) mrp_trainer.cli train backbone --config tiny-backbone
+	test -e $(TINY)/tasks.jsonl || $(BIN)/mrp tasks --family math --family code --seed 1 --count 1300 --output $(TINY)/tasks.jsonl
+	for target in static dynamic sequential entropy_bound; do \
+		$(MRP) decode --model $(TINY)/backbone --data $(TINY)/tasks.jsonl --output $(TINY)/$$target.jsonl --target $$target \
+			--max-new-tokens 80 || exit 1; \
+	done
+	test -e $(TINY)/head/model.safetensors || $(TWO) mrp_trainer.cli train head --config tiny-head
+	$(BIN)/python -m benchmarks.tiny accept $(TINY)/head
+
 # A small model of long texts, its head, and what it makes of texts of packages that it has never seen: hours on two cores.
 # Each step goes on where it was interrupted.
-TWO = OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 -m
 
 long: $(VENV)/.extras
 	test -e runs/long/train.npy || $(BIN)/python -m benchmarks.longtext prepare
