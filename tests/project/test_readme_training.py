@@ -25,9 +25,10 @@ def test_readmes_training_ends_with_a_head_that_wins(
         told[words[0]] = mrp(*words)
     assert list(told) == ["tasks", "decode", "train", "show"]
     assert re.search(r"^verdict: worth publishing, 1\.\d\d times", told["train"], re.MULTILINE)
-    static, dynamic = re.findall(
-        r"^  (?:static|dynamic) +(\S+) +(\S+) +(\S+)$", told["train"], re.M
-    )
-    assert float(dynamic[1]) > float(dynamic[2]) > float(dynamic[0])
-    assert float(static[1]) > float(static[0])
+    numbers = r"^  (?:static|dynamic)" + 4 * r" +(\S+)" + "$"
+    static, dynamic = re.findall(numbers, told["train"], re.MULTILINE)
+    for stale, drafted, stale_per_unit, per_unit in (static, dynamic):
+        assert float(drafted) > float(stale) > float(stale_per_unit)
+        assert float(drafted) > float(per_unit)
+    assert float(dynamic[3]) > float(dynamic[2])
     assert (tmp_path / "run.svg").is_file()
