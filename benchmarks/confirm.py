@@ -17,22 +17,20 @@ from mrp_trainer.evaluate.provenance import commit, deciding
 from mrp_trainer.evaluate.results import check_clean, with_headers
 from mrp_trainer.outputs import replace_file
 
+from modeling_mrp.generate.options import OPTION_NAMES
+
 from .common import TINY, embedded_weights, load, parser_of
 from .frontier import Decoder, problems_of, setting_name
 from .measure import SAMPLE
 
-# Fields of a line that are no part of its setting.
-MEASURED = ("family", "asked", "sample", "accuracy", "texts_that_differ", "tokens_compared")
+# Options of the ways to decode that are no modes of `generate`.
+OTHER_OPTIONS = {"graph", "policy", "reading", "head_prefix"}
 
 
 def setting_of(line: dict[str, Any]) -> dict[str, Any]:
-    """Return the setting of a line of `benchmarks.frontier`."""
-    setting = {}
-    for name, value in line.items():
-        measured = name.startswith(("over_", "accuracy")) or name.endswith(("_95", "per_forward"))
-        if name not in MEASURED and not measured and name != "head_per_token":
-            setting[name] = value
-    return setting
+    """Return the setting of a line of `benchmarks.frontier`: its fields that are options."""
+    known = OTHER_OPTIONS.union(OPTION_NAMES)
+    return {name: value for name, value in line.items() if name in known}
 
 
 def confirm(path: Path, decoder: Decoder) -> list[str]:
