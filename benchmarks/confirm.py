@@ -45,8 +45,9 @@ def confirm(path: Path, decoder: Decoder) -> list[str]:
         if "sample" not in line or header["backbone"] != embedded_weights()["backbone"]:
             raise ValueError(f"{path}: no counts of single problems of {TINY.name}: measure again")
         asked = line["asked"]
-        chosen = problems_of(line["family"], asked["split"], SAMPLE, asked.get("seed", 0))
-        found = decoder.decoded(setting_of(line), chosen).sample()
+        count = max(SAMPLE, asked["problems"] // 2)  # of source, a half was measured
+        chosen = problems_of(line["family"], asked["split"], count, asked.get("seed", 0))
+        found = decoder.decoded(setting_of(line), chosen[:SAMPLE]).sample()
         if found != line["sample"]:
             name = f"{line['family']}, {setting_name(line)}"
             messages.append(f"{path}: {name}: {line['sample']} then, {found} today")
