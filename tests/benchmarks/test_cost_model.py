@@ -90,12 +90,13 @@ def test_tokens_per_unit_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     drafted = {**line, "num_draft_states": 4}
     # four states, where nothing else is known, and a pass over three
     assert cost.units_per_forward(drafted) == pytest.approx(2.0 + 0.4)
-    counted = {**drafted, "states_per_forward": 3.0}
-    assert cost.units_per_forward(counted) == pytest.approx(1.6 + 0.4)
+    # half of the forwards with four states, half with one
+    counted = {**drafted, "states_per_forward": 2.5}
+    assert cost.units_per_forward(counted) == pytest.approx(1.5 + 0.4)
     assert cost.charged(counted) == {
         **counted,
-        "tokens_per_unit": pytest.approx(1.0),
-        "tokens_per_unit_95": [pytest.approx(0.75), pytest.approx(1.25)],
+        "tokens_per_unit": pytest.approx(2 / 1.9),
+        "tokens_per_unit_95": [pytest.approx(1.5 / 1.9), pytest.approx(2.5 / 1.9)],
     }
     # two passes, over two states and over three
     assert cost.pass_units({**drafted, "draft_passes": 2}) == pytest.approx(0.35)
@@ -105,9 +106,9 @@ def test_tokens_per_unit_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     wide = cost.units_per_forward({**counted, "head_per_token": 0.0}, cost.Place(batch=2))
     assert wide == pytest.approx((16.0 * 2 + 8) / (10.0 + 2))
     stale = {"tokens_per_forward": 1.25, "head_per_token": 0.0}
-    # 0.8 units a token without a head; with it 0.8 apart from passes
-    assert cost.break_even(counted, stale) == pytest.approx(0.0)
-    assert cost.break_even(counted, {**stale, "tokens_per_forward": 1.0}) == pytest.approx(0.4)
+    # 0.8 units a token without a head; with it 0.75 apart from passes
+    assert cost.break_even(counted, stale) == pytest.approx(0.1)
+    assert cost.break_even(counted, {**stale, "tokens_per_forward": 1.0}) == pytest.approx(0.5)
 
 
 def test_places_differ_in_shape_device_batch_blocks_and_lists() -> None:

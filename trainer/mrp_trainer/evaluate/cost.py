@@ -85,22 +85,24 @@ def units_per_forward(line: Mapping[str, Any], place: Place = CHARGED) -> float 
     1 is the cost of a forward that scores one state of each row.
 
     `line` is a result line, a JSON object that `mrp evaluate` writes for a mode on a problem set.
-    The states of a forward are its `states_per_forward` or, in a batch of several rows, which all
-    compute as many states as the row with the most, its `num_draft_states`, at least. Lines of
-    earlier versions, which lack the former, have the latter. Return None if the line has no
-    `head_per_token`.
+    With K = its `num_draft_states`, forwards are charged the most that its `states_per_forward` can
+    cost on average, which is if every forward scores either one state or K. They are charged K
+    states in a batch of several rows, which all compute as many states as the row with the most;
+    and in lines of earlier versions, which do not know their states. Return None if the line has
+    no `head_per_token`.
     """
     passes = line.get("head_per_token")
     if passes is None:
         return None
-    most = _most_states(line)
-    states = line.get("states_per_forward", most)
-    if place.batch > 1:
-        states = max(states, most)
+    most = max(2, _most_states(line))
+    drafts = _most_states(line) > 1
+    states = line.get("states_per_forward", most if drafts else 1)
+    if place.batch > 1 and drafts:
+        states = most
     costs = _costs(line, place)
-    seconds = interpolated(costs.states, costs.backbone, place.batch * states)
-    seconds += costs.host * place.batch * states
-    units = seconds / costs.of_round(place.batch, 1, 0)
+    alone = costs.of_round(place.batch, 1, 0)
+    widest = costs.of_round(place.batch, most, 0)
+    units = 1 + (states - 1) / (most - 1) * (widest / alone - 1)
     if passes:
         units += passes * line["tokens_per_forward"] * pass_units(line, place)
     return float(units)
