@@ -15,7 +15,7 @@ Keys and values are read where `BlockCache` holds them: first the committed slot
 all states.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -373,6 +373,11 @@ SUM_AND_NORM = Kernel("sum_and_norm", sum_and_norm, sum_and_norm_ref)
 ROTATED = Kernel("rotated", rotated, rotated_ref)
 GATED = Kernel("gated", gated, gated_ref)
 ROUND_ATTENTION = Kernel("round_attention", round_attention, round_attention_ref)
+
+
+def listed(functions: Sequence[Linear]) -> Product:
+    """Make a function that lists the results of several functions of one tensor."""
+    return lambda hidden: [function(hidden) for function in functions]
 
 
 def run_fused(plan: Plan, hidden: Tensor, rotary: Pair, mask: RoundMask, cache: Any) -> Tensor:

@@ -24,7 +24,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from ..kernels.dispatch import Dispatch
-from ..kernels.round_layers import FusedLayer, Linear, Norm, Plans, Product
+from ..kernels.round_layers import FusedLayer, Linear, Norm, Plans, Product, listed
 from ..model.families.sdar import MRPBackbone
 from ..model.head import MRPHead
 from .inspection import decide
@@ -131,9 +131,9 @@ def _planned(layer: Any, traits: _Traits) -> FusedLayer:
         query_norm=_norm(attention.q_norm),
         key_norm=_norm(attention.k_norm),
         scaling=attention.scaling,
-        of_attention=product(inputs, traits.adjacent[0], traits.plain[0]),
+        of_attention=_product(inputs, traits.adjacent[0], traits.plain[0]),
         o_proj=_linear(attention.o_proj, traits.plain[2]),
-        of_mlp=product(gates, traits.adjacent[1], traits.plain[1]),
+        of_mlp=_product(gates, traits.adjacent[1], traits.plain[1]),
         activation=mlp.act_fn,
         is_silu=traits.is_silu,
         down_proj=_linear(mlp.down_proj, traits.plain[3]),
@@ -150,7 +150,7 @@ def _linear(linear: Any, plain: bool) -> Linear:
     return partial(F.linear, weight=linear.weight) if plain else linear
 
 
-def product(linears: Sequence[Any], adjacent: bool, plain: bool) -> Product:
+def _product(linears: Sequence[Any], adjacent: bool, plain: bool) -> Product:
     """Make a function that applies several linear layers to one input [..., in_features].
 
     Args:
@@ -162,8 +162,7 @@ def product(linears: Sequence[Any], adjacent: bool, plain: bool) -> Product:
     """
     if adjacent:
         return partial(F.linear, weight=_joined_weight(linears))
-    functions = [_linear(linear, plain) for linear in linears]
-    return lambda hidden: [function(hidden) for function in functions]
+    return listed([_linear(linear, plain) for linear in linears])
 
 
 def _obstacle_of_layers(model: Any, layers: dict[Any, list[Any]]) -> str | None:

@@ -71,7 +71,7 @@ def flip_fused_mlps(patch: pytest.MonkeyPatch) -> None:
 
         return negated
 
-    _replace(patch, layers, "product", flipped)
+    _replace(patch, layers, "_product", flipped)
 
 
 def reverse_embeddings(patch: pytest.MonkeyPatch) -> None:
