@@ -348,3 +348,23 @@ def test_kept_angles_are_those_of_the_rotary_embedding(
         assert 3 < len(asked) < rounds
     model.set_attn_implementation("eager")
     assert generate(model, prompts, **LONG).sequences.equal(fused.sequences)
+
+
+@pytest.mark.parametrize(
+    "name", ["self_attn.v_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"]
+)
+def test_a_linear_layer_that_does_more_is_called(name: str) -> None:
+    """By its module, where the others of its layer are computed from their weights."""
+    model: Any = make_model(num_hidden_layers=2).to(DEVICE)
+    prompts = [[1, 2, 3, 4, 5, 6]]
+    options = {**LONG, "kernels": False}
+    before = generate(model, prompts, **options)
+    for layer in model.model.layers:
+        layer.get_submodule(name).register_forward_hook(lambda _, given, output: 3 * output)
+    assert fuses(model, PYTORCH)
+    fused = generate(model, prompts, **options)
+    assert not fused.token_logprobs.equal(before.token_logprobs)
+    model.set_attn_implementation("eager")
+    called = generate(model, prompts, **LONG)
+    assert called.sequences.equal(fused.sequences)
+    close(called.token_logprobs, fused.token_logprobs, atol=1e-6)
