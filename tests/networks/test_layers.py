@@ -368,3 +368,15 @@ def test_a_linear_layer_that_does_more_is_called(name: str) -> None:
     called = generate(model, prompts, **LONG)
     assert called.sequences.equal(fused.sequences)
     close(called.token_logprobs, fused.token_logprobs, atol=1e-6)
+
+
+def test_another_activation_than_silu_is_called() -> None:
+    """In fused layers, as the kernel is for SiLU only."""
+    model: Any = make_model(hidden_act="gelu", num_hidden_layers=2).to(DEVICE)
+    prompts = [[1, 2, 3, 4, 5, 6]]
+    assert fuses(model, PYTORCH)
+    fused = generate(model, prompts, kernels=False, **LONG)
+    model.set_attn_implementation("eager")
+    called = generate(model, prompts, **LONG)
+    assert called.sequences.equal(fused.sequences)
+    close(called.token_logprobs, fused.token_logprobs, atol=1e-6)
