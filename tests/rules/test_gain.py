@@ -2,6 +2,7 @@
 ones."""
 
 import json
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -97,6 +98,14 @@ def test_only_a_share_of_additional_steps_counts() -> None:
     assert gain(half).plan([nodes]) == Amount(1)
     assert gain(less).plan([nodes]) == Amount(2)
     assert 0.9 * ExpectedGain.STALE_DECAY > 0.5 > 0.7 * 0.9 * ExpectedGain.STALE_DECAY > 0.4
+
+
+def test_amounts_are_compared_by_cost() -> None:
+    """In whatever order they come, as passes of a head come after all states without one. Two make
+    1.25 steps per cost, and four 1.75, of which 1.41 count; held against four, two would seem better."""
+    choices = [(1.0, 1.0, Amount(1)), (4.0, 7.0, Amount(4)), (2.0, 2.5, Amount(2, 1))]
+    for order in permutations(choices):
+        assert gain(FREE)._best([*order]) == Amount(4)
 
 
 def test_rows_that_end_a_block_wait_where_that_pays() -> None:
