@@ -13,6 +13,7 @@ from transformers import GenerationConfig, NoBadWordsLogitsProcessor, NoRepeatNG
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.generate import generation
 from modeling_mrp.generate.loop import Decoder
+from modeling_mrp.networks.networks import Networks
 from modeling_mrp.rules.gain import Fixed
 from tests.support.helpers import LIVELY, MASK, PROMPTS, generate, text, texts
 from tests.support.random_cases import dampened, make_model, random_prompts
@@ -225,3 +226,26 @@ def test_criteria_see_what_a_row_that_they_ended_has_said(random_model: MRPForCa
     text = random_model.generate(prompts, stopping_criteria=[end_the_first], **options).tolist()
     assert text[0][5:] == [0] * 7
     assert seen == [[row[:length] for row in text] for length in range(5, 13)]
+
+
+@pytest.mark.parametrize("decoding", ["static", "self_spec", "mrp_spec"])
+def test_row_states_are_those_that_forwards_scored(
+    decoding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what `Networks.score` is given, row by row; a prompt's forward scores one state."""
+    model = make_model()
+    counted = [1, 1]
+    score = Networks.score
+
+    def noted(networks: Networks, rows: Any, drafts: Any) -> Any:
+        for row, nodes in zip(rows, drafts, strict=True):
+            counted[row.place] += len(nodes)
+        return score(networks, rows, drafts)
+
+    monkeypatch.setattr(Networks, "score", noted)
+    options = {} if decoding == "static" else {"num_draft_states": 3}
+    out = generate(
+        model, [[1, 2, 3, 4, 5, 6, 7], [1, 2]], decoding=decoding, max_new_tokens=13, **options
+    )
+    assert out.stats.row_states.tolist() == counted
+    assert (out.stats.row_states > out.stats.row_forwards).all(), "first states of next blocks, too"

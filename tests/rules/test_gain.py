@@ -101,8 +101,9 @@ def test_only_a_share_of_additional_steps_counts() -> None:
 
 
 def test_amounts_are_compared_by_cost() -> None:
-    """In whatever order they come, as passes of a head come after all states without one. Two make
-    1.25 steps per cost, and four 1.75, of which 1.41 count; held against four, two would seem better."""
+    """In whatever order they come, as passes of a head come after all states. Two states
+    make 1.25 steps per cost, and four 1.75, of which 1.41 count; held against four, two would seem
+    better."""
     choices = [(1.0, 1.0, Amount(1)), (4.0, 7.0, Amount(4)), (2.0, 2.5, Amount(2, 1))]
     for order in permutations(choices):
         assert gain(FREE)._best([*order]) == Amount(4)
