@@ -29,8 +29,10 @@ OTHER_OPTIONS = {"graph", "policy", "reading", "head_prefix"}
 
 def setting_of(line: dict[str, Any]) -> dict[str, Any]:
     """Return the setting of a line of `benchmarks.frontier`: its fields that are options."""
-    known = OTHER_OPTIONS.union(OPTION_NAMES)
-    return {name: value for name, value in line.items() if name in known}
+    setting = {}
+    for name in line.keys() & OTHER_OPTIONS.union(OPTION_NAMES):
+        setting[name] = line[name]
+    return setting
 
 
 def confirm(path: Path, decoder: Decoder) -> list[str]:
@@ -73,7 +75,9 @@ def main(arguments: list[str] | None = None) -> None:
         check_clean(path, {"commit": commit()})
     model, tokenizer = load(TINY)
     decoder = Decoder(model.to(torch.float64), tokenizer, SAMPLE)
-    messages = [message for path in options.files for message in confirm(path, decoder)]
+    messages = list[str]()
+    for path in options.files:
+        messages += confirm(path, decoder)
     if messages:
         parser.error("\n".join(["the counts are not the same:", *messages]))
     for path in options.files:

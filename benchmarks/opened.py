@@ -177,8 +177,8 @@ def measure(model: MRPForCausalLM, tokenizer: Any, options: Any, emit_line: Any)
             common = {"max_new_tokens": options.tokens, **sampling}
             for block in (1, *options.blocks):
                 model.config.block_size = block
-                place = CHARGED.shape, CHARGED.device
-                costs = costs_of(*place, block, options.shortlist, layers)
+                deployment = CHARGED.shape, CHARGED.device
+                costs = costs_of(*deployment, block, options.shortlist, layers)
                 ways: list[tuple[int, str, dict[str, Any]]] = []
                 if block > 1:
                     for states in options.states:

@@ -11,7 +11,7 @@ from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
-from mrp_trainer.evaluate.cost import CHARGED, Place
+from mrp_trainer.evaluate.cost import CHARGED, Deployment
 
 from .common import RESULTS, parser_of, read_lines
 from .longtext import WINDOW, units_along
@@ -95,7 +95,7 @@ def batches_figure(folder: Path) -> Figure:
         for target, color in colors.items():
             speeds: dict[str, list[float]] = {"without a head": [], "with it": []}
             for batch in BATCHES:
-                by_way = speed_over_alone(folder, target, Place(device=device, batch=batch))
+                by_way = speed_over_alone(folder, target, Deployment(device=device, batch=batch))
                 for curve, (speed, _) in zip(speeds.values(), by_way, strict=True):
                     curve.append(speed)
             for (way, curve), style in zip(speeds.items(), ("--", "-"), strict=True):

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from mrp_trainer.data.tasks import FAMILIES
-from mrp_trainer.evaluate.cost import CHARGED, Place, charged, pass_units, units_per_forward
+from mrp_trainer.evaluate.cost import CHARGED, Deployment, charged, pass_units, units_per_forward
 from mrp_trainer.evaluate.cost import break_even as affordable
 from mrp_trainer.evaluate.roofline import PUBLISHED
 from mrp_trainer.publish.card import markdown_table, results_table
@@ -85,10 +85,12 @@ def solved_and_speed(lines: Iterable[Line]) -> list[str]:
     return entries
 
 
-def row_of(lines: Iterable[Line], name: str, place: Place = CHARGED, digits: int = 2) -> str:
+def row_of(
+    lines: Iterable[Line], name: str, deployment: Deployment = CHARGED, digits: int = 2
+) -> str:
     """Format the number `name` of several lines, separated by commas; tokens per unit are those at
-    `place`."""
-    return ", ".join(f"{charged(line, place)[name]:.{digits}f}" for line in lines)
+    `deployment`."""
+    return ", ".join(f"{charged(line, deployment)[name]:.{digits}f}" for line in lines)
 
 
 def ratio(line: Line, baseline: Line, name: str) -> str:
@@ -104,8 +106,8 @@ def ratio(line: Line, baseline: Line, name: str) -> str:
 SOLVED_AND_SPEED: list[str] = []
 for _family in JUDGED:
     SOLVED_AND_SPEED += [f"{_family} %", f"{_family}: tokens / unit"]
-_OTHER_SHAPES = [Place(shape) for shape in PUBLISHED if shape != CHARGED.shape]
-_AT_OTHER_SHAPES = [f"at {place.shape}" for place in _OTHER_SHAPES]
+_OTHER_SHAPES = [Deployment(shape) for shape in PUBLISHED if shape != CHARGED.shape]
+_AT_OTHER_SHAPES = [f"at {deployment.shape}" for deployment in _OTHER_SHAPES]
 
 
 def frontier(folder: Path = RESULTS, drafted: bool = True) -> str:
@@ -133,7 +135,7 @@ def frontier(folder: Path = RESULTS, drafted: bool = True) -> str:
             solved, speed = solved_and_speed([line])
             star = " *" if on_frontier(line, by_family[family]) else ""
             entries += [solved, speed + star]
-        units = [row_of(lines, "tokens_per_unit", place) for place in _OTHER_SHAPES]
+        units = [row_of(lines, "tokens_per_unit", deployment) for deployment in _OTHER_SHAPES]
         differ = [str(line["texts_that_differ"]) for line in lines if "texts_that_differ" in line]
         rows.append(
             [
@@ -168,13 +170,13 @@ class Drafts:
     headless: list[Line]
     by_head: list[Line]
 
-    def best(self, place: Place = CHARGED) -> tuple[Line, Line]:
+    def best(self, deployment: Deployment = CHARGED) -> tuple[Line, Line]:
         """Return the line without a head and the one with it that have the most tokens per unit at
-        `place`, charged there."""
+        `deployment`, charged there."""
         best = []
         for lines in (self.headless, self.by_head):
-            at_place = [charged(line, place) for line in lines]
-            best.append(max(at_place, key=itemgetter("tokens_per_unit")))
+            at_deployment = map(partial(charged, deployment=deployment), lines)
+            best.append(max(at_deployment, key=itemgetter("tokens_per_unit")))
         return best[0], best[1]
 
 
@@ -185,10 +187,11 @@ def drafts(
     headless, by_head = drafts_of(target, states)
     if states == max(WIDTHS):
         by_head.append(shortlisted(target, states, 2))
-    return Drafts(
-        [measured[family, setting_name(way)] for way in headless],
-        [measured[family, setting_name(way)] for way in by_head],
-    )
+    of_target = Drafts([], [])
+    for lines, ways in ((of_target.headless, headless), (of_target.by_head, by_head)):
+        for way in ways:
+            lines.append(measured[family, setting_name(way)])
+    return of_target
 
 
 def way_of(line: Line) -> str:
@@ -248,16 +251,18 @@ def charges(folder: Path = RESULTS) -> str:
     (a prediction, for which no results are read): forwards of K states, and a pass over K - 1
     states that chooses among all tokens or a shortlist."""
     rows = []
-    for place in _CHARGED_PLACES:
+    for deployment in _CHARGED_DEPLOYMENTS:
         entries = []
         for states in (2, 4, 8, 16):
             line = {"head_per_token": 0, "states_per_forward": states}
-            entries.append(f"{units_per_forward({**line, 'num_draft_states': states}, place):.2f}")
+            entries.append(
+                f"{units_per_forward({**line, 'num_draft_states': states}, deployment):.2f}"
+            )
         for states in WIDTHS:
             for listed in (0, SHORTLIST):
                 line = {"num_draft_states": states, "draft_shortlist": listed}
-                entries.append(f"{pass_units(line, place):.2f}")
-        rows.append([place.shape, place.device, str(place.batch), *entries])
+                entries.append(f"{pass_units(line, deployment):.2f}")
+        rows.append([deployment.shape, deployment.device, str(deployment.batch), *entries])
     head = ["shape", "device", "batch", *(f"{states} states" for states in (2, 4, 8, 16))]
     for states in WIDTHS:
         head += [f"pass, K = {states}", f"with a list, K = {states}"]
@@ -266,29 +271,29 @@ def charges(folder: Path = RESULTS) -> str:
 
 BATCHES = (1, 2, 4, 8, 16, 32)
 BATCH_DEVICES = ("H200", "A100-80G", "RTX4090")
-_CHARGED_PLACES = (
-    *(Place(shape) for shape in PUBLISHED),
-    *(Place(device=device) for device in BATCH_DEVICES[1:]),
-    *(Place(batch=batch) for batch in (4, 8, 16)),
+_CHARGED_DEPLOYMENTS = (
+    *(Deployment(shape) for shape in PUBLISHED),
+    *(Deployment(device=device) for device in BATCH_DEVICES[1:]),
+    *(Deployment(batch=batch) for batch in (4, 8, 16)),
 )
 
 
-def fastest(lines: Iterable[Line], place: Place) -> tuple[float, str]:
-    """Return the most tokens per unit among lines at a place, and a name of the way and K that make
-    them."""
-    best = max((charged(line, place) for line in lines), key=itemgetter("tokens_per_unit"))
+def fastest(lines: Iterable[Line], deployment: Deployment) -> tuple[float, str]:
+    """Return the most tokens per unit among lines at a deployment, and a name of the way and K that
+    make them."""
+    best = max((charged(line, deployment) for line in lines), key=itemgetter("tokens_per_unit"))
     states = best.get("num_draft_states", 1)
     name = "alone" if states == 1 else f"{way_of(best)} K={states}"
     return best["tokens_per_unit"], name
 
 
-def speed_over_alone(folder: Path, target: str, place: Place) -> list[tuple[float, str]]:
+def speed_over_alone(folder: Path, target: str, deployment: Deployment) -> list[tuple[float, str]]:
     """Return the speed over a target alone of the best drafts without a head, and of the best with
-    it, at a place, for math; each with the name of the way and its K. Where no draft is faster, it
-    is that of the target alone, 1."""
+    it, at a deployment, for math; each with the name of the way and its K. Where no draft is
+    faster, it is that of the target alone, 1."""
     measured = by_setting(folder, JUDGED)
     undrafted = measured["math", setting_name(alone(target))]
-    slow = charged(undrafted, place)["tokens_per_unit"]
+    slow = charged(undrafted, deployment)["tokens_per_unit"]
     headless = [undrafted]
     by_head = [undrafted]
     for states in WIDTHS:
@@ -297,7 +302,7 @@ def speed_over_alone(folder: Path, target: str, place: Place) -> list[tuple[floa
         by_head += of_target.by_head
     speeds = []
     for lines in (headless, by_head):
-        speed, name = fastest(lines, place)
+        speed, name = fastest(lines, deployment)
         speeds.append((speed / slow, name))
     return speeds
 
@@ -311,7 +316,7 @@ def batches(folder: Path = RESULTS) -> str:
         entries = []
         for batch in BATCHES:
             speeds = []
-            for speed, name in speed_over_alone(folder, target, Place("4B", device, batch)):
+            for speed, name in speed_over_alone(folder, target, Deployment("4B", device, batch)):
                 states = name.rpartition("K=")[2]
                 speeds.append(f"{speed:.2f}" + (f" ({states})" if name != "alone" else ""))
             entries.append(", ".join(speeds))
@@ -395,18 +400,20 @@ def summary(folder: Path = RESULTS) -> str:
         entries = [row_of(undrafted, "accuracy", digits=1), row_of(undrafted, "tokens_per_unit")]
         by_head: list[Line] = []
         for states in WIDTHS:
-            best = [drafts(measured, family, target, states).best() for family in JUDGED]
-            headless = [line for line, _ in best]
-            by_head = [line for _, line in best]
+            headless: list[Line] = []
+            by_head = []
             ratios = []
-            for without, line in best:
+            for family in JUDGED:
+                without, line = drafts(measured, family, target, states).best()
+                headless.append(without)
+                by_head.append(line)
                 ratios.append(f"{line['tokens_per_unit'] / without['tokens_per_unit']:.2f}")
                 for end in line["tokens_per_unit_95"]:
                     arms.append(abs(end / line["tokens_per_unit"] - 1))
             entries += [row_of(lines, "tokens_per_unit") for lines in (headless, by_head)]
             entries.append(", ".join(ratios))
         # of the last setting, drafts by the head with the largest K
-        entries += [row_of(by_head, "tokens_per_unit", place) for place in _OTHER_SHAPES]
+        entries += [row_of(by_head, "tokens_per_unit", deployment) for deployment in _OTHER_SHAPES]
         entries.append(row_of(by_head, "tokens_per_forward"))
         rows.append([f"`{target}`", *entries, str(_differ(measured, JUDGED, target))])
     head = ["target", "solved, %", "alone"]

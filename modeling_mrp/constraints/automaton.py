@@ -44,9 +44,9 @@ class ByteAutomaton:
     def only(self) -> np.ndarray:
         """An array int [states]: for each state, the byte with which every text continues; -1 where
         a text may end or may continue with different bytes."""
-        goes_on = self.next_state >= 0
-        is_forced = (goes_on.sum(1) == 1) & ~self.final
-        return np.where(is_forced, goes_on.argmax(1), -1)
+        has_next = self.next_state >= 0
+        is_forced = (has_next.sum(1) == 1) & ~self.final
+        return np.where(is_forced, has_next.argmax(1), -1)
 
     def forced(self, state: int) -> bytes:
         """Return the bytes with which every text continues after a state, up to the first place
@@ -102,8 +102,8 @@ class TokenTrie:
             letters.append(letter[is_new])
             node[rows] = count + np.cumsum(is_new) - 1
             count += int(is_new.sum())
-            done = rows[sizes[rows] == depth + 1]
-            ends[done] = node[done]
+            ended = rows[sizes[rows] == depth + 1]
+            ends[ended] = node[ended]
         # Nodes are numbered by depth, then in the order of their prefixes, so that the children of
         # a node have consecutive numbers.
         self.byte = np.concatenate(letters)
@@ -438,8 +438,8 @@ class TokenAutomaton:
     def forget(self) -> None:
         """Drop the results that earlier calls of methods computed; later calls compute them
         again."""
-        for known in (self._any_next, self._next, self._origins, self._any_origins):
-            known.clear()
+        for results in (self._any_next, self._next, self._origins, self._any_origins):
+            results.clear()
         for kept in (self._only, self._sets, self._edges):
             kept.clear()
 

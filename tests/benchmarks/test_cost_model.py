@@ -103,7 +103,7 @@ def test_tokens_per_unit_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cost.pass_units({**line, "num_draft_states": "auto"}) > cost.pass_units(drafted)
     assert cost.charged({"tokens_per_forward": 2.0})["tokens_per_unit"] is None
     # in a batch, every row computes as many states as the one with the most
-    wide = cost.units_per_forward({**counted, "head_per_token": 0.0}, cost.Place(batch=2))
+    wide = cost.units_per_forward({**counted, "head_per_token": 0.0}, cost.Deployment(batch=2))
     assert wide == pytest.approx((16.0 * 2 + 8) / (10.0 + 2))
     stale = {"tokens_per_forward": 1.25, "head_per_token": 0.0}
     # 0.8 units a token without a head; with it 0.75 apart from passes
@@ -116,16 +116,16 @@ def test_places_differ_in_shape_device_batch_blocks_and_lists() -> None:
     a shortlist reads less of lm_head."""
     line = {"tokens_per_forward": 3.0, "head_per_token": 0.3, "num_draft_states": 8}
     units = cost.units_per_forward
-    assert units(line) == units(line, cost.Place("4B", "H200", 1))
-    places = [
-        cost.Place(),
-        cost.Place("1.7B"),
-        cost.Place(device="RTX4090"),
-        cost.Place(batch=8),
+    assert units(line) == units(line, cost.Deployment("4B", "H200", 1))
+    deployments = [
+        cost.Deployment(),
+        cost.Deployment("1.7B"),
+        cost.Deployment(device="RTX4090"),
+        cost.Deployment(batch=8),
     ]
-    assert len({units(line, place) for place in places}) == len(places)
+    assert len({units(line, deployment) for deployment in deployments}) == len(deployments)
     assert units({**line, "draft_shortlist": 16}) < units(line)
-    batch = cost.Place(batch=8)
+    batch = cost.Deployment(batch=8)
     assert units({**line, "block_size": 4}, batch) < units(line, batch)
     assert units({**line, "states_per_forward": 5.0}) < units(line)
     for name, shape in PUBLISHED.items():

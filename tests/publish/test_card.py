@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from huggingface_hub import ModelCard
-from mrp_trainer.evaluate.cost import Place, charged, pass_units
+from mrp_trainer.evaluate.cost import Deployment, charged, pass_units
 from mrp_trainer.evaluate.results import mode_name
 from mrp_trainer.publish import push
 from mrp_trainer.publish.card import eval_results, read_results, renamed, render_card, results_table
@@ -249,9 +249,13 @@ def test_a_table_of_uneven_results(tmp_path: Path) -> None:
         "| static | 50.0 | 100.0 | 1.00, - | 1.00, 0.99 | 0.00, - | -, - |\n"
         "| dynamic tau=0.5 | 25.0 | - | 3.25, - | 4.00, - | 0.25, - | -, - |"
     )
-    place = Place("1.7B")
-    per_unit = round(4 / (1 + pass_units(lines[1], place)), 3)
-    assert [one.metric_value for one in eval_results(lines[1:2], place)] == [25.0, per_unit, 4.0]
+    deployment = Deployment("1.7B")
+    per_unit = round(4 / (1 + pass_units(lines[1], deployment)), 3)
+    assert [one.metric_value for one in eval_results(lines[1:2], deployment)] == [
+        25.0,
+        per_unit,
+        4.0,
+    ]
     (tmp_path / "results.jsonl").write_text(
         "".join(json.dumps({**line, "file": "a.jsonl"}) + "\n" for line in LINES)
     )

@@ -11,7 +11,7 @@ from mrp_trainer.data.chat import RecordEncoder
 from mrp_trainer.data.rows import RecordRows
 from mrp_trainer.data.sources import Source
 from mrp_trainer.data.tasks import training_lines
-from mrp_trainer.evaluate.cost import Place
+from mrp_trainer.evaluate.cost import Deployment
 from mrp_trainer.heads import with_new_head
 from mrp_trainer.picture.run import draw_run
 from mrp_trainer.train.inputs import prompts_of
@@ -37,12 +37,12 @@ def table_of(page: str) -> dict[str, str]:
 def test_a_verdict_in_words() -> None:
     won = Comparison("dynamic", 2.1, 2.66, 2.0, 2.5)
     lost = Comparison("static", 2.2, 2.2, 2.13, 1.84)
-    text = verdict([lost, won], 7, Place("8B"))
+    text = verdict([lost, won], 7, Deployment("8B"))
     assert text.splitlines()[0].startswith("7 held-out prompts, tokens per forward at K = 8")
     assert "one state, 8B on one H200 at batch 1" in text
     assert "  static             2.20       2.20                2.13   1.84" in text
     assert text.endswith("\nverdict: worth publishing, 1.25 times the tokens per unit with dynamic")
-    assert verdict([lost], 7, Place()).endswith(
+    assert verdict([lost], 7, Deployment()).endswith(
         "verdict: no better than none (0.86 times the tokens per unit): train longer, or on texts "
         "that the backbone wrote (mrp decode)"
     )

@@ -1,11 +1,11 @@
 """The cost of decoding: tokens per *unit*.
 
 A unit is the predicted time of a backbone forward that scores one state of each row, for a model of
-a published size on a device at a batch size: a `Place`, such as 4B on an H200 at batch 1. Forwards
-are charged for the states that they score, and head passes for the states and the tokens that they
-read. The prediction has weights, products, launches, and the host's time for each drafted state
-(`modeling_mrp.networks.predicted`). Tokens per unit are relative: at the same place, twice as many
-take half the time.
+a published size on a device at a batch size: a `Deployment`, such as 4B on an H200 at batch 1.
+Forwards are charged for the states that they score, and head passes for the states and the tokens
+that they read. The prediction has weights, products, launches, and the host's time for each drafted
+state (`modeling_mrp.networks.predicted`). Tokens per unit are relative: at the same deployment,
+twice as many take half the time.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from .roofline import BYTES, DEVICES, PUBLISHED
 
 
 @dataclass(frozen=True)
-class Place:
+class Deployment:
     """Where decoding is charged.
 
     Attributes:
@@ -38,7 +38,7 @@ class Place:
         return f"{self.shape} on one {self.device} at batch {self.batch}"
 
 
-CHARGED = Place()
+CHARGED = Deployment()
 
 
 @cache
@@ -71,16 +71,16 @@ def charged_as(hidden_size: int | None) -> str:
     return sizes.get(hidden_size or 0, CHARGED.shape)
 
 
-def pass_units(line: Mapping[str, Any], place: Place = CHARGED) -> float:
+def pass_units(line: Mapping[str, Any], deployment: Deployment = CHARGED) -> float:
     """Compute the cost of a head pass in units, for the mode of a result line (see
     `units_per_forward`)."""
-    costs = _costs(line, place)
+    costs = _costs(line, deployment)
     sizes = draft_sizes(max(2, _most_states(line)), line.get("draft_passes") or 1)
-    seconds = [interpolated(costs.states, costs.head, place.batch * size) for size in sizes]
-    return sum(seconds) / len(seconds) / costs.of_round(place.batch, 1, 0)
+    seconds = [interpolated(costs.states, costs.head, deployment.batch * size) for size in sizes]
+    return sum(seconds) / len(seconds) / costs.of_round(deployment.batch, 1, 0)
 
 
-def units_per_forward(line: Mapping[str, Any], place: Place = CHARGED) -> float | None:
+def units_per_forward(line: Mapping[str, Any], deployment: Deployment = CHARGED) -> float | None:
     """Compute what a backbone forward costs together with the head passes that belong to it, where
     1 is the cost of a forward that scores one state of each row.
 
@@ -97,14 +97,14 @@ def units_per_forward(line: Mapping[str, Any], place: Place = CHARGED) -> float 
     most = max(2, _most_states(line))
     drafts = _most_states(line) > 1
     states = line.get("states_per_forward", most if drafts else 1)
-    if place.batch > 1 and drafts:
+    if deployment.batch > 1 and drafts:
         states = most
-    costs = _costs(line, place)
-    alone = costs.of_round(place.batch, 1, 0)
-    widest = costs.of_round(place.batch, most, 0)
+    costs = _costs(line, deployment)
+    alone = costs.of_round(deployment.batch, 1, 0)
+    widest = costs.of_round(deployment.batch, most, 0)
     units = 1 + (states - 1) / (most - 1) * (widest / alone - 1)
     if passes:
-        units += passes * line["tokens_per_forward"] * pass_units(line, place)
+        units += passes * line["tokens_per_forward"] * pass_units(line, deployment)
     return float(units)
 
 
@@ -114,12 +114,14 @@ def _most_states(line: Mapping[str, Any]) -> int:
     return WIDTHS[-1] if states == "auto" else int(states)
 
 
-def _costs(line: Mapping[str, Any], place: Place) -> RoundCosts:
-    block_size = line.get("block_size", PUBLISHED[place.shape].block_size)
-    return costs_of(place.shape, place.device, block_size, line.get("draft_shortlist") or 0)
+def _costs(line: Mapping[str, Any], deployment: Deployment) -> RoundCosts:
+    block_size = line.get("block_size", PUBLISHED[deployment.shape].block_size)
+    return costs_of(
+        deployment.shape, deployment.device, block_size, line.get("draft_shortlist") or 0
+    )
 
 
-def charged(line: Mapping[str, Any], place: Place = CHARGED) -> dict[str, Any]:
+def charged(line: Mapping[str, Any], deployment: Deployment = CHARGED) -> dict[str, Any]:
     """Return a copy of a result line with its tokens per unit. A result line is a JSON object that
     `mrp evaluate` writes for a mode on a problem set.
 
@@ -131,7 +133,7 @@ def charged(line: Mapping[str, Any], place: Place = CHARGED) -> dict[str, Any]:
             number, as the cost of a forward hardly varies. Left out if the line has no such
             interval, or if head passes were not counted.
     """
-    units = units_per_forward(line, place)
+    units = units_per_forward(line, deployment)
     speed = line["tokens_per_forward"]
     interval = line.get("tokens_per_forward_95")
     added: dict[str, Any] = {"tokens_per_unit": None if units is None else speed / units}
@@ -141,7 +143,7 @@ def charged(line: Mapping[str, Any], place: Place = CHARGED) -> dict[str, Any]:
 
 
 def break_even(
-    drafted: Mapping[str, Any], baseline: Mapping[str, Any], place: Place = CHARGED
+    drafted: Mapping[str, Any], baseline: Mapping[str, Any], deployment: Deployment = CHARGED
 ) -> float:
     """Compute the largest cost of a head pass, in units, at which the mode of the result line
     `drafted` is no slower than that of `baseline`, which has no head passes. The cost is below 0 if
@@ -149,7 +151,7 @@ def break_even(
     evaluate` writes for a mode on a problem set."""
     per_token = []
     for line in (drafted, baseline):
-        units = units_per_forward({**line, "head_per_token": 0}, place)
+        units = units_per_forward({**line, "head_per_token": 0}, deployment)
         assert units is not None
         per_token.append(units / line["tokens_per_forward"])
     return float((per_token[1] - per_token[0]) / drafted["head_per_token"])

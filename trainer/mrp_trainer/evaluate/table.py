@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from .cost import CHARGED, Place, charged
+from .cost import CHARGED, Deployment, charged
 from .results import mode_name
 
 WIDTH = 80
@@ -67,7 +67,7 @@ def printing(
                 headings.append(problem_set)
                 table.add_row(Text(problem_set, style="bold"))
             table.add_row(*map(Text, row_of(line)))
-            table.caption = _CAPTION.format(_place(line))
+            table.caption = _CAPTION.format(_deployment(line))
             live.refresh()
 
         yield add, partial(live.console.print, markup=False, highlight=False, soft_wrap=True)
@@ -89,13 +89,13 @@ def row_of(line: Mapping[str, Any]) -> list[str]:
     size in the line's field `charged_as`. A value whose interval is in the line has
     this interval in a second line of the cell, except for tokens per forward.
     """
-    line = charged(line, _place(line))
+    line = charged(line, _deployment(line))
     return [mode_name(line), *(_value(line, name, digits) for _, name, digits in _COLUMNS)]
 
 
-def _place(line: Mapping[str, Any]) -> Place:
+def _deployment(line: Mapping[str, Any]) -> Deployment:
     """Return where a measurement is charged."""
-    return Place(line.get("charged_as", CHARGED.shape))
+    return Deployment(line.get("charged_as", CHARGED.shape))
 
 
 def _value(line: Mapping[str, Any], name: str, digits: int) -> str:

@@ -17,7 +17,7 @@ from modeling_mrp.model.families.sdar import DENSE, backbone_of
 from modeling_mrp.model.layouts import HEAD, is_hub_id
 from modeling_mrp.versions import TESTED
 
-from ..evaluate.cost import CHARGED, Place, charged, charged_as
+from ..evaluate.cost import CHARGED, Deployment, charged, charged_as
 from ..evaluate.results import mode_name
 from .evaluations import Benchmark
 from .folder import CONFIGS, PICTURE, json_of, tensors_in
@@ -76,7 +76,7 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
 
 
-def results_table(lines: Sequence[Mapping[str, Any]], place: Place = CHARGED) -> str:
+def results_table(lines: Sequence[Mapping[str, Any]], deployment: Deployment = CHARGED) -> str:
     """Format measurements (dicts of settings and results, as `read_results` returns them) as a
     Markdown table with a row for each mode. Modes with the same value of the option `decoding` are
     next to each other. A missing value is "-".
@@ -87,15 +87,19 @@ def results_table(lines: Sequence[Mapping[str, Any]], place: Place = CHARGED) ->
     those of the first mode.
 
     A unit is the predicted time of a backbone forward that scores one state of each row, at
-    `place`.
+    `deployment`.
     """
     families = list(dict.fromkeys(line["family"] for line in lines))
     decodings = list(dict.fromkeys(line["decoding"] for line in lines))
     modes: dict[str, dict[str, Mapping[str, Any]]] = {}
     for line in sorted(lines, key=lambda line: decodings.index(line["decoding"])):
-        modes.setdefault(mode_name(line), {})[line["family"]] = charged(line, place)
+        modes.setdefault(mode_name(line), {})[line["family"]] = charged(line, deployment)
     pair = ", ".join(families)
-    head = ["mode", *(f"{family} %" for family in families), f"tokens / unit, {place} ({pair})"]
+    head = [
+        "mode",
+        *(f"{family} %" for family in families),
+        f"tokens / unit, {deployment} ({pair})",
+    ]
     head += [
         f"tokens / forward ({pair})",
         "head forwards / token",
@@ -126,14 +130,14 @@ def results_table(lines: Sequence[Mapping[str, Any]], place: Place = CHARGED) ->
 
 def eval_results(
     lines: Sequence[Mapping[str, Any]],
-    place: Place = CHARGED,
+    deployment: Deployment = CHARGED,
     benchmarks: Mapping[str, Benchmark] = MappingProxyType({}),
 ) -> list[EvalResult]:
     """Make the entries of the card's `model-index` for measurements (see `read_results`).
 
     For each measurement there are up to three entries: accuracy, tokens per backbone forward, and
     tokens per unit. A unit is the predicted time of a backbone forward that scores one state of
-    each row, at `place`. Values that a measurement lacks have no entry.
+    each row, at `deployment`. Values that a measurement lacks have no entry.
 
     `benchmarks` maps names of problem sets to benchmarks on the Hub. In the entries of these
     problem sets, `dataset_type` is the id of the benchmark's dataset; in others it is the name of
@@ -141,7 +145,7 @@ def eval_results(
     """
     results = []
     for line in lines:
-        values = charged(line, place)
+        values = charged(line, deployment)
         benchmark = benchmarks.get(line["family"])
         for metric, label in _METRICS.items():
             value = values.get(metric)
@@ -154,7 +158,7 @@ def eval_results(
                     dataset_name=line["family"],
                     metric_type=metric,
                     metric_value=round(value, 3),
-                    metric_name=f"{label.format(place)}, {mode_name(line)}",
+                    metric_name=f"{label.format(deployment)}, {mode_name(line)}",
                 )
             )
     return results
@@ -219,7 +223,7 @@ def render_card(
     config = json_of(folder / CONFIGS[kind])
     family_name = config.get("family", DENSE)
     family = backbone_of(family_name)
-    place = Place(charged_as(config.get("hidden_size")))
+    deployment = Deployment(charged_as(config.get("hidden_size")))
     if not base:
         base = model_of(folder) if kind == "full" else config.get("base_model_name_or_path")
     user_metadata: dict[str, Any] = {}
@@ -245,7 +249,7 @@ def render_card(
     if results:
         fields |= {
             "model_name": _title(name),
-            "eval_results": eval_results(results, place, benchmarks),
+            "eval_results": eval_results(results, deployment, benchmarks),
         }
     chosen = json_of(folder / "generation_config.json")
     contents = kind
@@ -276,7 +280,7 @@ def render_card(
         custom=contents in ("full", "head") and family_name == DENSE,
         picture=(folder / PICTURE).is_file(),
         defaults={option: chosen.get(option) or value for option, value in _DEFAULTS.items()},
-        table=results_table(results, place) if results else None,
+        table=results_table(results, deployment) if results else None,
         recipe=recipe_of(folder, fields["base_model"]),
         papers=papers,
     )

@@ -23,7 +23,7 @@ from modeling_mrp.modeling import MRPForCausalLM
 
 from ..data.sources import DataPath, open_source
 from ..doctor.replays import measure_device
-from ..evaluate.cost import Place, charged_as
+from ..evaluate.cost import Deployment, charged_as
 from ..heads import with_new_head
 from ..loading import tokenizer_of
 from ..outputs import OwnFolder, replace_file, report_full_disk
@@ -131,12 +131,12 @@ class OpenRun:
         new_tokens = trainer.args.eval_new_tokens
         with trainer.decoding_model() as model:
             comparisons = compare(model, self.tokenizer, self.prompts, new_tokens)
-            place = Place(charged_as(model.config.hidden_size))
+            deployment = Deployment(charged_as(model.config.hidden_size))
         numbers: dict[str, float] = {"step": trainer.state.global_step}
         for comparison in comparisons:
             numbers |= comparison.as_log()
         trainer.state.log_history.append(numbers)
-        return [verdict(comparisons, len(self.prompts), place)]
+        return [verdict(comparisons, len(self.prompts), deployment)]
 
 
 def closing_lines(history: Sequence[dict[str, float]]) -> list[str]:

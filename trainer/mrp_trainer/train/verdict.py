@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ..evaluate.cost import Place, charged_as, units_per_forward
+from ..evaluate.cost import Deployment, charged_as, units_per_forward
 from ..evaluate.decoded import decode_prompts
 
 TARGETS = ("static", "dynamic")
@@ -63,7 +63,7 @@ def compare(
     it, under the targets `static` and `dynamic`, with up to 8 states per row and forward. Return a
     comparison for each target. `ValueError` if there is no prompt or no head."""
     options: dict[str, Any] = {"do_sample": False, "num_draft_states": STATES}
-    place = Place(charged_as(model.config.hidden_size))
+    deployment = Deployment(charged_as(model.config.hidden_size))
     comparisons = []
     for target in TARGETS:
         options["target"] = target
@@ -80,7 +80,7 @@ def compare(
                 "num_draft_states": STATES,
                 "block_size": model.config.block_size,
             }
-            units = units_per_forward(line, place)
+            units = units_per_forward(line, deployment)
             assert units is not None
             per_unit.append(decoded.tokens_per_forward / units)
         speeds = stale.tokens_per_forward, drafted.tokens_per_forward
@@ -88,18 +88,18 @@ def compare(
     return comparisons
 
 
-def verdict(comparisons: Sequence[Comparison], prompts: int, place: Place) -> str:
+def verdict(comparisons: Sequence[Comparison], prompts: int, deployment: Deployment) -> str:
     """Describe in a table and a sentence whether a head is worth publishing. It is if, under at
     least one target, decoding is faster with the head than without it, in tokens per unit of cost.
 
     Args:
         comparisons: The speeds with and without the head, under each target.
         prompts: The number of decoded prompts.
-        place: Where decoding was charged.
+        deployment: Where decoding was charged.
     """
     lines = [
         f"{prompts} held-out prompts, tokens per forward at K = {STATES}, and per unit: the "
-        f"predicted time of a forward of one state, {place}",
+        f"predicted time of a forward of one state, {deployment}",
         f"  {'target':<9}{'without head':>14}{'with head':>11}{'per unit:':>11}{'without':>9}"
         f"{'with':>7}",
     ]
