@@ -34,6 +34,7 @@ from modeling_mrp.networks.predicted import CPU_FLOPS, CPU_LAYER, Rates, costs_a
 from modeling_mrp.rules.costs import WIDTHS, RoundCosts
 from modeling_mrp.rules.draft import BRANCHES, CROWD
 from modeling_mrp.rules.gain import Amount, DraftAmount, Drafts, ExpectedGain, Fixed
+from modeling_mrp.rules.reveal import RULES
 
 from .common import TINY, emit, encode_prompts, greedy_decode, header, load, parser_of
 
@@ -114,7 +115,8 @@ def rounds_of(
     texts = []
     for begin in range(0, len(prompts), batch):
         sample = prompts[begin : begin + batch]
-        networks, rows = greedy_decode(model, mode, sample, NEW, [], WIDTHS[-1])
+        eos = model.generation_config.eos_token_id
+        networks, rows = greedy_decode(model, mode, sample, NEW, eos, WIDTHS[-1])
         charged = Charged(amount())
         Decoder(mode, networks, charged).decode(rows, [0] * len(rows))
         rounds += charged.rounds
@@ -134,6 +136,7 @@ def measured(model: MRPForCausalLM, prompts: list[list[int]], batch: int, target
             texts = decoded
             fixed[width, passes] = rounds
     tokens = sum(map(len, texts or []))
+    acceptance = RULES[target].stale_acceptance
     for name, costs in tables(model).items():
         for passes, mode in ((0, "self_spec"), (1, "mrp_spec")):
             rounds, decoded = rounds_of(
@@ -142,7 +145,7 @@ def measured(model: MRPForCausalLM, prompts: list[list[int]], batch: int, target
                 prompts,
                 batch,
                 passes,
-                partial(ExpectedGain, WIDTHS[-1], passes, costs),
+                partial(ExpectedGain, WIDTHS[-1], passes, costs, acceptance),
             )
             assert decoded == texts
             by_amount = {}

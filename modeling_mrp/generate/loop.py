@@ -152,7 +152,7 @@ def draft_amount(
         costs = RoundCosts.from_dict(table)
     else:
         costs = predicted_costs(config, picker.lm_head_weight, picker.shortlist)
-    return ExpectedGain(drafting.states, drafting.passes, costs)
+    return ExpectedGain(drafting.states, drafting.passes, costs, mode.rule.stale_acceptance)
 
 
 @dataclass(frozen=True)

@@ -87,15 +87,19 @@ class _Traits:
     """How the modules of a decoder layer can be computed.
 
     Attributes:
-        adjacent: For each group of linear layers with one input (`_linear_groups`), whether their
-            weights are adjacent in memory.
-        plain: For each group, and then for `o_proj` and `down_proj`, whether all of its layers are
-            plain (`_plain`).
+        inputs_adjacent, gates_adjacent: Whether the weights of the linear layers that read the
+            attention's input, or the MLP's, are adjacent in memory (`_linear_groups`).
+        inputs_plain, gates_plain: Whether all of these linear layers are plain (`_plain`).
+        o_proj_plain, down_proj_plain: Whether `o_proj` and `down_proj` are plain.
         is_silu: Whether the gate goes through a plain SiLU.
     """
 
-    adjacent: tuple[bool, bool]
-    plain: tuple[bool, bool, bool, bool]
+    inputs_adjacent: bool
+    gates_adjacent: bool
+    inputs_plain: bool
+    gates_plain: bool
+    o_proj_plain: bool
+    down_proj_plain: bool
     is_silu: bool
 
 
@@ -105,15 +109,15 @@ def _traits(layers: dict[Any, list[Any]]) -> list[_Traits]:
     for network_layers in layers.values():
         for layer in network_layers:
             inputs, gates = _linear_groups(layer)
-            groups = (inputs, gates, [layer.self_attn.o_proj], [layer.mlp.down_proj])
-            of_inputs, of_gates, of_attention, of_mlp = (
-                all(map(_plain, group)) for group in groups
-            )
             found.append(
                 _Traits(
-                    (packed_weight(inputs) is not None, packed_weight(gates) is not None),
-                    (of_inputs, of_gates, of_attention, of_mlp),
-                    deviation(layer.mlp.act_fn, _SILU) is None,
+                    inputs_adjacent=packed_weight(inputs) is not None,
+                    gates_adjacent=packed_weight(gates) is not None,
+                    inputs_plain=all(map(_plain, inputs)),
+                    gates_plain=all(map(_plain, gates)),
+                    o_proj_plain=_plain(layer.self_attn.o_proj),
+                    down_proj_plain=_plain(layer.mlp.down_proj),
+                    is_silu=deviation(layer.mlp.act_fn, _SILU) is None,
                 )
             )
     return found
@@ -131,12 +135,12 @@ def _planned(layer: Any, traits: _Traits) -> FusedLayer:
         query_norm=_norm(attention.q_norm),
         key_norm=_norm(attention.k_norm),
         scaling=attention.scaling,
-        of_attention=_product(inputs, traits.adjacent[0], traits.plain[0]),
-        o_proj=_linear(attention.o_proj, traits.plain[2]),
-        of_mlp=_product(gates, traits.adjacent[1], traits.plain[1]),
+        of_attention=_product(inputs, traits.inputs_adjacent, traits.inputs_plain),
+        o_proj=_linear(attention.o_proj, traits.o_proj_plain),
+        of_mlp=_product(gates, traits.gates_adjacent, traits.gates_plain),
         activation=mlp.act_fn,
         is_silu=traits.is_silu,
-        down_proj=_linear(mlp.down_proj, traits.plain[3]),
+        down_proj=_linear(mlp.down_proj, traits.down_proj_plain),
     )
 
 

@@ -98,10 +98,10 @@ class Networks:
         self.slots = 0
         self._rows_join = False
         self._swaps: list[list[tuple[int, int]]] = []
-        # cos and sin of positions from one to another, [positions, 2 * head_dim]
-        self._angles: Tensor = torch.empty(0)
+        # rotary angles of consecutive positions: the first, the number, and cos and sin
         self._angles_from = 0
-        self._angles_to = 0
+        self._angles_count = 0
+        self._angles: Pair | None = None
         # whether the backbone's hidden state at a position is for the next token
         self.shifted = cache.shifted
         # hidden states of the last `score`, [n, block (+ 1 if shifted), hidden_size]
@@ -488,8 +488,9 @@ class Networks:
         table = host_copy(np.frombuffer(numbers, np.int64), self.device)
         begin = self.cache.begin
         sees_all = width == 1 and min(limits) == begin and self.recorded is None
-        spread = (min(starts), max(starts))
-        forward = partial(self._packed, rows, width, begin, sees_all, spread)
+        if self.plans is not None and self.recorded is None:
+            self._keep_angles(min(starts), max(starts))
+        forward = partial(self._packed, rows, width, begin, sees_all)
         inputs = [] if hidden is None else [hidden.reshape(rows, width * self.block, -1)]
         if self.recorded is None:
             output = forward(table.to(self.device, non_blocking=True), *inputs)
@@ -504,7 +505,6 @@ class Networks:
         width: int,
         begin: int,
         sees_all: bool,
-        spread: tuple[int, int],
         table: Tensor,
         hidden: Tensor | None = None,
     ) -> Tensor:
@@ -514,7 +514,6 @@ class Networks:
             rows, width: The number of rows, and the number of states of each row.
             begin: The first of the slots to which the keys and values of the states are written.
             sees_all: Whether every state sees all slots before `begin` (see `RoundMask`).
-            spread: The least and the greatest of the starts, which `table` has on the device.
             table: The ids, the start and the parent of each state, and the number of cached tokens
                 that each state sees.
             hidden: The input of the head; None to run the backbone.
@@ -527,7 +526,7 @@ class Networks:
         positions = (starts[:, None] + torch.arange(self.block, device=self.device)).view(rows, -1)
         mask = RoundMask(committed, parent, self.block, self.picker.dispatch, sees_all)
         if self.plans is not None:
-            output = self._fused(self.plans, ids, positions, spread, mask, hidden)
+            output = self._fused(self.plans, ids, positions, mask, hidden)
         elif hidden is None:
             output = self.model.backbone(ids, positions, mask.dense(begin), self.cache).to(
                 self.device
@@ -545,7 +544,6 @@ class Networks:
         plans: Plans,
         ids: Tensor,
         positions: Tensor,
-        spread: tuple[int, int],
         mask: RoundMask,
         hidden: Tensor | None,
     ) -> Tensor:
@@ -563,36 +561,38 @@ class Networks:
         return run_fused(
             plans[network],
             inputs,
-            self._rotation(embeds, positions, spread),
+            self._rotation(embeds, positions),
             mask,
             self.cache,
         )
 
-    def _rotation(self, embeds: Tensor, positions: Tensor, spread: tuple[int, int]) -> Pair:
-        """Return cos and sin of the rotary embedding at positions, [rows, tokens, head_dim] each,
-        in the dtype of `embeds`. The first half of sin has its sign changed.
-
-        The angles from the first block on, up to some blocks after the last one, are kept for the
-        next forwards. Exceptions are angles that also depend on the length of the text, and
-        recorded forwards, because recordings outlive this object.
-
-        Args:
-            embeds: Embeddings, which give the dtype.
-            positions: [rows, tokens].
-            spread: The starts of the first block and of the last.
-        """
+    def _keep_angles(self, first: int, last: int) -> None:
+        """Keep the rotary angles of the blocks that start at positions from `first` to `last`, and
+        of some blocks after them, for this forward and the next ones. Angles that also depend on
+        the length of the text are not kept."""
         rotary = self.model.model.rotary_emb
-        if self.recorded is not None or rotary.rope_type in ("dynamic", "longrope"):
-            return _with_signs(*rotary(embeds, positions))
-        first, last = spread
-        if not (self._angles_from <= first and last < self._angles_to):
-            self._angles_from = first
-            self._angles_to = last + ANGLES_AHEAD * self.block
-            kept = torch.arange(self._angles_from, self._angles_to, device=self.device)
-            self._angles = torch.cat(_with_signs(*rotary(embeds, kept[None])), -1)[0]
-        angles = F.embedding(positions - self._angles_from, self._angles)
-        cos, sin = angles.split_with_sizes([angles.shape[-1] // 2] * 2, -1)
-        return cos, sin
+        kept_to = self._angles_from + self._angles_count
+        if self._angles_from <= first and last + self.block <= kept_to:
+            return
+        if rotary.rope_type in ("dynamic", "longrope"):
+            return
+        self._angles_from = first
+        self._angles_count = last - first + ANGLES_AHEAD * self.block
+        positions = torch.arange(first, first + self._angles_count, device=self.device)
+        weight = self.model.model.embed_tokens.weight
+        cos, sin = _with_signs(*rotary(weight, positions[None]))
+        self._angles = cos[0], sin[0]
+
+    def _rotation(self, embeds: Tensor, positions: Tensor) -> Pair:
+        """Return cos and sin of the rotary embedding at positions [rows, tokens], two tensors
+        [rows, tokens, head_dim] in the dtype of `embeds`. The first half of sin has its sign
+        changed. They are taken from the angles that are kept, if any are (recorded forwards keep
+        none, because recordings outlive this object)."""
+        if self._angles is None:
+            return _with_signs(*self.model.model.rotary_emb(embeds, positions))
+        index = positions - self._angles_from
+        cos, sin = self._angles
+        return F.embedding(index, cos), F.embedding(index, sin)
 
     def _shifted_states(self, hidden: Tensor, committed: Tensor, parent: Tensor) -> Tensor:
         """Prepend to the hidden states of each state the one that predicts the state's first token:

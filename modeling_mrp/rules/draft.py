@@ -26,8 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from .reveal import RevealRule, log_sigmoid
-from .sources import UNKNOWN, Candidates, DraftSource, Guess, combined
+from .reveal import RevealRule, bounded, log_sigmoid, sigmoid
+from .sources import TRUST, UNKNOWN, Candidates, DraftSource, Guess, combined
 from .state import Key, PendingReveal, Row, Scores, State
 
 # Followers considered per state, at most, and the number of rows from which only one is: such a
@@ -37,6 +37,8 @@ BRANCHES, CROWD = 3, 16
 # What a preview of the next block is worth, as the chance of a state that a round would score in
 # its place (`benchmarks/NOTES.md`, Drafts past the end of a block).
 PREVIEW = 0.02
+# Log-odds of tokens are clipped to this magnitude, so that no chance is 0.
+MOST_CERTAIN = 30.0
 _MASK = 0xFFFFFFFF
 
 
@@ -137,6 +139,8 @@ def followers(
     for columns, chance in rule.likely(state, log_odds, branches):
         if not chance > 0:
             continue
+        if guess is None and rule.left_to_right:  # the order is certain, but not the token
+            chance *= sigmoid(bounded(log_odds[columns[0]], MOST_CERTAIN) + TRUST)
         for tokens, share in ((token, 1.0),) if guess is None else variants(columns, guess):
             candidate = follower(row, rule, state, scores, columns, tokens, log_odds, parent, clean)
             if candidate is not None:

@@ -107,22 +107,25 @@ class Fixed:
 
 class Calibration:
     """Corrects the estimated chances of drafts. It has a factor for each depth (the number of
-    drafts on the path to a state). A chance times the factor of its depth is the share of such
-    drafts that is expected to be accepted.
+    drafts on the path to a state). A chance, to the power `power`, times the factor of its depth is
+    the share of such drafts that is expected to be accepted.
 
     The factor at depth 0 is 1. At a depth without observations, it is the factor of the depth
     before, times `decay`. With observations, this is gradually replaced by the number of accepted
-    drafts divided by the sum of their chances.
+    drafts divided by the sum of their chances (to that power).
 
     Args:
         decay: The factor by which acceptance is assumed to change from each depth to the next.
+        power: The power of the chances: 1 if acceptance grows in proportion to them, less if it
+            depends less on them.
     """
 
     WEIGHT = 3.0  # weight of the assumed factor, in expected acceptances
     FADE = 0.99  # factor by which observations decay in each round
 
-    def __init__(self, decay: float) -> None:
+    def __init__(self, decay: float, power: float = 1.0) -> None:
         self.decay = decay
+        self.power = power
         self.predicted: list[float] = []
         self.accepted: list[float] = []
 
@@ -135,7 +138,7 @@ class Calibration:
                 factor = (self.accepted[index] + self.WEIGHT * factor) / (
                     self.predicted[index] + self.WEIGHT
                 )
-            factors.append(min(1.0, factor))
+            factors.append(factor)
         return factors
 
     def doubt(self) -> float:
@@ -162,7 +165,7 @@ class Calibration:
                     while len(self.predicted) < node.depth:
                         self.predicted.append(0.0)
                         self.accepted.append(0.0)
-                    self.predicted[node.depth - 1] += node.chance
+                    self.predicted[node.depth - 1] += node.chance**self.power
         for nodes in drafts:
             for node in nodes:
                 if node.accepted and 0 < node.depth <= len(self.accepted) and not node.opens:
@@ -177,31 +180,33 @@ class ExpectedGain:
         passes: Number of head passes in a round in which the head drafts. If 0, the head never
             drafts.
         costs: What backbone forwards and head passes cost by their number of states.
+        stale_acceptance: The rule's `RevealRule.stale_acceptance`.
     """
 
-    # Initial factors by which acceptance falls with each depth: for stale drafts, for the head's
-    # drafts by the head's own chances, and for the head's drafts by the chances of the stale drafts
-    # from which it starts.
-    STALE_DECAY = 0.75
+    # Initial factors by which acceptance changes with each depth, for the head's drafts: by the
+    # head's own chances, and by the chances of the stale drafts from which it starts. It helps most
+    # where these are low, so acceptance grows with a power of them that is below 1.
     HEAD_DECAY = 0.9
-    UNREAD_DECAY = 0.95
+    UNREAD_DECAY, UNREAD_POWER = 1.05, 0.5
     # The share that counts of the steps that a larger amount is expected to add to those of a
     # smaller one. Both are estimates, and the larger is more often too large than too small.
-    COUNTED = 0.7
-    # A pass of a head that a call has not tried yet is charged this share more: a call of which the
-    # head is no part has to find that out by trying it.
-    CAUTION = 1.5
+    COUNTED = 0.85
+    # A pass of a head that a call has not tried yet is charged this share more: a head that does
+    # not pay has to be tried to find that out.
+    CAUTION = 1.0
 
-    def __init__(self, states: int, passes: int, costs: RoundCosts) -> None:
+    def __init__(
+        self, states: int, passes: int, costs: RoundCosts, stale_acceptance: float
+    ) -> None:
         self.widths = [width for width in WIDTHS if width <= states]
         self.outline = self.widths[-1]
         self.passes = passes
         self.costs = costs
-        self.stale = Calibration(self.STALE_DECAY)
+        self.stale = Calibration(stale_acceptance)
         # calibrations of the head's drafts: by the chances that the head gives them, and by the
         # chances of the stale drafts from which it starts
         self.read = Calibration(self.HEAD_DECAY)
-        self.unread = Calibration(self.UNREAD_DECAY)
+        self.unread = Calibration(self.UNREAD_DECAY, self.UNREAD_POWER)
 
     def plan(self, drafts: Drafts) -> Amount:
         """Choose the amount with the most expected denoising steps per cost, judging by the chances
@@ -277,7 +282,7 @@ def expected_steps(drafts: Drafts, calibration: Calibration, widths: Sequence[in
     for nodes in drafts:
         for index, node in enumerate(nodes[: widths[-1]]):
             if node.state.masks:
-                totals[index] += min(1.0, node.chance * factors[node.depth])
+                totals[index] += min(1.0, node.chance**calibration.power * factors[node.depth])
     steps = []
     total = 0.0
     begin = 0

@@ -74,10 +74,13 @@ class RevealRule(ABC):
     Attributes:
         options: The options of `generate` from which the rule is made.
         needs_entropy: Whether the rule reads `Scores.entropy`.
+        stale_acceptance: The share of the chances of `likely` that is assumed to come true in
+            drafts from stale scores, before a call has observed any (`ExpectedGain`).
     """
 
     options: ClassVar[tuple[Option, ...]] = ()
     needs_entropy: ClassVar[bool] = False
+    stale_acceptance: ClassVar[float] = 0.75
 
     def __init_subclass__(cls, name: str = "", **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -146,6 +149,7 @@ class CheckedRule(RevealRule):
                 "dataclass with fields that can be, such as tuples"
             ) from None
         object.__setattr__(self, "needs_entropy", self.rule.needs_entropy)
+        object.__setattr__(self, "stale_acceptance", self.rule.stale_acceptance)
 
     @property
     def left_to_right(self) -> bool:
@@ -363,6 +367,7 @@ class Static(RevealRule, name="static"):
 
     schedule: Columns
     options: ClassVar[tuple[Option, ...]] = (DENOISING_STEPS,)
+    stale_acceptance = 0.8
 
     @classmethod
     def from_options(cls, options: Any, block_size: int) -> Self:
@@ -418,6 +423,7 @@ class Dynamic(RevealRule, name="dynamic"):
 
     threshold: float
     options: ClassVar[tuple[Option, ...]] = (CONFIDENCE_THRESHOLD,)
+    stale_acceptance = 0.5  # stale scores miss columns that this step brings over the threshold
 
     @classmethod
     def from_options(cls, options: Any, block_size: int) -> Self:
@@ -447,6 +453,8 @@ class Dynamic(RevealRule, name="dynamic"):
 class Sequential(Static, name="sequential"):
     """Reveal the n leftmost masked columns. The number n is that of `Static`."""
 
+    stale_acceptance = 0.95
+
     @property
     def left_to_right(self) -> bool:
         """Whether each step reveals exactly the leftmost mask, which means that n is always 1."""
@@ -474,6 +482,7 @@ class EntropyBound(RevealRule, name="entropy_bound"):
     bound: float
     options: ClassVar[tuple[Option, ...]] = (ENTROPY_THRESHOLD,)
     needs_entropy = True
+    stale_acceptance = 0.45
 
     @classmethod
     def from_options(cls, options: Any, block_size: int) -> Self:

@@ -2,6 +2,7 @@
 ones."""
 
 import json
+import math
 from itertools import permutations
 from typing import Any
 
@@ -11,13 +12,14 @@ import torch
 from modeling_mrp import MRPForCausalLM, MRPGenerationConfig
 from modeling_mrp.networks.predicted import STATES, Rates, costs_at, predicted_costs
 from modeling_mrp.rules.costs import RoundCosts, interpolated
-from modeling_mrp.rules.draft import Node, accept
-from modeling_mrp.rules.gain import Amount, Calibration, ExpectedGain, Fixed
-from modeling_mrp.rules.reveal import Static
+from modeling_mrp.rules.draft import Node, accept, build_draft
+from modeling_mrp.rules.gain import Amount, Calibration, ExpectedGain, Fixed, expected_steps
+from modeling_mrp.rules.reveal import RULES, CheckedRule, Sequential, Static, sigmoid
 from tests.support.handmade import A, B, C, D, M, row, says, state
 from tests.support.helpers import LIVELY, PROMPTS, generate
 
 FREE = {"states": [1, 1024], "backbone": [1.0, 1.0], "head": [1e-6, 1e-6]}
+ACCEPTANCE = 0.75
 STEEP = {"states": [1, 2, 1024], "backbone": [1.0, 2.0, 1024.0], "head": [1.0, 2.0, 1024.0]}
 
 
@@ -30,7 +32,7 @@ def draft(chances: list[float], depths: list[int], ids: Any = (M, M, M, M)) -> l
 
 
 def gain(costs: dict[str, Any], passes: int = 0, states: int = 8) -> ExpectedGain:
-    return ExpectedGain(states, passes, RoundCosts.from_dict(costs))
+    return ExpectedGain(states, passes, RoundCosts.from_dict(costs), ACCEPTANCE)
 
 
 def test_costs_between_and_beyond_what_is_measured() -> None:
@@ -90,14 +92,14 @@ def test_the_head_runs_where_that_is_worth_its_passes() -> None:
 
 
 def test_only_a_share_of_additional_steps_counts() -> None:
-    """A second state that makes 0.675 steps more, of which 0.47 count, is not worth half a forward;
-    it is worth 0.4."""
+    """A second state that makes 0.675 steps more, of which 0.574 count, is not worth 0.62 of a
+    forward; it is worth 0.5."""
     nodes = draft([0.9], [1])
-    half = {"states": [1, 64], "backbone": [1.0, 1 + 63 * 0.5]}
-    less = {"states": [1, 64], "backbone": [1.0, 1 + 63 * 0.4]}
-    assert gain(half).plan([nodes]) == Amount(1)
+    more = {"states": [1, 64], "backbone": [1.0, 1 + 63 * 0.62]}
+    less = {"states": [1, 64], "backbone": [1.0, 1 + 63 * 0.5]}
+    assert gain(more).plan([nodes]) == Amount(1)
     assert gain(less).plan([nodes]) == Amount(2)
-    assert 0.9 * ExpectedGain.STALE_DECAY > 0.5 > 0.7 * 0.9 * ExpectedGain.STALE_DECAY > 0.4
+    assert 0.9 * ACCEPTANCE > 0.62 > ExpectedGain.COUNTED * 0.9 * ACCEPTANCE > 0.5
 
 
 def test_amounts_are_compared_by_cost() -> None:
@@ -132,6 +134,57 @@ def test_chances_are_corrected_by_what_came_of_drafts() -> None:
     assert first == pytest.approx(0.5 / 0.8, abs=0.03)
     assert second < 0.05
     assert third == second / 2
+
+
+def test_a_power_flattens_chances() -> None:
+    """Of drafts with a chance of 0.09 and 0.81, as 0.3 and 0.9, and so does what is learned."""
+    flat = Calibration(1.0, power=0.5)
+    nodes = draft([0.09, 0.81], [1, 1])
+    assert expected_steps([nodes], flat, [1, 2, 3]) == pytest.approx([1.0, 1.3, 2.2])
+    flat.learn([nodes], [nodes])
+    assert flat.predicted == pytest.approx([1.2])
+
+
+def test_a_chance_of_more_than_one_counts_as_one() -> None:
+    """More may be accepted than stale chances promise, of which the head is no part."""
+    calibration = Calibration(1.0)
+    for _ in range(100):
+        nodes = draft([0.3], [1])
+        nodes[1].accepted = True
+        calibration.learn([nodes], [nodes])
+    assert calibration.factors(1)[1] > 2
+    assert expected_steps([draft([0.3, 0.9], [1, 1])], calibration, [1, 2, 3]) == pytest.approx(
+        [1.0, 1.0 + 0.3 * calibration.factors(1)[1], 2.0 + 0.3 * calibration.factors(1)[1]]
+    )
+
+
+def test_each_rule_says_how_good_stale_drafts_are() -> None:
+    """A rule object of the caller's, too; and a call starts from it."""
+    nodes = draft([1.0], [1])
+    table = RoundCosts((1, 64), (1.0, 1 + 63 * 0.6))
+    for name, states in (("sequential", 2), ("entropy_bound", 1)):
+        made = RULES[name].from_options(MRPGenerationConfig(), 4)
+        assert CheckedRule(made).stale_acceptance == made.stale_acceptance
+        amount = ExpectedGain(8, 0, table, made.stale_acceptance).plan([nodes])
+        assert amount == Amount(states)
+
+
+def test_from_left_to_right_a_draft_is_as_likely_as_its_tokens() -> None:
+    """Its order is certain. Where a token has no probability at all, it is drafted all the same."""
+    of = row(width=4)
+    scores = says([0, -2, -math.inf, 4], [10, 11, 12, 13])
+    nodes = build_draft(_begun(of, scores), Sequential((1,)), 4, 1, {})
+    expected = [1.0, sigmoid(2.0)]
+    expected += [expected[-1] * 0.5, expected[-1] * 0.5 * sigmoid(-28.0)]
+    assert [node.chance for node in nodes] == pytest.approx(expected)
+    chances = [node.chance for node in build_draft(of, Static((1,)), 2, 1, {})]
+    assert chances[1] > 0.9
+
+
+def _begun(of: Any, scores: Any) -> Any:
+    of.state = state([M, M, M, M])
+    of.source = scores
+    return of
 
 
 def test_the_path_marks_the_nodes_that_it_reached() -> None:

@@ -655,6 +655,8 @@ class Row:
         for where, chance in self.rule.likely(
             named, odds if said else [0.0] * self.block, self.options.draft_branches
         ):
+            if self.rule.left_to_right and not looked:
+                chance *= sigmoid(min(max(odds[where[0]], -30.0), 30.0) + 2.0)
             if all(start + column in tokens for column in where):
                 for reveal, share in self.reveals([start + column for column in where], tokens):
                     made, told = self.after(state, reveal), said
