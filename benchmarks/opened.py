@@ -9,16 +9,18 @@ blocks.
 Prompts of three kinds in the checkpoint's chat template, one at a time: chats, code to write, and
 texts to edit or copy; nine of them, or those of a file of `benchmarks.prompts`. Drafts are stale
 scores alone, with prompt lookup, with drafts that go on into the next block, and, with `--head`,
-the same with a head that passes over each drafted state. Each text is compared with its target's;
-below float64 a near-tie may fall otherwise, which is counted. `token by token` is the same model in
-blocks of one token, which is its autoregressive decoding; its texts are its own.
+the same with a head that makes one pass a round, and as many as there are drafted states. K `auto`
+goes by the costs of the predicted device. Each text is compared with its target's; below float64 a
+near-tie may fall otherwise, which is counted. `token by token` is the same model in blocks of one
+token, which is its autoregressive decoding; its texts are its own.
 
 A predicted millisecond is that of a round at the shape of SDAR-4B with these blocks and head
 layers, in bfloat16 on one H200 at batch 1: weights, products, launches and the host's time for each
 drafted state (`modeling_mrp.networks.predicted`). The prompt is charged as one state, each round
-for the states that it scored, and each head pass for K states over the whole vocabulary, or over
-`--shortlist` tokens where that is given: of an untrained model's stale scores, few lists hold the
-next token. Seconds are wall clock of this machine. `--show` prints the texts of the targets.
+for the states that it scored, and each head pass for K states (8 for `auto`) over the whole
+vocabulary, or over `--shortlist` tokens where that is given: of an untrained model's stale scores,
+few lists hold the next token. Seconds are wall clock of this machine. `--show` prints the texts of
+the targets.
 """
 
 import json
@@ -35,7 +37,7 @@ from mrp_trainer.publish.card import markdown_table
 from transformers import AutoTokenizer
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.rules.costs import RoundCosts, interpolated
+from modeling_mrp.rules.costs import WIDTHS, RoundCosts, interpolated
 
 from .common import emit, header, parser_of
 from .measure import Measured
@@ -70,18 +72,27 @@ DRAFTS: dict[str, dict[str, Any]] = {
 ALONE, ONE = "alone", "token by token"
 
 
-def ways_of(block: int, states: int, head_layers: int, shortlist: int) -> dict[str, dict[str, Any]]:
-    """Return the options of each way to draft with K = `states`, by name. A head passes over every
-    state that a draft can have in a block. Drafts go on into the next block where K is more than a
-    block has tokens."""
+def ways_of(
+    block: int, states: int | str, costs: RoundCosts, shortlist: int
+) -> dict[str, dict[str, Any]]:
+    """Return the options of each way to draft with K = `states`, by name. A head, if `costs` has
+    one, makes one pass, or one for every state that a draft can have in a block. Drafts go on into
+    the next block where K is more than a block has tokens. `auto` goes by `costs`."""
+    common: dict[str, Any] = {"num_draft_states": states}
+    if states == "auto":
+        common["round_costs"] = costs.to_dict()
+    most = WIDTHS[-1] if isinstance(states, str) else states
+    passes = sorted({1, max(1, min(most, block) - 1)}) if costs.head else []
     ways = {}
     for name, drafts in DRAFTS.items():
-        if "draft_next_block" not in drafts or states > block:
-            ways[name] = {"decoding": "self_spec", **drafts}
-    passes = {"draft_passes": max(1, min(states, block) - 1), "draft_shortlist": shortlist}
-    for name in list(ways) if head_layers else []:
-        named = f"head, {name}".removesuffix(", stale scores")
-        ways[named] = {**DRAFTS[name], "decoding": "mrp_spec", **passes}
+        if "draft_next_block" in drafts and not (most > block and states != "auto"):
+            continue
+        ways[name] = {"decoding": "self_spec", **drafts, **common}
+        for count in passes:
+            head = "head" if count == 1 else f"head {count} passes"
+            named = f"{head}, {name}".removesuffix(", stale scores")
+            of_head = {"draft_passes": count, "draft_shortlist": shortlist}
+            ways[named] = {"decoding": "mrp_spec", **drafts, **common, **of_head}
     return ways
 
 
@@ -179,10 +190,10 @@ def measure(model: MRPForCausalLM, tokenizer: Any, options: Any, emit_line: Any)
                 model.config.block_size = block
                 deployment = CHARGED.shape, CHARGED.device
                 costs = costs_of(*deployment, block, options.shortlist, layers)
-                ways: list[tuple[int, str, dict[str, Any]]] = []
+                ways: list[tuple[int | str, str, dict[str, Any]]] = []
                 if block > 1:
                     for states in options.states:
-                        of_states = ways_of(block, states, layers, options.shortlist)
+                        of_states = ways_of(block, states, costs, options.shortlist)
                         for name, way in of_states.items():
                             ways.append((states, name, way))
                 targets = []
@@ -192,15 +203,22 @@ def measure(model: MRPForCausalLM, tokenizer: Any, options: Any, emit_line: Any)
                     if options.show and block > 1:
                         text = targets[-1][0].sequences[0, ids.shape[1] :]
                         print(f"\n[{kind}, block {block}]\n{tokenizer.decode(text)}\n", flush=True)
-                    for index, (states, _, way) in enumerate(ways):
-                        call = {"target": "sequential", "num_draft_states": states, **way}
-                        drafted[index].append(decode(model, ids, **call, **common))
+                    for index, (_, _, way) in enumerate(ways):
+                        drafted[index].append(
+                            decode(model, ids, target="sequential", **way, **common)
+                        )
                 cell = {"kind": kind, "block": block, "temperature": temperature}
                 reference, line = line_of(targets, inputs, None, costs, 1)
                 emit_line({**cell, "states": 1, "way": ONE if block == 1 else ALONE, **line})
                 for (states, name, _), outputs in zip(ways, drafted, strict=True):
-                    _, line = line_of(outputs, inputs, reference, costs, states)
+                    most = WIDTHS[-1] if isinstance(states, str) else states
+                    _, line = line_of(outputs, inputs, reference, costs, most)
                     emit_line({**cell, "states": states, "way": name, **line})
+
+
+def states_of(text: str) -> int | str:
+    """Read a number of states, or `auto`."""
+    return text if text == "auto" else int(text)
 
 
 def ratio(line: dict[str, Any], per: str) -> float:
@@ -255,7 +273,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48, help="new tokens of a prompt, at most")
     parser.add_argument("--count", type=int, default=3, help="prompts of a kind")
     parser.add_argument("--blocks", type=int, nargs="+", default=[4, 8])
-    parser.add_argument("--states", type=int, nargs="+", default=[4, 8], help="values of K")
+    parser.add_argument(
+        "--states", type=states_of, nargs="+", default=[4, 8, "auto"], help="values of K, or auto"
+    )
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0])
     parser.add_argument("--seed", type=int, default=0, help="of sampled texts")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), default="float32")

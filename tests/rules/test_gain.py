@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from modeling_mrp import MRPForCausalLM, MRPGenerationConfig
+from modeling_mrp.generate.loop import Drafting, Mode, draft_amount
 from modeling_mrp.networks.predicted import STATES, Rates, costs_at, predicted_costs
 from modeling_mrp.rules.costs import RoundCosts, interpolated
 from modeling_mrp.rules.draft import Node, accept, build_draft
@@ -161,12 +162,12 @@ def test_a_chance_of_more_than_one_counts_as_one() -> None:
 def test_each_rule_says_how_good_stale_drafts_are() -> None:
     """A rule object of the caller's, too; and a call starts from it."""
     nodes = draft([1.0], [1])
-    table = RoundCosts((1, 64), (1.0, 1 + 63 * 0.6))
+    table = {"states": [1, 64], "backbone": [1.0, 1 + 63 * 0.6]}
     for name, states in (("sequential", 2), ("entropy_bound", 1)):
-        made = RULES[name].from_options(MRPGenerationConfig(), 4)
-        assert CheckedRule(made).stale_acceptance == made.stale_acceptance
-        amount = ExpectedGain(8, 0, table, made.stale_acceptance).plan([nodes])
-        assert amount == Amount(states)
+        made = RULES[name].from_options(MRPGenerationConfig(entropy_threshold=0.35), 4)
+        for rule in (made, CheckedRule(made)):
+            mode = Mode(rule, drafting=Drafting(8, 1, by_gain=True))
+            assert draft_amount(mode, None, None, table).plan([nodes]) == Amount(states)
 
 
 def test_from_left_to_right_a_draft_is_as_likely_as_its_tokens() -> None:
