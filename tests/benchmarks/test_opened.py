@@ -108,6 +108,26 @@ def test_each_way_is_measured(
             assert not passes
     monkeypatch.setattr(sys, "argv", ["opened", "--table", str(folder / "lines.jsonl")])
     opened.main()
-    table = capsys.readouterr().out
-    assert table in printed
-    assert table.count("\n") == 2 + 3 * 2 * 23
+    both = capsys.readouterr().out
+    assert both in printed
+    table, gains = both.split("\n\n")
+    assert table.count("\n") == 1 + 3 * 2 * 23
+    assert gains.count("\n") == 2 + 3 * 2 * 3
+    assert "| chat | 0 | 4 | auto |" in gains
+
+
+def test_a_head_is_compared_with_the_best_without_it() -> None:
+    """Per forward and per millisecond, each with its own best way; not to draft is one of them."""
+    common = {"kind": "chat", "temperature": 0, "block": 4, "tokens": [60]}
+    ways = [
+        ("alone", 1, 60, 120.0),
+        ("lookup", 4, 50, 125.0),
+        ("head", 4, 40, 150.0),
+        ("head 3 passes", 4, 30, 200.0),
+    ]
+    lines = [
+        {**common, "way": way, "states": states, "forwards": [forwards], "milliseconds": [spent]}
+        for way, states, forwards, spent in ways
+    ]
+    row = opened.gains(lines).splitlines()[-1]
+    assert row == "| chat | 0 | 4 | 4 | 1.67x | 0.80x | alone | head |"
