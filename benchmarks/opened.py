@@ -268,11 +268,11 @@ def gains(lines: Sequence[dict[str, Any]]) -> str:
     cells: dict[tuple[tuple[str, ...], str], list[dict[str, Any]]] = defaultdict(list)
     alone: dict[tuple[str, ...], dict[str, Any]] = {}
     for line in lines:
-        texts = (line["kind"], f"{line['temperature']:g}", str(line["block"]))
+        key = (line["kind"], f"{line['temperature']:g}", str(line["block"]))
         if line["way"] in (ALONE, ONE):
-            alone[texts] = line
+            alone[key] = line
         else:
-            cells[texts, str(line["states"])].append(line)
+            cells[key, str(line["states"])].append(line)
     rows = []
     for (texts, states), ways in cells.items():
         with_head = [line for line in ways if line["way"].startswith("head")]
