@@ -27,6 +27,7 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -275,16 +276,18 @@ def gains(lines: Sequence[dict[str, Any]]) -> str:
             cells[key, str(line["states"])].append(line)
     rows = []
     for (texts, states), ways in cells.items():
-        with_head = [line for line in ways if line["way"].startswith("head")]
-        without = [alone[texts], *(line for line in ways if line not in with_head)]
+        with_head = []
+        without = [alone[texts]]
+        for line in ways:
+            (with_head if line["way"].startswith("head") else without).append(line)
         if not with_head:
             continue
         row = [*texts, states]
         for per in ("forwards", "milliseconds"):
-            best = max(ratio(line, per) for line in with_head)
-            row.append(f"{best / max(ratio(line, per) for line in without):.2f}x")
+            per_unit = partial(ratio, per=per)
+            row.append(f"{max(map(per_unit, with_head)) / max(map(per_unit, without)):.2f}x")
         for of_ways in (without, with_head):
-            row.append(max(of_ways, key=lambda line: ratio(line, "milliseconds"))["way"])
+            row.append(max(of_ways, key=partial(ratio, per="milliseconds"))["way"])
         rows.append(row)
     return markdown_table(titles, rows)
 
