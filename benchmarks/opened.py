@@ -276,7 +276,7 @@ def gains(lines: Sequence[dict[str, Any]]) -> str:
             cells[key, str(line["states"])].append(line)
     rows = []
     for (texts, states), ways in cells.items():
-        with_head = []
+        with_head: list[dict[str, Any]] = []
         without = [alone[texts]]
         for line in ways:
             (with_head if line["way"].startswith("head") else without).append(line)
