@@ -169,6 +169,14 @@ def prompts_of(path: str | None, count: int) -> dict[str, list[str]]:
     return dict(sorted(prompts.items()))
 
 
+def chat_ids(tokenizer: Any, prompt: str) -> list[int]:
+    """Encode a prompt as the first turn of a chat, up to where its answer begins."""
+    messages = [{"role": "user", "content": prompt}]
+    encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    ids: list[int] = encoded["input_ids"]
+    return ids
+
+
 def measure(model: MRPForCausalLM, tokenizer: Any, options: Any, emit_line: Any) -> None:
     """Decode all prompts in each way, and emit a line for each kind, block size, temperature, K and
     way."""
@@ -176,11 +184,7 @@ def measure(model: MRPForCausalLM, tokenizer: Any, options: Any, emit_line: Any)
     for kind, prompts in prompts_of(options.prompts, options.count).items():
         inputs = []
         for prompt in prompts:
-            messages = [{"role": "user", "content": prompt}]
-            encoded = tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-            )
-            inputs.append(encoded["input_ids"])
+            inputs.append(torch.tensor([chat_ids(tokenizer, prompt)]))
         for temperature in options.temperatures:
             sampling: dict[str, Any] = {"do_sample": False}
             if temperature:

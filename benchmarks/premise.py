@@ -32,6 +32,7 @@ from transformers import AutoTokenizer
 from modeling_mrp import MRPForCausalLM, MRPGenerationConfig
 from modeling_mrp.generate.loop import Decoder, Drafting, Mode
 from modeling_mrp.generate.option_table import rule_of
+from modeling_mrp.kernels.pick import upcast
 from modeling_mrp.networks.networks import Networks
 from modeling_mrp.networks.sampler import Hidden, gather_blocks
 from modeling_mrp.rules.gain import Fixed
@@ -39,7 +40,7 @@ from modeling_mrp.rules.state import Row
 
 from .common import TINY, emit, encode_prompts, greedy_decode, header, parser_of
 from .frontier import JUDGED
-from .opened import prompts_of
+from .opened import chat_ids, prompts_of
 from .targets import TARGETS
 
 APART = (1, 2, 4, 7)  # steps; drafts of eight states reach seven
@@ -143,9 +144,8 @@ class Compared:
         """Compute log-probabilities [n, vocab] of all tokens at n columns of a block; that of the
         mask is the least finite number."""
         logits = self.networks.picker.unembedding.logits(gather_blocks([hidden])[0, columns])
-        if logits.dtype != torch.float64:
-            logits = logits.float()
-        return logits.log_softmax(-1).clamp(min=torch.finfo(logits.dtype).min)
+        log_probabilities = upcast(logits).log_softmax(-1)
+        return log_probabilities.clamp(min=torch.finfo(log_probabilities.dtype).min)
 
 
 @torch.inference_mode()
@@ -171,14 +171,7 @@ def prompts_by_kind(options: Any, tokenizer: Any) -> Iterator[tuple[str, list[li
             yield family, encode_prompts(chosen, tokenizer), NEW_TOKENS[family]
         return
     for kind, prompts in prompts_of(options.prompts, options.count).items():
-        ids = []
-        for prompt in prompts:
-            messages = [{"role": "user", "content": prompt}]
-            encoded = tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_dict=True
-            )
-            ids.append(encoded["input_ids"])
-        yield kind, ids, options.tokens
+        yield kind, [chat_ids(tokenizer, prompt) for prompt in prompts], options.tokens
 
 
 def table(lines: Sequence[dict[str, Any]]) -> str:
@@ -195,7 +188,7 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
     lists = ", ".join(map(str, LISTED))
     titles = ["texts", "target", "steps apart", "positions", "KL: stale", "KL: head"]
     titles += ["same token, %: stale", "same token, %: head"]
-    titles += [f"missed by {lists} tokens, %", "of these, lost by the head, %"]
+    titles += [f"missed by {lists} tokens, %", "lost, %"]
     return markdown_table(titles, rows)
 
 

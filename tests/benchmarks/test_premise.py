@@ -71,7 +71,7 @@ def test_what_a_list_misses_and_what_that_loses() -> None:
 def test_problems_and_chats_are_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without a mask among the tokens, whose log-probability is that of no token."""
+    """Both print a table; that of chats has their kinds."""
     given = ["--count", "1", "--targets", "sequential"]
     premise.main(given)
     table = capsys.readouterr().out
